@@ -1,0 +1,322 @@
+"""From a model directory to a sharded model that trains: load, then `apply_*` in a fixed order, then self-checks.
+
+T tokens in a packed row, N trained tokens among them, L tokens of one sequence, H hidden size, V vocabulary size.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from packed_attention import REGISTERED_PREFIX, check_layer_types, choose_backend, register_backends
+from process_group import World, call_on_rank0
+from token_loss import sum_token_loss
+
+
+class PackedCausalLM(nn.Module):
+    """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
+
+    def __init__(self, model: PreTrainedModel, *, compute_dtype: torch.dtype, use_liger_kernels: bool):
+        super().__init__()
+        self.model = model
+        self.compute_dtype = compute_dtype
+        config = model.config
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
+        self.logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        self.use_liger_kernels = use_liger_kernels
+
+    def encode(self, micro_batch: Any) -> Tensor:  # (1, T, H)
+        """The packed row's final hidden states."""
+        outputs = self.model.base_model(
+            input_ids=micro_batch.input_ids,
+            position_ids=micro_batch.position_ids,
+            use_cache=False,
+            cu_seq_lens_q=micro_batch.cu_seqlens,
+            cu_seq_lens_k=micro_batch.cu_seqlens,
+            max_length_q=micro_batch.max_seqlen,
+            max_length_k=micro_batch.max_seqlen,
+            micro_batch=micro_batch,  # for the functions of packed_attention
+        )
+        return outputs.last_hidden_state
+
+    def forward(self, micro_batch: Any) -> Tensor:
+        """Sum of the cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
+        hidden = self.encode(micro_batch)[0, micro_batch.trained_index]  # (N, H)
+        if self.logit_scale != 1.0:
+            hidden = hidden * self.logit_scale
+        head = self.model.get_output_embeddings()
+        targets = micro_batch.targets[micro_batch.trained_index]
+        if self.use_liger_kernels:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            loss = LigerFusedLinearCrossEntropyLoss(
+                reduction="sum", softcap=self.softcap, accum_dtype=torch.float32
+            )  # fmt: skip
+            return loss(head.weight, hidden, targets, head.bias)
+        return sum_token_loss(hidden, head.weight, targets, bias=head.bias, softcap=self.softcap)
+
+    def hidden_states(self, micro_batch: Any) -> Tensor:  # (1, T, H)
+        """`encode` for the self-checks: an entry point of its own, which FSDP knows about."""
+        return self.encode(micro_batch).clone()  # FSDP's hooks want no view
+
+    def reference(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's own answer for one sequence (1, L) alone: hidden states (1, L, H) and logits (1, L, V)."""
+        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return hidden, self.model(input_ids=input_ids, use_cache=False).logits
+
+
+def read_weights(model_name_or_path: str) -> dict[str, Tensor]:
+    """All parameters and buffers by name, on the CPU, in the data type they are stored in."""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_name_or_path, dtype="auto", use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model-name-or-path {model_name_or_path}: cannot load the weights: {error}") from None
+    problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
+    if problems:
+        raise ValueError(
+            f"--model-name-or-path {model_name_or_path}: the weights do not fit the config: {'; '.join(problems)}"
+        )
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def load_config(model_name_or_path: str) -> PreTrainedConfig:
+    """The model's config; ValueError if there is none or it is no causal language model."""
+    try:
+        config = AutoConfig.from_pretrained(model_name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model-name-or-path {model_name_or_path}: no usable config: {error}") from None
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"--model-name-or-path {model_name_or_path}: model type {config.model_type!r} has no causal language model"
+        )
+    check_layer_types(config)
+    return config
+
+
+def build_model(
+    model_name_or_path: str,
+    config: PreTrainedConfig,
+    *,
+    world: World,
+    compute_dtype: torch.dtype,
+    attention: str,
+    activation_checkpointing: str,
+    compile: bool,
+    use_liger_kernels: bool,
+) -> PackedCausalLM:
+    """The model at `model_name_or_path`, sharded over `world.mesh`, in train mode.
+
+    Only rank 0 reads the weights; every other rank receives them block by block.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    apply_attention(model, attention, device=world.device, dtype=compute_dtype)
+    if use_liger_kernels:
+        apply_liger_kernels(model, world.device)
+    blocks = find_blocks(model)
+    if compile:
+        apply_compile(blocks)
+    if activation_checkpointing == "full":
+        apply_activation_checkpointing(blocks)
+    weights: dict[str, Tensor] = {}  # stays empty on the other ranks
+    call_on_rank0(lambda: weights.update(read_weights(model_name_or_path)))
+    packed_model = PackedCausalLM(model, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels)
+    apply_fsdp(packed_model, blocks, weights=weights, world=world)
+    return packed_model.train()
+
+
+def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Routes the model's attention to a backend of packed_attention."""
+    register_backends()
+    backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
+    model.set_attn_implementation(REGISTERED_PREFIX + backend)
+
+
+def apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
+    """Replaces norms, rotary embeddings and MLPs by liger-kernel's; the loss is PackedCausalLM's business."""
+    if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        raise ValueError(
+            "--use-liger-kernels needs a CUDA device and the package liger-kernel (pip install 'mini-trainer[cuda]');"
+            f" this is {device.type}, liger-kernel is"
+            f" {'not ' if importlib.util.find_spec('liger_kernel') is None else ''}installed"
+        )
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(f"--use-liger-kernels: liger-kernel has none for model type {model.config.model_type!r}")
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The transformer blocks: the module list as long as the model is deep."""
+    num_blocks = model.config.num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
+            return module
+    raise ValueError(f"model type {model.config.model_type!r}: no list of {num_blocks} blocks found to shard")
+
+
+def apply_compile(blocks: nn.ModuleList) -> None:
+    """Compiles each block by itself, for any number of tokens."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True)
+
+
+def apply_activation_checkpointing(blocks: nn.ModuleList) -> None:
+    """Keeps only each block's input for backward and recomputes the rest.
+
+    Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.
+    """
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def apply_fsdp(
+    packed_model: PackedCausalLM,
+    blocks: nn.ModuleList,
+    *,
+    weights: dict[str, Tensor],
+    world: World,
+) -> None:
+    """Fills the meta model from rank 0's `weights` and shards it: each block, then all the rest as one group.
+
+    Block by block, so that no rank but 0 ever holds more than one block unsharded. Master weights are fp32,
+    compute is in the model's `compute_dtype`, gradients are reduced in fp32.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
+    names = {module: name for name, module in packed_model.model.named_modules()}
+    for unit in (*blocks, packed_model):
+        for module in unit.modules():
+            fill_module(module, names.get(module, ""), weights=weights, device=world.device)
+        if unit is packed_model:
+            packed_model.model.tie_weights()
+        fully_shard(unit, mesh=world.mesh, mp_policy=policy)
+    for module in packed_model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are summed over ranks, not averaged: the loss is divided by the global number of tokens.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(packed_model, "hidden_states")
+    register_fsdp_forward_method(packed_model, "reference")
+
+
+def fill_module(module: nn.Module, name: str, *, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`; fp32 weights."""
+    tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    for key, meta in tensors.items():
+        if not meta.is_meta:
+            continue
+        value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        if dist.get_rank() == 0:
+            value.copy_(weights.pop(f"{name}.{key}"))
+        dist.broadcast(value, src=0)
+        setattr(module, key, nn.Parameter(value) if isinstance(meta, nn.Parameter) else value)
+
+
+@torch.no_grad()
+def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], *, device: torch.device) -> None:
+    """Refuses a model whose packed sequences see each other or whose loss is not the model's own.
+
+    Compares, on three short random sequences: each one's hidden states before and after the others change; packed
+    hidden states and loss with the model's own forward pass over one sequence at a time; and the sliding windows
+    that reach the attention backend with those that the config declares.
+    """
+    model, config = packed_model.model, packed_model.model.config
+    # Relative to the largest value. bf16 keeps 8 bits, and its rounding adds up over layers.
+    tolerance = 1e-4 if packed_model.compute_dtype == torch.float32 else 3e-2
+    random = np.random.default_rng(0)
+    sequences = [random.integers(0, config.vocab_size, length) for length in (11, 16, 9)]
+    others = [random.integers(0, config.vocab_size, len(sequence)) for sequence in sequences]
+    backend = config._attn_implementation
+    packed_model.eval()
+
+    def pack(token_ids: list[np.ndarray]) -> Any:
+        return pack_samples([(ids, ids) for ids in token_ids]).to(device)
+
+    hidden = split_rows(packed_model.hidden_states(pack(sequences)), sequences)
+    for i in range(len(sequences)):
+        changed = [s if j == i else other for j, (s, other) in enumerate(zip(sequences, others, strict=True))]
+        leak = max_difference(split_rows(packed_model.hidden_states(pack(changed)), sequences)[i], hidden[i])
+        if leak > tolerance:
+            raise ValueError(
+                f"model type {config.model_type!r} lets packed sequences see each other: changing the other sequences"
+                f" of a row moved one by {leak:.1e} (allowed {tolerance:.0e}); it cannot be trained here"
+            )
+    loss = packed_model(pack(sequences)).item()
+    check_windows(packed_model, pack(sequences))
+
+    model.set_attn_implementation("eager")
+    own_loss = 0.0
+    for sequence, packed_hidden in zip(sequences, hidden, strict=True):
+        own_hidden, logits = packed_model.reference(torch.from_numpy(sequence)[None].to(device))
+        own_loss += torch.nn.functional.cross_entropy(
+            logits[0, :-1].float(), torch.from_numpy(sequence[1:]).to(device), reduction="sum"
+        ).item()
+        difference = max_difference(packed_hidden, own_hidden[0])
+        if difference > tolerance:
+            raise ValueError(
+                f"model type {config.model_type!r}: packed hidden states differ from the model's own forward pass by"
+                f" {difference:.1e} (allowed {tolerance:.0e}); it cannot be trained here"
+            )
+    model.set_attn_implementation(backend)
+    if not abs(loss - own_loss) <= tolerance * abs(own_loss):
+        raise ValueError(
+            f"model type {config.model_type!r}: our loss {loss:.6f} is not the model's own {own_loss:.6f} on the same"
+            " tokens, so its head does something to the logits that is not known here; it cannot be trained here"
+        )
+    packed_model.train()
+
+
+def split_rows(hidden: Tensor, sequences: list[np.ndarray]) -> tuple[Tensor, ...]:
+    """Each sequence's part of a packed row's hidden states (1, T, H)."""
+    return hidden[0].float().split([len(sequence) for sequence in sequences])
+
+
+def max_difference(value: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value; infinite where anything is not finite."""
+    difference = ((value.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
+    return difference if math.isfinite(difference) else math.inf
+
+
+def check_windows(packed_model: PackedCausalLM, micro_batch: Any) -> None:
+    """Refuses a model whose config declares sliding windows that its layers do not hand to the attention backend."""
+    model, config = packed_model.model, packed_model.model.config
+    backend = config._attn_implementation
+    attend, windows = AttentionInterface()[backend], []
+
+    def record_window(*args, sliding_window: int | None = None, **kwargs):
+        windows.append(sliding_window)
+        return attend(*args, sliding_window=sliding_window, **kwargs)
+
+    AttentionInterface.register("packed_recording", record_window)
+    model.set_attn_implementation("packed_recording")
+    packed_model.hidden_states(micro_batch)
+    model.set_attn_implementation(backend)
+    num_seen = sum(window is not None for window in windows)
+    if getattr(config, "layer_types", None) is not None:
+        num_declared = config.layer_types.count("sliding_attention")
+    else:
+        num_declared = len(windows) if getattr(config, "sliding_window", None) else 0
+    if num_declared != num_seen:
+        raise ValueError(
+            f"model type {config.model_type!r} declares {num_declared} layers with a sliding window, but {num_seen} use"
+            " one here; it cannot be trained here"
+        )

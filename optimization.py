@@ -1,0 +1,63 @@
+"""The optimizer, and learning rates as pure functions of the step."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+Scheduler = Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"]
+
+
+def learning_rate_at(
+    step: int,
+    *,
+    scheduler: Scheduler,
+    peak: float,
+    num_warmup_steps: int,
+    num_steps: int | None,
+    num_decay_steps: int | None = None,
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """Learning rate of optimizer step `step` (0-based) of `num_steps`.
+
+    Warm-up rises linearly and reaches `peak` at step `num_warmup_steps`; step 0 already trains, with
+    peak / (num_warmup_steps + 1). Decays (linear, cosine, and wsd's last `num_decay_steps`) reach
+    `min_lr_ratio * peak` one step after the last, so that the last step still trains when the ratio is 0.
+    """
+    if step < num_warmup_steps and scheduler != "constant":
+        return peak * (step + 1) / (num_warmup_steps + 1)
+    if scheduler in ("constant", "constant_with_warmup"):
+        return peak
+    assert num_steps is not None, f"{scheduler} needs the number of steps"
+    if scheduler == "wsd":
+        decay_length = num_decay_steps or max(1, num_steps // 10)
+        decay_start = max(num_warmup_steps, num_steps - decay_length)
+    else:
+        decay_start = num_warmup_steps
+    progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if scheduler == "cosine" else 1 - progress
+    return peak * (min_lr_ratio + (1 - min_lr_ratio) * remaining)
+
+
+def build_optimizer(
+    model: nn.Module, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float
+) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters; norms and biases (fewer than 2 dimensions) are not decayed."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+def local_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's shards of all gradients."""
+    return [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+
+
+def clip_gradients(gradients: list[torch.Tensor], *, grad_norm: float, max_grad_norm: float | None) -> None:
+    """Scales the gradients in place so that their global norm `grad_norm` becomes at most `max_grad_norm`."""
+    if max_grad_norm is not None and grad_norm > max_grad_norm:
+        torch._foreach_mul_(gradients, max_grad_norm / grad_norm)

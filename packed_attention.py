@@ -1,0 +1,202 @@
+"""Causal attention over packed sequences: one row of tokens in which no sequence sees another.
+
+T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register_backends` makes the functions known
+to transformers; a model then calls the one that its config names, once a layer, with the row's `micro_batch`.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedConfig
+
+# In the order of preference: what each backend honours beyond causal attention with sliding windows.
+BACKENDS: dict[str, set[str]] = {
+    "flash_attn": {"dropout", "softcap"},  # CUDA, bfloat16, package flash-attn
+    "varlen": set(),  # CUDA, bfloat16, ships with torch
+    "sdpa": {"dropout"},  # any device, one sequence at a time
+    "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
+}
+REGISTERED_PREFIX = "packed_"
+
+
+def register_backends() -> None:
+    """Makes every backend available to transformers as an attention implementation named `packed_<backend>`."""
+    for name, attend in zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_sdpa, attend_eager), strict=True):
+        AttentionInterface.register(REGISTERED_PREFIX + name, make_interface(name, attend))
+
+
+def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """`attend` behind the signature that transformers calls; refuses whatever the backend would drop."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,  # (1, Hq, T, D)
+        key: Tensor,  # (1, Hkv, T, D)
+        value: Tensor,  # (1, Hkv, T, D)
+        attention_mask: None,
+        *,
+        micro_batch: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,  # (Hq,) attention sinks
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        **_not_about_attention,  # position_ids, cache flags and the like
+    ) -> tuple[Tensor, None]:
+        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux}
+        extras = {feature: value for feature, value in extras.items() if value is not None}
+        dropped = extras.keys() - BACKENDS[name]
+        if attention_mask is not None or position_bias is not None or is_causal is False:
+            dropped |= {"attention masks, position biases or attention that is not causal"}
+        if dropped:
+            raise ValueError(f"attention backend {name!r} cannot honour this model's {', '.join(sorted(dropped))}")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras), None
+
+    return attention
+
+
+def attend_flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None,
+    dropout: float = 0.0, softcap: float = 0.0,
+) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
+    """FlashAttention-2's variable-length kernel (package flash-attn)."""
+    from flash_attn import flash_attn_varlen_func
+
+    cu_seqlens, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
+    return flash_attn_varlen_func(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest,
+        softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
+        dropout_p=dropout, softcap=softcap,
+    )[None]  # fmt: skip
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None
+) -> Tensor:  # (1, T, Hq, D)
+    """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_seqlens, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    if not grouped:  # torch < 2.12
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
+    return varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest,
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped,
+    )[None]  # fmt: skip
+
+
+@torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
+def attend_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None,
+    dropout: float = 0.0,
+) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
+    """torch's scaled_dot_product_attention, one sequence at a time: bitwise what the sequence alone would get."""
+    outputs = []
+    for q, k, v in split_sequences(query, key, value, micro_batch.seq_lengths):
+        length = q.shape[2]
+        mask = None if window is None or length <= window else causal_mask(length, window, q.device)
+        outputs.append(
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=True
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@torch.compiler.disable
+def attend_eager(
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None,
+    dropout: float = 0.0, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
+    """Attention written out, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
+    outputs = []
+    for q, k, v in split_sequences(query, key, value, micro_batch.seq_lengths):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * scaling  # (1, Hq, length, length)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~causal_mask(q.shape[2], window, q.device), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : q.shape[2]]
+        outputs.append(torch.dropout(probabilities, dropout, train=dropout > 0) @ v)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list[int]) -> zip:
+    """(q, k, v) of one packed sequence after the other, each (1, heads, length, D)."""
+    return zip(*(t.split(seq_lengths, dim=2) for t in (query, key, value)), strict=True)
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """(length, length) bool: True where query i may see key j, which is 0 <= i - j (< window)."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    return mask if window is None else mask.triu_(1 - window)
+
+
+def choose_backend(
+    requested: str, *, model: nn.Module, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> str:
+    """The backend `requested`, or for "auto" the first in `BACKENDS` that can do what this model needs here.
+
+    Raises ValueError with the reason for each backend asked for that cannot be used.
+    """
+    needed = find_features(model, config)
+    candidates = list(BACKENDS) if requested == "auto" else [requested]
+    reasons = {name: find_obstacle(name, needed, config=config, device=device, dtype=dtype) for name in candidates}
+    usable = [name for name, obstacle in reasons.items() if obstacle is None]
+    if not usable:
+        raise ValueError("; ".join(f"--attention {name}: {obstacle}" for name, obstacle in reasons.items()))
+    return usable[0]
+
+
+def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
+    """What the model's attention has beyond causal attention with sliding windows."""
+    features = set()
+    if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
+        features.add("dropout")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        features.add("softcap")
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        features.add("sinks")
+    return features
+
+
+def find_obstacle(
+    name: str, needed: set[str], *, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why backend `name` cannot be used, or None."""
+    if missing := needed - BACKENDS[name]:
+        return f"cannot honour this model's attention {', '.join(sorted(missing))}"
+    if name in ("sdpa", "eager"):
+        return None
+    if device.type != "cuda":
+        return f"needs a CUDA device, this is {device.type}"
+    if dtype != torch.bfloat16:
+        return f"needs --compute-dtype bfloat16, given {str(dtype).removeprefix('torch.')}"
+    if getattr(config, "v_head_dim", None) is not None:
+        return "needs one head size for queries, keys and values"
+    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    return None
+
+
+def check_layer_types(config: PreTrainedConfig) -> None:
+    """Refuses layers whose state or mask would cross the borders of packed sequences."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"model type {config.model_type!r} has layers of type {', '.join(sorted(unknown))}; packed sequences are"
+            " kept apart only in full_attention and sliding_attention layers, so this model cannot be trained here"
+        )

@@ -1,0 +1,70 @@
+"""torchrun's environment: which rank this is, its device, the process group, and what only rank 0 does."""
+
+import datetime
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Result = TypeVar("Result")
+
+# Long enough for rank 0 to write a 70B export to a slow disk while the other ranks wait.
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
+
+log = logging.getLogger("mini_trainer")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that torchrun started; one process alone is a world of size 1."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh  # 1-D, over all ranks
+
+
+def init_world() -> World:
+    """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return World(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+
+
+def setup_logging(level: str) -> None:
+    """Rank 0 prints from `level` on, the other ranks only errors."""
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    log.setLevel(level if os.environ.get("RANK", "0") == "0" else "ERROR")
+
+
+def call_on_rank0(function: Callable[[], Result]) -> Result:
+    """Calls `function` on rank 0 and gives every rank its result, or the same ValueError.
+
+    The outcome travels as data, so that no rank waits for one that has already failed.
+    """
+    outcome: list[tuple[Literal["returned", "failed"], Result | str]] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [("returned", function())]
+        except (ValueError, OSError) as error:
+            outcome = [("failed", str(error))]
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    kind, value = outcome[0]
+    if kind == "failed":
+        raise ValueError(value)
+    return value

@@ -1,0 +1,300 @@
+"""From a tokenized data set to this rank's micro-batches: the infinite order, the global batch, prefetch.
+
+Everything about a step is a pure function of (data, seed, step): every rank plans the same global batch and the same
+table of micro-batches without talking to the others, and then reads its own rows only.
+"""
+
+import functools
+import json
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from batch_packer import pack_batch
+
+IGNORED = -100  # label of a token that is not trained
+COLUMNS = ("input_ids", "labels", "len", "num_loss_counted_tokens")
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences packed into one row, for one forward and backward on one rank: T tokens, n sequences."""
+
+    input_ids: Tensor  # (1, T) int64
+    position_ids: Tensor  # (1, T) int64, restarts at 0 in every sequence
+    cu_seqlens: Tensor  # (n + 1,) int32, cumulative lengths
+    targets: Tensor  # (T,) int64: the next token's label; IGNORED where nothing is trained or the sequence ends
+    trained_index: Tensor  # (N,) int64: where targets is not IGNORED
+    max_seqlen: int
+    seq_lengths: list[int]
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """On `device`; the copy does not wait if the memory is pinned."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        return self._map_tensors(Tensor.pin_memory)
+
+    def _map_tensors(self, function) -> "MicroBatch":
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type is Tensor}
+        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step: what all ranks train together, and this rank's part of it."""
+
+    step: int
+    sample_ids: np.ndarray  # (batch_size,) rows of the data set
+    lengths: np.ndarray  # (batch_size,) tokens
+    num_loss_tokens: int  # trained targets, over all ranks
+    table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids
+    micro_batches: list[MicroBatch]  # this rank's column of the table
+
+
+class TokenizedData:
+    """A tokenized data set, memory-mapped: only lengths and counts are held in memory (8 bytes a sample)."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        table = open_table(self.path)
+        self.lengths = table.column("len").to_numpy().astype(np.int32)
+        self.num_loss_tokens = table.column("num_loss_counted_tokens").to_numpy().astype(np.int32)
+        self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
+        self._input_ids = [list_views(chunk) for chunk in table.column("input_ids").chunks]
+        self._labels = [list_views(chunk) for chunk in table.column("labels").chunks]
+        self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
+        if len(self.lengths) == 0:
+            raise ValueError(f"{path}: holds no samples")
+
+    def read(self, row: int, *, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """`input_ids` and `labels` of a row, each (len,); ValueError naming the row if they break the contract."""
+        chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
+        i = row - int(self._starts[chunk])
+        input_ids, labels = (
+            values[offsets[i] : offsets[i + 1]] for offsets, values in (self._input_ids[chunk], self._labels[chunk])
+        )
+        where = f"{self.path}: row {row + 1}"
+        if not len(input_ids) == len(labels) == self.lengths[row]:
+            raise ValueError(f"{where}: {len(input_ids)} input_ids, {len(labels)} labels and len {self.lengths[row]}")
+        if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= vocab_size:
+            raise ValueError(f"{where}: token ids beyond the model's vocabulary of {vocab_size}")
+        num_targets = np.count_nonzero(labels[1:] != IGNORED)
+        if num_targets != self.num_loss_tokens[row]:
+            raise ValueError(
+                f"{where}: num_loss_counted_tokens is {self.num_loss_tokens[row]}, but {num_targets} labels after the"
+                " first are not -100: tokenize the data again with process_data.py"
+            )
+        return input_ids, labels
+
+    def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
+        """Takes samples longer than `max_tokens_per_gpu` out of the stream and counts them; refuses unless told to."""
+        overlong = self.lengths > max_tokens_per_gpu
+        num_overlong = int(np.count_nonzero(overlong))
+        if num_overlong and not drop_overlong:
+            row = int(np.argmax(self.lengths))
+            raise ValueError(
+                f"{self.path}: {num_overlong:,} of {len(overlong):,} samples are longer than --max-tokens-per-gpu"
+                f" {max_tokens_per_gpu}; the longest, row {row + 1}, has {self.lengths[row]} tokens. Raise"
+                " --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong"
+            )
+        if num_overlong == len(overlong):
+            raise ValueError(f"{self.path}: every sample is longer than --max-tokens-per-gpu {max_tokens_per_gpu}")
+        self.kept = np.flatnonzero(~overlong).astype(np.int32)
+        return num_overlong
+
+
+def open_table(path: Path) -> pa.Table:
+    """The memory-mapped table behind a data set; .parquet and .jsonl are converted once and cached (by `datasets`)."""
+    try:
+        if path.suffix == ".arrow":
+            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        else:
+            table = convert_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"--data-path {path}: cannot be read as a data set of process_data.py: {error}") from None
+    missing = [name for name in COLUMNS if name not in table.column_names]
+    if missing:
+        raise ValueError(
+            f"--data-path {path}: no column {', '.join(missing)}; found {', '.join(table.column_names)}."
+            " Tokenize the data with process_data.py"
+        )
+    for name in COLUMNS:
+        column = table.column(name)
+        kind = column.type.value_type if name in COLUMNS[:2] and pa.types.is_list(column.type) else column.type
+        if not pa.types.is_integer(kind) or column.null_count:
+            raise ValueError(f"--data-path {path}: column {name} is {column.type} with {column.null_count} nulls")
+    return table.select(COLUMNS)
+
+
+def convert_table(path: Path) -> pa.Table:
+    """A .parquet or .jsonl file as a memory-mapped Arrow table from the cache of `datasets`."""
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise ValueError(f"--data-path {path}: must end in .arrow, .parquet or .jsonl")
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    if path.stat().st_size == 0:
+        raise ValueError(f"--data-path {path}: holds no samples")
+    import datasets
+
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        datasets.disable_progress_bars()
+    read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
+    try:
+        return read(str(path)).data.table
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException) as error:
+        raise OSError(str(error.__cause__ or error)) from None
+
+
+def list_views(chunk: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets, values) of a list column's chunk as views into the mapped file: nothing is read yet."""
+    return chunk.offsets.to_numpy(), chunk.values.to_numpy()
+
+
+def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
+    """What process_data.py recorded beside the data set; None where there is no such file."""
+    path = Path(f"{data_path}.meta.json")
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
+def permute_epoch(seed: int, epoch: int, num_samples: int) -> np.ndarray:  # (num_samples,)
+    """Epoch `epoch` of the stream: a permutation drawn from (seed, epoch)."""
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+def draw_samples(data: TokenizedData, *, seed: int, start: int, count: int) -> np.ndarray:  # (count,)
+    """Rows at positions [start, start + count) of the infinite stream."""
+    num_samples = len(data.kept)
+    parts = []
+    while count > 0:
+        epoch, offset = divmod(start, num_samples)
+        part = permute_epoch(seed, epoch, num_samples)[offset : offset + count]
+        parts.append(part)
+        start, count = start + len(part), count - len(part)
+    return data.kept[np.concatenate(parts)]
+
+
+def count_steps(
+    data: TokenizedData,
+    *,
+    batch_size: int,
+    seed: int,
+    max_steps: int | None,
+    max_epochs: int | None,
+    max_samples: int | None,
+    max_tokens: int | None,
+) -> int | None:
+    """Steps until the first of the given ends is reached; None if none is given."""
+    num_samples = [n for n in (max_samples, None if max_epochs is None else max_epochs * len(data.kept)) if n]
+    if max_tokens is not None:
+        epoch, rest = divmod(max_tokens, int(data.lengths[data.kept].sum(dtype=np.int64)))
+        order = data.kept[permute_epoch(seed, epoch, len(data.kept))]
+        in_epoch = int(np.searchsorted(np.cumsum(data.lengths[order], dtype=np.int64), rest)) + 1 if rest else 0
+        num_samples.append(epoch * len(data.kept) + in_epoch)
+    ends = [-(-n // batch_size) for n in num_samples] + ([] if max_steps is None else [max_steps])
+    return min(ends, default=None)
+
+
+def iterate_batches(
+    data: TokenizedData,
+    *,
+    batch_size: int,
+    seed: int,
+    num_steps: int | None,
+    max_tokens_per_gpu: int,
+    attention_cost: float,
+    rank: int,
+    world_size: int,
+    vocab_size: int,
+    pin_memory: bool,
+) -> Iterator[Batch]:
+    """The global batches 0, 1, ... up to `num_steps` (None: without end), each with this rank's micro-batches."""
+    step = 0
+    while num_steps is None or step < num_steps:
+        sample_ids = draw_samples(data, seed=seed, start=step * batch_size, count=batch_size)
+        lengths = data.lengths[sample_ids]
+        table = pack_batch(lengths, max_tokens_per_gpu, world_size, attention_cost)
+        micro_batches = []
+        for row in table:
+            samples = [data.read(sample_ids[i], vocab_size=vocab_size) for i in row[rank]]
+            micro_batch = pack_samples(samples or [idle_sample()])
+            micro_batches.append(micro_batch.pin_memory() if pin_memory else micro_batch)
+        num_loss_tokens = int(data.num_loss_tokens[sample_ids].sum())
+        yield Batch(step, sample_ids, lengths, num_loss_tokens, table, micro_batches)
+        step += 1
+
+
+def idle_sample() -> tuple[np.ndarray, np.ndarray]:
+    """What a rank without work trains on: one token, no target, so that it takes part in every collective."""
+    return np.zeros(1, dtype=np.int64), np.full(1, IGNORED)
+
+
+def pack_samples(samples: list[tuple[np.ndarray, np.ndarray]]) -> MicroBatch:
+    """Packs samples, (input_ids, labels) each, into one row."""
+    lengths = [len(input_ids) for input_ids, _ in samples]
+    cu_seqlens = np.cumsum([0, *lengths])
+    targets = np.full(cu_seqlens[-1], IGNORED, dtype=np.int64)
+    for start, (_, labels) in zip(cu_seqlens, samples, strict=False):
+        targets[start : start + len(labels) - 1] = labels[1:]  # a sequence's last token predicts nothing
+    input_ids = np.concatenate([input_ids for input_ids, _ in samples]).astype(np.int64)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids)[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        targets=torch.from_numpy(targets),
+        trained_index=torch.from_numpy(np.flatnonzero(targets != IGNORED)),
+        max_seqlen=max(lengths),
+        seq_lengths=lengths,
+    )
+
+
+def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:
+    """`items`, made up to `depth` ahead by a background thread; its exceptions are raised here."""
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
+    closed = threading.Event()
+
+    def put(kind: str, value: Any) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put((kind, value), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def produce() -> None:
+        try:
+            for item in items:
+                put("item", item)
+                if closed.is_set():
+                    return
+            put("end", None)
+        except BaseException as error:  # whatever it is, it belongs to the thread that trains
+            put("error", error)
+
+    threading.Thread(target=produce, name="prefetch", daemon=True).start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "error":
+                raise value
+            if kind == "end":
+                return
+            yield value
+    finally:
+        closed.set()

@@ -1,0 +1,18 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would make every test crawl
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator:
+    """A process group of one process, as `python train.py` makes it."""
+    import torch.distributed as dist
+
+    from process_group import init_world
+
+    yield init_world()
+    dist.destroy_process_group()

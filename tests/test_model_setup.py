@@ -1,0 +1,129 @@
+"""Packed sequences of every model family: same loss and gradients as one by one, and no sequence sees another."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    BloomConfig,
+    FalconH1Config,
+    GPT2Config,
+    Llama4TextConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+)
+
+from model_setup import build_model, check_model, load_config
+from sampler import pack_samples
+
+LENGTHS = (13, 1, 22, 7)
+
+
+def build(path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32):
+    return build_model(
+        str(path),
+        load_config(str(path)),
+        world=world,
+        compute_dtype=dtype,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        use_liger_kernels=False,
+    )
+
+
+def make_samples(seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Sequences of `LENGTHS` with about half of their tokens masked."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for length in LENGTHS:
+        input_ids = random.integers(3, VOCAB_SIZE, length)
+        samples.append((input_ids, np.where(random.random(length) < 0.5, input_ids, -100)))
+    return samples
+
+
+def full_gradients(model) -> dict[str, torch.Tensor]:
+    return {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_loss_and_gradients_are_those_of_padded_transformers(family, world, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path)
+    samples = make_samples()
+    model = build(path, world)
+    check_model(model, pack_samples, device=world.device)
+    loss = model(pack_samples(samples))
+    loss.backward()
+
+    reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").train()
+    input_ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
+    labels = torch.full_like(input_ids, -100)
+    mask = torch.zeros_like(input_ids)
+    for i, (ids, row_labels) in enumerate(samples):
+        input_ids[i, : len(ids)] = torch.from_numpy(ids)
+        labels[i, : len(ids)] = torch.from_numpy(row_labels)
+        mask[i, : len(ids)] = 1
+    logits = reference(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    expected.backward()
+
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    gradients = full_gradients(model.model)
+    references = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+    assert gradients.keys() == references.keys()
+    for name, gradient in gradients.items():
+        assert gradient.norm() > 0, name
+        error = (gradient - references[name]).norm() / references[name].norm()
+        assert error <= 1e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family, world, tmp_path):
+    model = build(save_model(FAMILIES[family], tmp_path), world).eval()
+    before, other = make_samples(0), make_samples(1)
+    after = [before[0], before[1], other[2], before[3]]
+    with torch.no_grad():
+        rows = [model.hidden_states(pack_samples(samples))[0].split(LENGTHS) for samples in (before, after)]
+    assert not torch.equal(rows[0][2], rows[1][2])
+    for i in (0, 1, 3):
+        assert torch.equal(rows[0][i], rows[1][i]), f"sequence {i} moved"
+
+
+@pytest.mark.parametrize("change", [dict(activation_checkpointing="full"), dict(attention="eager"), dict(compile=True)])
+@pytest.mark.parametrize("family", ["llama_tied_bias", "mistral_window"])
+def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path)
+    results = []
+    for options in ({}, change):
+        model = build(path, world, **options)
+        loss = model(pack_samples(make_samples()))
+        loss.backward()
+        results.append((loss.detach(), full_gradients(model.model)))
+    (loss, gradients), (changed_loss, changed_gradients) = results
+    torch.testing.assert_close(changed_loss, loss, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            changed_gradients[name], gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item()
+        )
+
+
+REFUSED = {
+    "mamba": (MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8), "linear_attention"),
+    "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
+    "llama4": (Llama4TextConfig(**SHAPE, intermediate_size_mlp=48, num_local_experts=2), "chunked_attention"),
+    "qwen3_next": (
+        Qwen3NextConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, linear_num_value_heads=4,
+                        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
+        "linear_attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, tmp_path):
+    config, reason = REFUSED[family]
+    save_model(config, tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        check_model(build(tmp_path, world), pack_samples, device=world.device)

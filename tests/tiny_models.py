@@ -1,0 +1,81 @@
+"""Tiny randomly initialised models of many families, and a tiny tokenizer, for the tests."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 160
+
+SHAPE = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    initializer_range=0.2,  # attention that matters, so that a wrong one shows
+)
+
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama_tied_bias": LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "mistral_window": MistralConfig(**SHAPE, sliding_window=5),
+    "gemma2_softcaps": Gemma2Config(
+        **SHAPE, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "phi3": Phi3Config(**SHAPE, sliding_window=6),
+    "phi_head_bias": PhiConfig(**SHAPE),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    ),
+    "olmo2": Olmo2Config(**SHAPE),
+    "granite_scaled": GraniteConfig(
+        **SHAPE, logits_scaling=4.0, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.5
+    ),
+    "cohere_scaled": CohereConfig(**SHAPE, logit_scale=0.25),
+    "gpt_oss_sinks": GptOssConfig(
+        **SHAPE, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+
+
+def save_model(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
+    """Writes a randomly initialised fp32 model of `config`; biases, norms and sinks are random too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim < 2:
+                param.add_(torch.randn_like(param) * 0.2)
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,77 @@
+"""Summed token cross-entropy of a language model's head that never holds all logits.
+
+N trained tokens, H hidden size, V vocabulary size.
+"""
+
+import torch
+from torch import Tensor
+
+# Bytes of one chunk's fp32 logits. Large enough to fill a GPU's matrix units at any vocabulary size, small
+# beside a block's activations.
+CHUNK_BYTES = 2**29
+
+
+def sum_token_loss(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (N,) int64
+    *,
+    bias: Tensor | None = None,  # (V,)
+    softcap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """Sum over N of cross_entropy(hidden @ weight.T + bias, targets), in fp32.
+
+    `softcap`: the logits z become softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118, section 2). Works with
+    N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so
+    the peak memory is one chunk of logits plus the gradients themselves, whatever N is.
+    """
+    return _SumTokenLoss.apply(hidden, weight, targets, bias, softcap, chunk_bytes)
+
+
+class _SumTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, bias, softcap, chunk_bytes):
+        needs_hidden, needs_weight, _, needs_bias, _, _ = ctx.needs_input_grad
+        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        d_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+        for start in range(0, hidden.shape[0], num_rows):
+            chunk = slice(start, start + num_rows)
+            logits = torch.nn.functional.linear(hidden[chunk], weight, bias).float()  # (rows, V)
+            if softcap is not None:
+                logits = logits.div_(softcap).tanh_().mul_(softcap)
+            target = targets[chunk, None]
+            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
+            loss_sum += (log_normalizer - logits.gather(1, target)).sum()
+            if not (needs_hidden or needs_weight or needs_bias):
+                continue
+            slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
+            d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' memory
+            d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target))
+            if slope is not None:
+                d_logits.mul_(slope)
+            if needs_bias:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(hidden.dtype)
+            if needs_hidden:
+                d_hidden[chunk] = d_logits @ weight
+            if needs_weight:
+                d_weight += d_logits.T @ hidden[chunk]
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        if d_hidden is not None:
+            d_hidden = (d_hidden.float() * d_loss).to(d_hidden.dtype)  # d_loss in bf16 would bend every gradient
+        if d_weight is not None:
+            d_weight = d_weight.mul_(d_loss).to(weight_dtype)
+        if d_bias is not None:
+            d_bias = d_bias.mul_(d_loss).to(bias_dtype)
+        return d_hidden, d_weight, None, d_bias, None, None

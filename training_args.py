@@ -1,0 +1,268 @@
+"""The scripts' options, and the one function that reads them from YAML and flags.
+
+Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
+"""
+
+import dataclasses
+import difflib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+BAD_INPUT = 2  # exit code for whatever the user can mend
+
+# Schedules that fall towards the end of the run, so the end has to be known.
+SCHEDULES_WITH_END = ("linear", "cosine", "wsd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Fine-tune a causal language model with FSDP2 on data written by process_data.py."""
+
+    model_name_or_path: str
+    """Model directory or hub name, Hugging Face format."""
+    data_path: str
+    """Tokenized data set written by process_data.py: .arrow, .parquet or .jsonl."""
+    output_dir: str
+    """New or empty directory for metrics, options and exported models."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+
+    batch_size: int = 128
+    """Samples per optimizer step, over all ranks."""
+    max_tokens_per_gpu: int = 8192
+    """Most tokens in one micro-batch on one rank; sets the memory that activations need."""
+    drop_overlong: bool = False
+    """Drop (and count) samples longer than max-tokens-per-gpu instead of refusing to start."""
+    seed: int = 42
+    """Seed of the sample order and of dropout."""
+
+    learning_rate: float = 1e-5
+    """Peak learning rate."""
+    num_warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    lr_scheduler: Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"] = "constant_with_warmup"
+    """Shape of the learning rate after warm-up. wsd: warm-up, stable, decay."""
+    num_decay_steps: int | None = None
+    """wsd only: length of the final decay in steps; 10 % of the run if not given."""
+    min_lr_ratio: float | None = None
+    """Final learning rate as a share of the peak, for schedules that decay; 0 if not given."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay; norms and biases are never decayed."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    adam_beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: float | None = 1.0
+    """Clip the gradient's global norm to this; None: no clipping."""
+
+    max_steps: int | None = None
+    """Stop after this many optimizer steps. With no max-* option the run has no end."""
+    max_epochs: int | None = None
+    """Stop at the first step at which every sample has been drawn this many times."""
+    max_samples: int | None = None
+    """Stop at the first step at which this many samples have been trained."""
+    max_tokens: int | None = None
+    """Stop at the first step at which this many tokens (trained or masked) have been read."""
+
+    min_samples_per_checkpoint: int | None = None
+    """Export the model each time another this many samples have been trained."""
+    checkpoint_at_epoch: bool = False
+    """Export the model at the first step that completes an epoch."""
+    save_final_checkpoint: bool = True
+    """Export the model at the end of the run."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of exported weights."""
+
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32."""
+    attention: Literal["auto", "flash_attn", "varlen", "sdpa", "eager"] = "auto"
+    """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), or SDPA / plain matrix
+    products one sequence at a time. auto: the fastest one that this machine and this model allow."""
+    activation_checkpointing: Literal["none", "full"] = "full"
+    """full: keep only each block's input and recompute the rest in backward; less memory, about a third slower."""
+    compile: bool = False
+    """torch.compile each block."""
+    use_liger_kernels: bool = False
+    """Use liger-kernel's Triton kernels (CUDA; pip install 'mini-trainer[cuda]')."""
+    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """What rank 0 prints; WARNING leaves out the step lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessDataOptions:
+    """Tokenize chats (messages JSONL) with the model's chat template; only the assistant's tokens are trained."""
+
+    input_file: str
+    """JSONL, one conversation a line: {"messages": [{"role": ..., "content": ...}, ...]}."""
+    output_file: str
+    """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
+    model_name_or_path: str
+    """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+    max_sample_num_tokens: int | None = None
+    """Drop (and count) samples with more tokens than this."""
+    skip_invalid: bool = False
+    """Write rows that cannot be used beside the output and go on, instead of stopping."""
+    string_for_printing_masks: str = "<|MASK|>"
+    """Stands for each run of masked tokens in the two samples printed at the end."""
+    num_proc: int = os.cpu_count() or 1
+    """Worker processes."""
+
+
+Options = TypeVar("Options", TrainOptions, ProcessDataOptions)
+
+
+def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
+    """Reads flags (`argv`, by default the command line) over the YAML file named by `--config`.
+
+    Prints one message and exits with `BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
+    """
+    import tyro
+
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        options = tyro.cli(
+            options_class,
+            args=read_config_as_flags(find_config(argv), options_class) + argv,
+            console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",  # one help or error text per node
+        )
+        problems = find_problems(options)
+        if problems:
+            raise ValueError("these options cannot be used together or have no effect:\n  " + "\n  ".join(problems))
+    except ValueError as error:
+        exit_with_message(str(error))
+    return options
+
+
+def find_config(argv: list[str]) -> Path | None:
+    """The value of `--config F` or `--config=F`, the last one given."""
+    path = None
+    for i, flag in enumerate(argv):
+        if flag == "--config" and i + 1 < len(argv):
+            path = Path(argv[i + 1])
+        elif flag.startswith("--config="):
+            path = Path(flag.removeprefix("--config="))
+    return path
+
+
+def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
+    """A YAML file as command-line flags, so that both are converted and checked by the same code."""
+    if path is None:
+        return []
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path}: not valid YAML: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--config {path}: expected 'option: value' lines, got {type(config).__name__}")
+    fields = {field.name: field.type for field in dataclasses.fields(options_class)}
+    flags = []
+    for key, value in config.items():
+        name = str(key).replace("-", "_")
+        if name not in fields or name == "config":
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(fields)}"
+            raise ValueError(f"--config {path}: unknown option {key!r}{hint}")
+        flags += flag_for(name, value, is_bool=fields[name] is bool, path=path)
+    return flags
+
+
+def flag_for(name: str, value: Any, *, is_bool: bool, path: Path) -> list[str]:
+    """`name: value` of the YAML file as command-line words."""
+    flag = "--" + name.replace("_", "-")
+    if is_bool != isinstance(value, bool):
+        allowed = "true or false" if is_bool else "a value that is not true or false"
+        raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: {allowed}")
+    if is_bool:
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, (dict, list)):
+        raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: one value")
+    return [f"{flag}={value}"]
+
+
+def find_problems(options: Any) -> list[str]:
+    """Everything wrong with the options that needs no file to see, each as one line."""
+    return find_train_problems(options) if isinstance(options, TrainOptions) else find_data_problems(options)
+
+
+def find_train_problems(o: TrainOptions) -> list[str]:
+    """Values out of range, options without effect, and options that contradict each other."""
+    problems = []
+
+    def require(condition: bool, problem: str) -> None:
+        if not condition:
+            problems.append(problem)
+
+    for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
+                 "min_samples_per_checkpoint", "num_decay_steps"):  # fmt: skip
+        value = getattr(o, name)
+        require(value is None or value >= 1, f"{flag_name(name)} {value}: must be at least 1")
+    for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
+        value = getattr(o, name)
+        require(0 <= value < float("inf"), f"{flag_name(name)} {value}: must be 0 or more, and finite")
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(o, name)
+        require(0 <= value < 1, f"{flag_name(name)} {value}: must be at least 0 and below 1")
+    require(o.adam_eps > 0, f"--adam-eps {o.adam_eps}: must be above 0")
+    require(o.max_grad_norm is None or o.max_grad_norm > 0,
+            f"--max-grad-norm {o.max_grad_norm}: must be above 0; None turns clipping off")  # fmt: skip
+    require(o.min_lr_ratio is None or 0 <= o.min_lr_ratio <= 1,
+            f"--min-lr-ratio {o.min_lr_ratio}: must be from 0 to 1")  # fmt: skip
+
+    ends = [name for name in ("max_steps", "max_epochs", "max_samples", "max_tokens") if getattr(o, name) is not None]
+    decays = o.lr_scheduler in SCHEDULES_WITH_END
+    require(bool(ends) or not decays,
+            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
+            " add --max-steps, --max-epochs, --max-samples or --max-tokens")  # fmt: skip
+    require(o.min_lr_ratio is None or decays,
+            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}: it never decays")  # fmt: skip
+    require(o.num_decay_steps is None or o.lr_scheduler == "wsd",
+            f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")  # fmt: skip
+    require(o.num_warmup_steps == 0 or o.lr_scheduler != "constant",
+            "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")  # fmt: skip
+    exports_on_the_way = o.checkpoint_at_epoch or o.min_samples_per_checkpoint is not None
+    require(exports_on_the_way or (o.save_final_checkpoint and bool(ends)),
+            "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
+            " or an end (--max-steps, ...) together with --save-final-checkpoint")  # fmt: skip
+    return problems
+
+
+def find_data_problems(o: ProcessDataOptions) -> list[str]:
+    """Values out of range and endings that name no format."""
+    problems = []
+    if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
+        problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
+    for name in ("max_sample_num_tokens", "num_proc"):
+        value = getattr(o, name)
+        if value is not None and value < 1:
+            problems.append(f"{flag_name(name)} {value}: must be at least 1")
+    return problems
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def exit_with_message(message: str, *, code: int = BAD_INPUT) -> NoReturn:
+    """Prints one message to stderr and ends this process with `code`.
+
+    Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended
+    by torchrun, and speak only if they are still there, because then the mistake was theirs alone.
+    """
+    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
+    if local_rank != "0":
+        time.sleep(3)
+    where = "" if rank in (None, "0") else f"[rank {rank}] "
+    print(f"{where}error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank
