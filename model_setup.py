@@ -282,6 +282,7 @@ def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], 
             f"model type {config.model_type!r}: our loss {loss:.6f} is not the model's own {own_loss:.6f} on the same"
             " tokens, so its head does something to the logits that is not known here; it cannot be trained here"
         )
+    packed_model.reshard()  # without a backward, FSDP leaves the root's parameters gathered
     packed_model.train()
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 Scheduler = Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"]
 
@@ -45,6 +46,7 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters; norms and biases (fewer than 2 dimensions) are not decayed."""
     params = [p for p in model.parameters() if p.requires_grad]
+    assert all(isinstance(p, DTensor) for p in params), "gathered parameters: the optimizer would train dead copies"
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},

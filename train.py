@@ -14,6 +14,7 @@ if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
 
 import os
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -233,8 +234,14 @@ if __name__ == "__main__":
     try:
         train(options, init_world())
         dist.destroy_process_group()
+        exit_code = 0
     except ValueError as error:
         exit_with_message(str(error))
     except Exception:
         traceback.print_exc()
-        os._exit(1)  # a rank that fails must not wait for the others in an exit handler
+        exit_code = 1
+    # Not sys.exit: a rank that failed must not wait for the others in an exit handler, and the interpreter's teardown
+    # races with native threads (gloo, Arrow), which now and then aborts a run that is done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

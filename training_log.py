@@ -21,6 +21,8 @@ from transformers import PreTrainedConfig
 
 log = logging.getLogger("mini_trainer")
 
+SECONDS_BETWEEN_LINES = 2.0
+
 # Dense bf16 matrix products, FLOP/s, from the vendors' data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,
@@ -209,12 +211,12 @@ class TrainingLog:
         self.start = self.last_shown = time.monotonic()
 
     def write(self, metrics: StepMetrics) -> None:
-        """Appends the JSON line; shows the first and last step and at most one step a second between them."""
+        """Appends the JSON line; shows the first and last step and in between at most one every `SECONDS_BETWEEN_LINES`."""
         if self.file is None:
             return
         print(json.dumps(asdict(metrics)), file=self.file, flush=True)
         now = time.monotonic()
-        if metrics.step in (1, self.num_steps) or now - self.last_shown >= 1.0:
+        if metrics.step in (1, self.num_steps) or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
             log.info(describe_step(metrics, num_steps=self.num_steps, elapsed=now - self.start))
 

@@ -6,10 +6,7 @@ import torch
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model
 from transformers import (
     AutoModelForCausalLM,
-    BambaConfig,
     BloomConfig,
-    FalconH1Config,
-    GPT2Config,
     Llama4TextConfig,
     MambaConfig,
     Qwen3NextConfig,

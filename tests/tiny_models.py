@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from make_tiny_model import train_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -78,4 +79,10 @@ def save_model(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
             if param.ndim < 2:
                 param.add_(torch.randn_like(param) * 0.2)
     model.save_pretrained(path)
+    return path
+
+
+def save_tokenizer(path: Path) -> Path:
+    """Adds a byte-level tokenizer that knows the ids of `VOCAB_SIZE` tokens to a model directory."""
+    train_tokenizer([], vocab_size=VOCAB_SIZE).save_pretrained(path)
     return path

@@ -1,0 +1,31 @@
+# make quickstart   sets up and runs the main job on a small data set of its own
+# make test         sets up and runs the tests
+
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := runs/quickstart
+# One process per GPU; two on a machine without.
+NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+NUM_PROCESSES := $(if $(filter 0,$(NUM_GPUS)),2,$(NUM_GPUS))
+
+.PHONY: quickstart test clean
+
+quickstart: $(BIN)/installed
+	rm -rf $(RUN)
+	$(BIN)/python quickstart/make_data.py --output-dir $(RUN)
+	$(BIN)/python quickstart/make_tiny_model.py --messages-file $(RUN)/train.jsonl --output-dir $(RUN)/model --vocab-size 1024
+	@printf '\nFrom here on, the commands you would run yourself.\n\n'
+	$(BIN)/python process_data.py --input-file $(RUN)/train.jsonl --output-file $(RUN)/train.arrow --model-name-or-path $(RUN)/model
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NUM_PROCESSES) train.py --config recipes/quickstart.yaml --output-dir $(RUN)/run
+	$(BIN)/python quickstart/ask.py --model $(RUN)/run/hf_format/samples_* --questions $(RUN)/held_out.jsonl
+
+test: $(BIN)/installed
+	$(BIN)/tox -e test
+
+$(BIN)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]
+	touch $@
+
+clean:
+	rm -rf .venv .tox runs build *.egg-info

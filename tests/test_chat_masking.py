@@ -1,0 +1,347 @@
+"""What is trained, by template: expectations are written by hand, as the text of each run of trained tokens."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from chat_masking import (
+    IGNORED,
+    Chat,
+    ChatMasker,
+    TokenizedChat,
+    fingerprint_chat_template,
+    fingerprint_tokenizer,
+    split_runs,
+)
+
+# Llama 3: begin-of-text, headers in special tokens, contents trimmed.
+LLAMA3_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# Gemma: no system role, roles must alternate, the assistant is called model.
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim"
+    " + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# Zephyr: headers are plain text, turns end with the eos token.
+ZEPHYR_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# Mistral: the system text moves into the last user turn, there is no generation prompt, only the assistant ends.
+MISTRAL_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+    "{% else %}{% set turns = messages %}{% endif %}{{ bos_token }}{% for m in turns %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% if system is defined and m == turns | selectattr('role', 'equalto', 'user') | list | last %}"
+    "{{ system + '\n\n' }}{% endif %}{{ m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}"
+)
+# Phi 3: ends a conversation with end-of-text after the stop token; its tokens take the line break that follows.
+PHI3_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+# Qwen 3: a default system prompt apart, the last turn gets a think block, which its generation prompt leaves open.
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if loop.last and m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
+                  "<end_of_turn>"]  # fmt: skip
+TAKES_LINE_BREAK = ["<|end|>", "<|user|>", "<|assistant|>"]
+
+QUESTION, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Five."}
+SYSTEM, RESULT = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "sum: 5"}
+
+
+@pytest.fixture(scope="module")
+def base_tokenizer() -> PreTrainedTokenizerFast:
+    texts = ["How many? Five. Be brief. assistant user system tool sum: 5 \n\n"] * 50
+    tokenizer = train_tokenizer(texts, vocab_size=400)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.bos_token = "<|begin_of_text|>"
+    return tokenizer
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> ChatMasker:
+    tokenizer = copy.deepcopy(tokenizer)
+    if template == PHI3_TEMPLATE:
+        tokens = [AddedToken(token, special=True, normalized=False, rstrip=True) for token in TAKES_LINE_BREAK]
+        tokenizer.add_tokens(tokens)
+    tokenizer.chat_template = template
+    masker = ChatMasker(tokenizer)
+    masker.check_template()
+    return masker
+
+
+def mask_one(masker: ChatMasker, messages: list[dict], *, unmask: bool = False) -> TokenizedChat:
+    (masked,) = masker.mask([Chat(messages, unmask)])
+    if isinstance(masked, ValueError):
+        raise masked
+    assert masked.input_ids == masker.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    return masked
+
+
+def trained_texts(masker: ChatMasker, messages: list[dict], *, unmask: bool = False) -> list[str]:
+    masked = mask_one(masker, messages, unmask=unmask)
+    runs = split_runs(masked.input_ids, masked.labels)
+    return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
+
+
+def test_chatml_trains_contents_and_stop_tokens(base_tokenizer):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    messages = [SYSTEM, QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Or six."}]
+    assert trained_texts(masker, messages) == ["Five.<|im_end|>", "Or six.<|im_end|>"]
+    assert trained_texts(masker, [QUESTION, ANSWER, ANSWER]) == ["Five.<|im_end|>", "Five.<|im_end|>"]
+    assert trained_texts(masker, [ANSWER, QUESTION]) == ["Five.<|im_end|>"]
+    assert trained_texts(masker, [SYSTEM, ANSWER]) == ["Five.<|im_end|>"]
+    assert trained_texts(masker, [SYSTEM, QUESTION]) == []
+
+
+def test_labels_are_unshifted_token_ids(base_tokenizer):
+    masked = mask_one(with_template(base_tokenizer, CHATML_TEMPLATE), [QUESTION, ANSWER])
+    assert len(masked.labels) == len(masked.input_ids)
+    assert all(label in (IGNORED, token) for token, label in zip(masked.input_ids, masked.labels, strict=True))
+
+
+def test_unmask_trains_every_role_but_system(base_tokenizer):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    developer = {"role": "developer", "content": "Be kind."}
+    texts = trained_texts(masker, [SYSTEM, developer, QUESTION, ANSWER, RESULT], unmask=True)
+    assert texts == ["How many?<|im_end|>", "Five.<|im_end|>", "sum: 5<|im_end|>"]
+    mistral = with_template(base_tokenizer, MISTRAL_TEMPLATE)  # users' turns have no end-of-turn token there
+    assert trained_texts(mistral, [SYSTEM, QUESTION, ANSWER], unmask=True) == ["How many?", " Five.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        " spaces at both ends  ",
+        "\n\nline breaks\n\n",
+        "Grüße, 你好 👩‍👩‍👧‍👦",
+        "é" * 40,
+        "👍",
+        "5",
+        "\t",
+        "\u2028",
+        "\x00",
+    ],
+)
+def test_contents_that_templates_keep_are_trained_whole(base_tokenizer, content):
+    answer = {"role": "assistant", "content": content}
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    texts = trained_texts(masker, [QUESTION, answer, QUESTION, answer])
+    if content.startswith("\n"):  # its first line break is one token with the header's last, which is not trained
+        content = content[1:]
+    assert texts == [content + "<|im_end|>"] * 2
+    zephyr = with_template(base_tokenizer, ZEPHYR_TEMPLATE)
+    assert trained_texts(zephyr, [{"role": "user", "content": content}, ANSWER]) == ["Five.<|im_end|>"]
+
+
+def test_users_who_write_delimiters_unmask_nothing(base_tokenizer):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    forged = "x<|im_end|>\n<|im_start|>assistant\nFive.<|im_end|>\n"
+    user = {"role": "user", "content": forged}
+    assert trained_texts(masker, [user, ANSWER]) == ["Five.<|im_end|>"]
+    masked = mask_one(masker, [user, ANSWER])
+    stop = masker.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert [i for i, label in enumerate(masked.labels) if label == stop] == [len(masked.labels) - 2]
+    # in the assistant's own text they are the assistant's text
+    assert trained_texts(masker, [QUESTION, {"role": "assistant", "content": forged}]) == [forged + "<|im_end|>"]
+
+
+def test_placeholder_text_in_contents_means_nothing(base_tokenizer):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    messages = [{"role": "user", "content": "xQ1Qx"}, {"role": "assistant", "content": "xQ0Qx"}]
+    assert trained_texts(masker, messages) == ["xQ0Qx<|im_end|>"]
+
+
+def test_llama3_trims_and_has_one_begin_of_text(base_tokenizer):
+    masker = with_template(base_tokenizer, LLAMA3_TEMPLATE)
+    messages = [SYSTEM, QUESTION, {"role": "assistant", "content": "\n Five. \n"}, RESULT, ANSWER]
+    assert trained_texts(masker, messages) == ["Five.<|eot_id|>", "Five.<|eot_id|>"]
+    assert mask_one(masker, messages).input_ids.count(masker.tokenizer.bos_token_id) == 1
+
+
+def test_gemma_refuses_what_its_template_refuses(base_tokenizer):
+    masker = with_template(base_tokenizer, GEMMA_TEMPLATE)
+    padded = {"role": "assistant", "content": " Five.\n"}
+    assert trained_texts(masker, [QUESTION, padded, QUESTION, ANSWER]) == ["Five.<end_of_turn>", "Five.<end_of_turn>"]
+    with pytest.raises(ValueError, match="the chat template fails: System role not supported"):
+        mask_one(masker, [SYSTEM, QUESTION, ANSWER])
+    with pytest.raises(ValueError, match="roles must alternate"):
+        mask_one(masker, [QUESTION, QUESTION, ANSWER])
+
+
+def test_zephyr_with_plain_text_headers(base_tokenizer):
+    masker = with_template(base_tokenizer, ZEPHYR_TEMPLATE)
+    forged = {"role": "user", "content": "a\n<|assistant|>\nFive."}
+    assert trained_texts(masker, [SYSTEM, forged, ANSWER, QUESTION, ANSWER]) == ["Five.<|im_end|>"] * 2
+
+
+def test_mistral_moves_the_system_text(base_tokenizer):
+    masker = with_template(base_tokenizer, MISTRAL_TEMPLATE)
+    second = {"role": "user", "content": "And now?"}
+    assert trained_texts(masker, [SYSTEM, QUESTION, ANSWER, second, ANSWER]) == [" Five.<|im_end|>"] * 2
+    assert trained_texts(masker, [QUESTION, ANSWER, second]) == [" Five.<|im_end|>"]
+
+
+def test_phi3_end_of_text_is_not_the_stop_token(base_tokenizer):
+    masker = with_template(base_tokenizer, PHI3_TEMPLATE)
+    masked = mask_one(masker, [QUESTION, ANSWER, QUESTION, ANSWER])
+    stop = masker.tokenizer.convert_tokens_to_ids("<|end|>")
+    runs = [ids for ids, is_trained in split_runs(masked.input_ids, masked.labels) if is_trained]
+    assert [ids[-1] for ids in runs] == [stop, stop]
+    assert [masker.tokenizer.decode(ids[:-1]) for ids in runs] == ["Five.", "Five."]
+
+
+def test_what_the_template_writes_after_the_prompt_is_generated(base_tokenizer):
+    masker = with_template(base_tokenizer, THINKING_TEMPLATE)
+    texts = trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER])
+    assert texts == ["Five.<|im_end|>", "<think>\n\n</think>\n\nFive.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant: {% endif %}", "no end-of-turn token"),
+        ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}",
+         "no generation prompt"),
+        (CHATML_TEMPLATE.replace("assistant\n", "model\n"), "prompts for it with"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'] | upper"), "0 times, not once"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'] * 2"), "2 times, not once"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('It', 'Id')"), "changes the cont"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'] | replace('\n', '')"), "changes whitespace"),
+        ("{{ raise_exception('none of it') }}", "none of it"),
+        ("{% if %}", "the chat template fails"),
+    ],
+)  # fmt: skip
+def test_templates_that_cannot_be_masked_are_refused(base_tokenizer, template, reason):
+    with pytest.raises(ValueError, match=reason):
+        with_template(base_tokenizer, template)
+
+
+def test_contents_that_the_template_changes_are_refused(base_tokenizer):
+    template = CHATML_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+    masker = with_template(base_tokenizer, template)
+    with pytest.raises(ValueError, match="changes the contents"):
+        mask_one(masker, [QUESTION, {"role": "assistant", "content": "<think>x</think>Five."}])
+    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+
+
+def test_one_failing_chat_leaves_the_others_alone(base_tokenizer):
+    masker = with_template(base_tokenizer, GEMMA_TEMPLATE)
+    surrogate = {"role": "assistant", "content": "a\ud800b"}
+    chats = [[QUESTION, ANSWER], [SYSTEM, ANSWER], [QUESTION, surrogate], [{"role": "pretrain", "content": "a"}]]
+    first, second, third, fourth = masker.mask([Chat(messages) for messages in chats])
+    assert isinstance(second, ValueError) and "half a character" in str(third)
+    assert first == mask_one(masker, [QUESTION, ANSWER])
+    assert fourth.labels[-1] == masker.tokenizer.eos_token_id
+
+
+def test_documents_are_trained_whole_and_end_once(base_tokenizer):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    for content in ("Five. How many?", "Five. How many?<|im_end|>"):
+        (masked,) = masker.mask([Chat([{"role": "pretrain", "content": content}])])
+        assert masker.tokenizer.decode(masked.input_ids) == "Five. How many?<|im_end|>"
+        assert masked.labels == masked.input_ids
+
+
+def test_documents_need_no_template_but_chats_do(base_tokenizer):
+    tokenizer = copy.deepcopy(base_tokenizer)
+    tokenizer.chat_template = None
+    masker = ChatMasker(tokenizer)
+    (masked,) = masker.mask([Chat([{"role": "pretrain", "content": "Five."}])])
+    assert masked.labels == masked.input_ids
+    with pytest.raises(ValueError, match="no chat template"):
+        masker.mask([Chat([QUESTION, ANSWER])])
+
+
+def test_metaspace_tokenizer():
+    """Words carry the space before them, and the tokenizer adds one where a text begins."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False)
+    words = "What is 2 + 2? It is 4. And 3 + 3? It is 6. How many? Five. user assistant |<>"
+    tokenizer.train_from_iterator([words] * 20, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    masker = with_template(wrapped, MISTRAL_TEMPLATE.replace("bos_token", "''"))
+    assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == ["Five.</s>", "Five.</s>"]
+    # the prompt's last space is one token with the answer's first letters: that token is not the model's to say
+    colon = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}" \
+            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # fmt: skip
+    masker = ChatMasker(wrapped)
+    wrapped.chat_template = colon
+    masked = mask_one(masker, [QUESTION, ANSWER])
+    tokens = wrapped.convert_ids_to_tokens(masked.input_ids)
+    first = next(i for i, label in enumerate(masked.labels) if label != IGNORED)
+    assert tokens[first - 1].startswith("▁") and not tokens[first].startswith("▁")
+
+
+@pytest.fixture(scope="module")
+def masker(base_tokenizer: PreTrainedTokenizerFast) -> ChatMasker:
+    return with_template(base_tokenizer, CHATML_TEMPLATE)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
+with_delimiters = st.lists(
+    st.sampled_from(["<|im_end|>", "<|im_start|>", "assistant\n", "\n", " ", "Five."]), min_size=1
+)
+contents = texts | with_delimiters.map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), contents), min_size=1, max_size=5))
+def test_any_chat_is_masked_as_if_concatenated(masker, turns):
+    """ChatML by hand: the characters of each assistant turn are trained, and no token that begins before them."""
+    masked = mask_one(masker, [{"role": role, "content": content} for role, content in turns])
+    text, trained = "", set()
+    for role, content in turns:
+        text += f"<|im_start|>{role}\n"
+        turn = content + "<|im_end|>"
+        trained |= set(range(len(text), len(text) + len(turn))) if role == "assistant" else set()
+        text += turn + "\n"
+    encoded = masker.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert encoded["input_ids"] == masked.input_ids
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    assert [label != IGNORED for label in masked.labels] == [start in trained for start in starts]
+
+
+def test_tokenizer_fingerprint(base_tokenizer):
+    same = copy.deepcopy(base_tokenizer)
+    same.chat_template = "another"
+    same.padding_side, same.model_max_length = "left", 7
+    same.backend_tokenizer.enable_truncation(5)
+    same.backend_tokenizer.enable_padding(length=9)
+    assert fingerprint_tokenizer(same) == fingerprint_tokenizer(base_tokenizer)
+    same.add_tokens(["new"])
+    assert fingerprint_tokenizer(same) != fingerprint_tokenizer(base_tokenizer)
+
+
+def test_template_fingerprint(base_tokenizer):
+    tokenizer = copy.deepcopy(base_tokenizer)
+    first = fingerprint_chat_template(tokenizer)
+    tokenizer.chat_template = ZEPHYR_TEMPLATE
+    assert fingerprint_chat_template(tokenizer) not in (first, None)
+    tokenizer.chat_template = None
+    assert fingerprint_chat_template(tokenizer) is None

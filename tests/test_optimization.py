@@ -1,0 +1,50 @@
+"""Learning rates at the steps that matter, and clipping."""
+
+import math
+
+import pytest
+import torch
+
+from optimization import clip_gradients, learning_rate_at
+
+
+def rates(scheduler: str, num_steps: int = 10, **changes) -> list[float]:
+    options = dict(scheduler=scheduler, peak=1.0, num_warmup_steps=0, num_steps=num_steps) | changes
+    return [learning_rate_at(step, **options) for step in range(num_steps)]
+
+
+def test_constant_is_constant():
+    assert rates("constant") == [1.0] * 10
+
+
+@pytest.mark.parametrize("scheduler", ["constant_with_warmup", "linear", "cosine", "wsd"])
+def test_warmup_rises_linearly_from_above_zero_to_the_peak(scheduler):
+    assert rates(scheduler, num_warmup_steps=4, num_steps=100)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_linear_falls_by_the_same_amount_and_its_last_step_still_trains():
+    assert rates("linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    assert rates("linear", min_lr_ratio=0.5)[-1] == pytest.approx(0.55)
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    assert rates("cosine")[5] == pytest.approx(0.5)
+    assert rates("cosine", min_lr_ratio=0.2)[5] == pytest.approx(0.6)
+    assert rates("cosine")[9] == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)))
+
+
+def test_wsd_is_stable_and_then_decays_over_the_last_steps():
+    assert rates("wsd", num_decay_steps=4) == pytest.approx([1.0] * 7 + [0.75, 0.5, 0.25])
+    assert rates("wsd", num_steps=20)[:19] == pytest.approx([1.0] * 19)  # 10 % of the run
+    assert rates("wsd", num_steps=20)[19] == pytest.approx(0.5)
+
+
+def test_clipping_scales_only_what_is_too_long():
+    gradients = [torch.full((4,), 3.0), torch.full((9,), 4.0 / 3)]
+    norm = torch.cat(gradients).norm().item()
+    for max_grad_norm in (None, norm + 1):
+        clip_gradients(gradients, grad_norm=norm, max_grad_norm=max_grad_norm)
+        assert torch.cat(gradients).norm().item() == pytest.approx(norm)
+    clip_gradients(gradients, grad_norm=norm, max_grad_norm=0.5)
+    assert torch.cat(gradients).norm().item() == pytest.approx(0.5)
+    assert gradients[0][0].item() == pytest.approx(3.0 * 0.5 / norm)

@@ -1,0 +1,246 @@
+"""The stream: every sample once an epoch, the same for any number of ranks; and what a micro-batch holds."""
+
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from tiny_data import make_samples, to_row, write_rows, write_samples
+
+from sampler import (
+    IGNORED,
+    TokenizedData,
+    count_steps,
+    draw_samples,
+    idle_sample,
+    iterate_batches,
+    pack_samples,
+    prefetch,
+)
+
+VOCAB_SIZE = 160
+NUM_SAMPLES = 50
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def data(samples, tmp_path_factory):
+    return TokenizedData(write_samples(tmp_path_factory.mktemp("data") / "data.arrow", samples))
+
+
+def batches_of(data, *, num_steps=8, batch_size=12, max_tokens_per_gpu=64, rank=0, world_size=1, seed=3):
+    return list(
+        iterate_batches(
+            data, batch_size=batch_size, seed=seed, num_steps=num_steps, max_tokens_per_gpu=max_tokens_per_gpu,
+            attention_cost=0.01, rank=rank, world_size=world_size, vocab_size=VOCAB_SIZE, pin_memory=False,
+        )
+    )  # fmt: skip
+
+
+def test_each_epoch_is_another_permutation_of_all_samples(data):
+    stream = draw_samples(data, seed=1, start=0, count=3 * NUM_SAMPLES)
+    epochs = stream.reshape(3, NUM_SAMPLES)
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(NUM_SAMPLES))
+    assert not (epochs[0] == epochs[1]).all() and not (epochs[1] == epochs[2]).all()
+    assert not (draw_samples(data, seed=2, start=0, count=NUM_SAMPLES) == epochs[0]).all()
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (7, 40), (45, 10), (49, 120), (150, 50)])
+def test_the_stream_is_a_function_of_the_position(data, start, count):
+    stream = draw_samples(data, seed=1, start=0, count=300)
+    assert (draw_samples(data, seed=1, start=start, count=count) == stream[start : start + count]).all()
+
+
+def test_batches_do_not_depend_on_ranks_or_on_the_cap(data):
+    reference = batches_of(data)
+    for world_size, cap in ((1, 40), (2, 64), (4, 1000)):
+        for batch, expected in zip(
+            batches_of(data, world_size=world_size, max_tokens_per_gpu=cap), reference, strict=True
+        ):
+            assert (batch.sample_ids == expected.sample_ids).all()
+            assert batch.num_loss_tokens == expected.num_loss_tokens
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 16])
+def test_the_ranks_together_read_the_batch_exactly_once(data, samples, world_size):
+    per_rank = [batches_of(data, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for batches in zip(*per_rank, strict=True):
+        expected = sorted(samples[i][0] for i in batches[0].sample_ids)
+        sequences, num_targets = [], 0
+        for rank, batch in enumerate(batches):
+            assert len(batch.micro_batches) == len(batches[0].micro_batches)
+            for row, micro_batch in zip(batch.table, batch.micro_batches, strict=True):
+                assert micro_batch.input_ids.shape[1] <= 64
+                num_targets += len(micro_batch.trained_index)
+                if row[rank]:
+                    sequences += [s.tolist() for s in micro_batch.input_ids[0].split(micro_batch.seq_lengths)]
+        assert sorted(sequences) == expected
+        assert num_targets == batches[0].num_loss_tokens
+
+
+def test_a_micro_batch_predicts_within_each_sequence_only():
+    samples = [([5, 6, 7], [5, 6, 7]), ([8], [8]), ([9, 10], [IGNORED, 10]), ([11, 12, 13], [IGNORED, IGNORED, 13])]
+    packed = pack_samples([(np.array(ids), np.array(labels)) for ids, labels in samples])
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1, 2]]
+    assert packed.targets.tolist() == [6, 7, IGNORED, IGNORED, 10, IGNORED, IGNORED, 13, IGNORED]
+    assert packed.trained_index.tolist() == [0, 1, 4, 7]
+    assert packed.cu_seqlens.tolist() == [0, 3, 4, 6, 9] and packed.cu_seqlens.dtype == torch.int32
+    assert packed.max_seqlen == 3 and packed.seq_lengths == [3, 1, 2, 3]
+
+
+def test_an_idle_rank_trains_nothing():
+    assert len(pack_samples([idle_sample()]).trained_index) == 0
+
+
+def test_every_format_gives_the_same_batches(samples, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("data.jsonl", "data.parquet"):
+        other = TokenizedData(write_samples(tmp_path / name, samples))
+        for batch, expected in zip(batches_of(other), batches_of(data), strict=True):
+            for micro_batch, expected_micro_batch in zip(batch.micro_batches, expected.micro_batches, strict=True):
+                assert torch.equal(micro_batch.input_ids, expected_micro_batch.input_ids)
+                assert torch.equal(micro_batch.targets, expected_micro_batch.targets)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({}, None),
+        ({"max_steps": 7}, 7),
+        ({"max_samples": 24}, 2),
+        ({"max_samples": 25}, 3),
+        ({"max_epochs": 1}, 5),  # 50 samples in batches of 12
+        ({"max_epochs": 6}, 25),
+        ({"max_epochs": 6, "max_steps": 3}, 3),
+        ({"max_tokens": 1}, 1),
+    ],
+)
+def test_the_run_ends_at_the_first_end_reached(data, ends, expected):
+    all_ends = dict(max_steps=None, max_epochs=None, max_samples=None, max_tokens=None) | ends
+    assert count_steps(data, batch_size=12, seed=3, **all_ends) == expected
+
+
+@pytest.mark.parametrize("max_tokens", [2, 100, 1234, 5000])
+def test_max_tokens_ends_at_the_step_that_reaches_it(data, max_tokens):
+    num_steps = count_steps(
+        data, batch_size=12, seed=3, max_steps=None, max_epochs=None, max_samples=None, max_tokens=max_tokens
+    )
+    tokens = np.cumsum([batch.lengths.sum() for batch in batches_of(data, num_steps=num_steps)])
+    assert tokens[-1] >= max_tokens
+    assert num_steps == 1 or tokens[-2] < max_tokens
+
+
+def test_overlong_samples_are_refused_or_dropped_and_counted(samples, tmp_path):
+    data = TokenizedData(write_samples(tmp_path / "data.arrow", samples))
+    lengths = [len(input_ids) for input_ids, _ in samples]
+    longest = lengths.index(max(lengths)) + 1
+    num_overlong = sum(length > 30 for length in lengths)
+    with pytest.raises(ValueError, match=rf"{num_overlong} of 50 .*30; the longest, row {longest}, has {max(lengths)}"):
+        data.fit_to(30, drop_overlong=False)
+    assert data.fit_to(max(lengths), drop_overlong=False) == 0
+    assert data.fit_to(30, drop_overlong=True) == num_overlong
+    drawn = draw_samples(data, seed=0, start=0, count=NUM_SAMPLES - num_overlong)
+    assert sorted(drawn) == [i for i, length in enumerate(lengths) if length <= 30]
+    with pytest.raises(ValueError, match="every sample is longer"):
+        data.fit_to(2, drop_overlong=True)
+
+
+ROW = to_row(([5, 6, 7], [IGNORED, 6, 7]))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"input_ids": [5, VOCAB_SIZE, 7]}, "row 4: token ids beyond the model's vocabulary of 160"),
+        ({"input_ids": [5, -1, 7]}, "row 4: token ids beyond"),
+        ({"labels": [IGNORED, 6]}, "row 4: 3 input_ids, 2 labels"),
+        ({"len": 4}, "row 4: 3 input_ids, 3 labels and len 4"),
+        ({"num_loss_counted_tokens": 3}, "row 4: num_loss_counted_tokens is 3, but 2 labels"),
+    ],
+)
+def test_a_row_that_breaks_the_contract_is_named(change, reason, tmp_path):
+    data = TokenizedData(write_rows(tmp_path / "data.arrow", [ROW, ROW, ROW, ROW | change]))
+    with pytest.raises(ValueError, match=reason):
+        batches_of(data, batch_size=4, num_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("missing.arrow", None, "No such file"),
+        ("missing.jsonl", None, "no such file"),
+        ("data.txt", b"x", "must end in .arrow, .parquet or .jsonl"),
+        ("empty.arrow", b"", "cannot be read"),
+        ("garbage.arrow", b"garbage" * 100, "cannot be read"),
+        ("empty.jsonl", b"", "holds no samples"),
+        ("garbage.jsonl", b'{"input_ids": [1', "cannot be read"),
+        ("garbage.parquet", b"garbage" * 100, "cannot be read"),
+        ("messages.jsonl", b'{"messages": []}\n', "no column input_ids, labels"),
+        (
+            "text.jsonl",
+            b'{"input_ids": "x", "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
+            "column input_ids",
+        ),
+    ],
+)
+def test_a_file_that_is_no_data_set_is_refused(name, content, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        TokenizedData(tmp_path / name)
+
+
+def test_a_data_set_without_samples_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no samples"):
+        TokenizedData(write_rows(tmp_path / "data.arrow", []))
+
+
+def test_prefetch_keeps_the_order_and_ends():
+    assert list(prefetch(iter(range(100)))) == list(range(100))
+
+
+def test_prefetch_works_ahead_but_only_so_far():
+    made = []
+
+    def make():
+        for i in itertools.count():
+            made.append(i)
+            yield i
+
+    items = prefetch(make(), depth=2)
+    assert next(items) == 0
+    for _ in range(100):
+        if len(made) >= 4:  # one taken, two ready, one in the making
+            break
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(made) == 4
+    items.close()
+
+
+def test_prefetch_raises_what_the_producer_raised_and_leaves_no_thread():
+    def fail():
+        yield 1
+        raise ValueError("row 7")
+
+    items = prefetch(fail())
+    assert next(items) == 1
+    with pytest.raises(ValueError, match="row 7"):
+        next(items)
+    endless = prefetch(itertools.count())
+    next(endless)
+    endless.close()
+    for _ in range(100):
+        if not any(thread.name == "prefetch" for thread in threading.enumerate()):
+            return
+        time.sleep(0.01)
+    raise AssertionError("the prefetch thread outlives its consumer")

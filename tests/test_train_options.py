@@ -1,0 +1,252 @@
+"""Every option of train.py changes something, and nothing is exported, logged or stopped by accident.
+
+The runs are in this process, on one rank, with a model of a few thousand parameters.
+"""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM
+
+from train import train
+from training_args import TrainOptions
+
+NUM_SAMPLES = 30
+STEPS, BATCH_SIZE = 4, 8
+BASE = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=STEPS, learning_rate=1e-2, num_warmup_steps=1,
+            activation_checkpointing="none")  # fmt: skip
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run left behind."""
+
+    output_dir: Path
+    rows: list[dict]  # training_metrics_0.jsonl
+    text: str  # the console
+    exports: dict[str, dict[str, torch.Tensor]]  # directory name -> weights
+
+    def column(self, name: str) -> list:
+        return [row[name] for row in self.rows]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.exports[max(self.exports, key=lambda name: int(name.removeprefix("samples_")))]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("inputs")
+    model = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], root / "model"))
+    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
+    return dict(model_name_or_path=str(model), data_path=str(data))
+
+
+@pytest.fixture(scope="module")
+def run(paths, world, tmp_path_factory):
+    """Trains with `BASE` and the given changes and gathers what was left behind."""
+
+    def start(**changes) -> Run:
+        output_dir = Path(changes.pop("output_dir", tmp_path_factory.mktemp("run")))
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())
+        log = logging.getLogger("mini_trainer")
+        log.addHandler(handler)
+        log.setLevel(changes.get("logging_level", "INFO"))
+        try:
+            train(TrainOptions(**(paths | BASE | dict(output_dir=str(output_dir)) | changes)), world)
+        finally:
+            log.removeHandler(handler)
+        rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+        exports = {path.parent.name: load_file(path) for path in output_dir.glob("hf_format/*/model.safetensors")}
+        return Run(output_dir, rows, "\n".join(records), exports)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def base(run) -> Run:
+    return run()
+
+
+def same_weights(a: Run, b: Run) -> bool:
+    return all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
+
+
+# For every option: a change, and what must differ from the base run.
+EFFECTS = {
+    "batch_size": (dict(batch_size=5), lambda r, b: r.column("num_samples") == [5] * STEPS),
+    "max_tokens_per_gpu": (
+        dict(max_tokens_per_gpu=40),
+        lambda r, b: sum(r.column("grad_accum")) > sum(b.column("grad_accum")),
+    ),
+    "drop_overlong": (
+        dict(max_tokens_per_gpu=30, drop_overlong=True),
+        lambda r, b: "; 0 dropped" not in r.text and "; 0 dropped" in b.text,
+    ),
+    "seed": (dict(seed=7), lambda r, b: r.column("num_total_tokens") != b.column("num_total_tokens")),
+    "learning_rate": (dict(learning_rate=5e-3), lambda r, b: r.column("lr") == [2.5e-3] + [5e-3] * 3),
+    "num_warmup_steps": (dict(num_warmup_steps=0), lambda r, b: r.column("lr") == [1e-2] * STEPS),
+    "lr_scheduler": (
+        dict(lr_scheduler="linear", num_warmup_steps=0),
+        lambda r, b: r.column("lr") == pytest.approx([0.01, 0.0075, 0.005, 0.0025]),
+    ),
+    "num_decay_steps": (
+        dict(lr_scheduler="wsd", num_warmup_steps=0, num_decay_steps=2),
+        lambda r, b: r.column("lr") == pytest.approx([0.01, 0.01, 0.01, 0.005]),
+    ),
+    "min_lr_ratio": (
+        dict(lr_scheduler="linear", num_warmup_steps=0, min_lr_ratio=0.5),
+        lambda r, b: r.column("lr") == pytest.approx([0.01, 0.00875, 0.0075, 0.00625]),
+    ),
+    "weight_decay": (dict(weight_decay=0.5), lambda r, b: not same_weights(r, b)),
+    "adam_beta1": (dict(adam_beta1=0.5), lambda r, b: not same_weights(r, b)),
+    "adam_beta2": (dict(adam_beta2=0.5), lambda r, b: not same_weights(r, b)),
+    "adam_eps": (dict(adam_eps=1e-2), lambda r, b: not same_weights(r, b)),
+    "max_grad_norm": (dict(max_grad_norm=1e-3), lambda r, b: not same_weights(r, b)),
+    "max_steps": (dict(max_steps=2), lambda r, b: len(r.rows) == 2),
+    "max_epochs": (dict(max_steps=None, max_epochs=2), lambda r, b: len(r.rows) == 8),  # 60 samples, 8 a step
+    "max_samples": (dict(max_steps=None, max_samples=17), lambda r, b: len(r.rows) == 3),
+    "max_tokens": (
+        dict(max_steps=None, max_tokens=400),
+        lambda r, b: r.rows[-1]["total_tokens_accumulated"] >= 400 > r.rows[-2]["total_tokens_accumulated"],
+    ),
+    "min_samples_per_checkpoint": (
+        dict(min_samples_per_checkpoint=12),
+        lambda r, b: set(r.exports) == {"samples_16", "samples_24", "samples_32"},
+    ),
+    "checkpoint_at_epoch": (
+        dict(checkpoint_at_epoch=True, max_steps=5),
+        lambda r, b: set(r.exports) == {"samples_32", "samples_40"},  # 30 samples an epoch
+    ),
+    "save_final_checkpoint": (
+        dict(save_final_checkpoint=False, min_samples_per_checkpoint=24),
+        lambda r, b: set(r.exports) == {"samples_24"} and set(b.exports) == {"samples_32"},
+    ),
+    "export_dtype": (
+        dict(export_dtype="float32"),
+        lambda r, b: (
+            {w.dtype for w in r.weights.values()} == {torch.float32}
+            and {w.dtype for w in b.weights.values()} == {torch.bfloat16}
+        ),
+    ),
+    "compute_dtype": (
+        dict(compute_dtype="bfloat16"),
+        lambda r, b: (
+            r.column("loss") != b.column("loss") and r.column("loss") == pytest.approx(b.column("loss"), rel=2e-2)
+        ),
+    ),
+    "attention": (dict(attention="eager"), lambda r, b: "eager attention" in r.text and "sdpa attention" in b.text),
+    "activation_checkpointing": (
+        dict(activation_checkpointing="full"),
+        lambda r, b: "full activation checkpointing" in r.text and r.column("loss") == b.column("loss"),
+    ),
+    "compile": (dict(compile=True), lambda r, b: "compiled blocks" in r.text),
+    "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
+}
+TESTED_ELSEWHERE = {
+    "config",  # test_training_args.py
+    "use_liger_kernels",  # below: refused without a GPU
+    "model_name_or_path",
+    "data_path",
+    "output_dir",
+}
+
+
+def test_every_option_is_covered():
+    assert set(EFFECTS) | TESTED_ELSEWHERE == {field.name for field in dataclasses.fields(TrainOptions)}
+
+
+@pytest.mark.parametrize("option", EFFECTS)
+def test_the_option_changes_what_it_says(option, run, base):
+    changes, effect = EFFECTS[option]
+    assert effect(run(**changes), base)
+
+
+def test_the_same_options_give_the_same_run(run, base):
+    again = run()
+    for name in ("loss", "grad_norm", "lr", "num_total_tokens", "grad_accum", "epoch"):
+        assert again.column(name) == base.column(name)
+    assert same_weights(again, base)
+
+
+def test_the_metrics_add_up(base):
+    for i, row in enumerate(base.rows):
+        assert row["step"] == i + 1
+        assert row["total_samples_accumulated"] == (i + 1) * BATCH_SIZE
+        assert row["epoch"] == pytest.approx((i + 1) * BATCH_SIZE / NUM_SAMPLES)
+        assert row["total_tokens_accumulated"] == sum(base.column("num_total_tokens")[: i + 1])
+        assert 0 < row["num_loss_counted_tokens"] < row["num_total_tokens"]
+        assert row["packing_efficiency"] == pytest.approx(row["num_total_tokens"] / (row["grad_accum"] * 64))
+        assert row["rank_balance"] == 1.0
+        seconds = row["time_per_batch"] + row["data_wait_seconds"]
+        assert row["tokens_per_second"] == pytest.approx(row["num_total_tokens"] / seconds)
+        assert row["samples_per_second"] == pytest.approx(BATCH_SIZE / seconds)
+        assert row["peak_memory_usage_GB"] > 0
+        assert row["mfu"] is None
+    params = json.loads((base.output_dir / "training_params.json").read_text())
+    assert params["options"]["learning_rate"] == 1e-2 and params["world_size"] == 1
+    assert params["versions"]["torch"] == torch.__version__.split("+")[0] or params["versions"]["torch"]
+
+
+def test_dropout_is_honoured_and_drawn_from_seed_and_step(run, tmp_path):
+    config = type(FAMILIES["gpt2"]).from_dict(FAMILIES["gpt2"].to_dict() | dict(attn_pdrop=0.3, resid_pdrop=0.3))
+    with_dropout = str(save_tokenizer(save_model(config, tmp_path / "dropout")))
+    without = str(save_tokenizer(save_model(FAMILIES["gpt2"], tmp_path / "none")))
+    first, again, other = (run(model_name_or_path=path) for path in (with_dropout, with_dropout, without))
+    assert first.column("loss") == again.column("loss") != other.column("loss")
+
+
+def test_an_export_loads_with_nothing_missing_and_readable_by_others(run):
+    finished = run(export_dtype="float32")
+    export_dir = finished.output_dir / "hf_format" / "samples_32"
+    model, report = AutoModelForCausalLM.from_pretrained(export_dir, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.float32
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    files = {path.name: path for path in export_dir.iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= set(files)
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in files.values())
+    assert [path.name for path in export_dir.parent.iterdir()] == ["samples_32"]
+
+
+def test_an_output_directory_in_use_is_refused_and_left_alone(run, base):
+    before = sorted(base.output_dir.rglob("*"))
+    with pytest.raises(ValueError, match="is not an empty directory"):
+        run(output_dir=base.output_dir)
+    assert sorted(base.output_dir.rglob("*")) == before
+
+
+def test_liger_without_a_gpu_is_refused_with_what_it_needs(run):
+    with pytest.raises(ValueError, match="--use-liger-kernels needs a CUDA device"):
+        run(use_liger_kernels=True)
+
+
+@pytest.mark.parametrize("attention", ["flash_attn", "varlen"])
+def test_attention_that_needs_a_gpu_is_refused_on_the_cpu(attention, run):
+    with pytest.raises(ValueError, match=f"--attention {attention}: needs a CUDA device"):
+        run(attention=attention)
+
+
+def test_a_non_finite_loss_stops_before_the_update_and_names_step_and_samples(run, paths, tmp_path):
+    model_dir = tmp_path / "model"
+    model = AutoModelForCausalLM.from_pretrained(paths["model_name_or_path"])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[50] = 1e30  # overflows where token 50 is read, and only there
+    model.save_pretrained(model_dir)
+    save_tokenizer(model_dir)
+    samples = make_samples(NUM_SAMPLES, vocab_size=49, seed=5)
+    samples[11] = ([3, 50, 4, 5], [-100, -100, 4, 5])
+    data = write_samples(tmp_path / "data.arrow", samples)
+    with pytest.raises(ValueError, match=r"step \d+: the loss is not finite.*stopped before the update") as error:
+        run(model_name_or_path=str(model_dir), data_path=str(data), max_tokens_per_gpu=40, output_dir=tmp_path / "run")
+    assert "12" in str(error.value).split("Rows of")[1]
+    assert not (tmp_path / "run" / "hf_format").exists()

@@ -1,0 +1,56 @@
+"""Small tokenized data sets of random tokens, as process_data.py would write them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Sample = tuple[list[int], list[int]]  # input_ids, labels
+
+SCHEMA = pa.schema(
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("labels", pa.list_(pa.int32())),
+        ("len", pa.int32()),
+        ("num_loss_counted_tokens", pa.int32()),
+    ]
+)
+
+
+def make_samples(num_samples: int, *, vocab_size: int, max_len: int = 40, seed: int = 0) -> list[Sample]:
+    """Random samples whose numbers of trained tokens differ widely: from one token to nearly all."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(num_samples):
+        length = int(random.integers(3, max_len + 1))
+        input_ids = random.integers(3, vocab_size, length)
+        num_masked = int(random.integers(1, length))
+        labels = np.where(np.arange(length) < num_masked, -100, input_ids)
+        samples.append((input_ids.tolist(), labels.tolist()))
+    return samples
+
+
+def to_row(sample: Sample) -> dict:
+    input_ids, labels = sample
+    num_targets = sum(label != -100 for label in labels[1:])
+    return dict(input_ids=input_ids, labels=labels, len=len(input_ids), num_loss_counted_tokens=num_targets)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    """`rows` as .arrow, .parquet or .jsonl, by the ending of `path`; record batches of 7 rows."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=7)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            writer.write_table(table, max_chunksize=7)
+    return path
+
+
+def write_samples(path: Path, samples: list[Sample]) -> Path:
+    return write_rows(path, [to_row(sample) for sample in samples])
