@@ -28,7 +28,7 @@ from numba import njit
 NUM_ROUNDS = 8  # of exchanges between pairs of bins; later ones gain less than 0.02 %
 MAX_EXCHANGES = 4  # per pair of bins and round
 SEARCH_WIDTH = 32  # second samples tried per bin when first-fit decreasing needs too many bins
-ROUNDING = 2.0**-30  # of a load; to chase a smaller gap could go on forever. A power of two multiplies exactly
+ROUNDING = 2.0**-30  # of a load; smaller gaps stay. A power of two, so the product is exact
 CLOSE_ENOUGH = 1 + 1e-5  # times the lower bound of the cost: no further plan is tried
 
 compiled = njit(nogil=True)  # nogil: a prefetch thread runs it
@@ -70,9 +70,10 @@ def batch_lengths_to_minibatches_lpt(
     batch_lengths: Sequence[int], max_tokens_per_rank: int, num_ranks: int, rank: int
 ) -> list[list[int]]:
     """Returns one rank's column of `pack_batch` at attention_cost 0, `[-1]` where the rank idles."""
+    table = pack_batch(batch_lengths, max_tokens_per_rank, num_ranks)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}; with num_ranks={num_ranks} it must be in 0..{num_ranks - 1}")
-    return [step[rank] or [-1] for step in pack_batch(batch_lengths, max_tokens_per_rank, num_ranks)]
+    return [step[rank] or [-1] for step in table]
 
 
 def cost_samples(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
@@ -81,7 +82,9 @@ def cost_samples(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
     return tokens + attention_cost * tokens * tokens
 
 
-def sum_step_costs(micro_batches: list[list[list[int]]], lengths: Sequence[int], attention_cost: float = 0.0) -> float:
+def sum_step_costs(
+    micro_batches: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], attention_cost: float = 0.0
+) -> float:
     """Returns the sum over steps of the costliest micro-batch: what `pack_batch` makes small."""
     costs = cost_samples(np.asarray(lengths, np.int64), attention_cost).tolist()
     return float(sum(max(sum(costs[i] for i in indices) for indices in step) for step in micro_batches))
@@ -113,6 +116,7 @@ def _check_lengths(lengths: Sequence[int], max_tokens_per_gpu: int) -> np.ndarra
 
 @compiled
 def _find_free(next_free, position):
+    """Returns the first free sample at or after `position`, n if none, in nearly constant time."""
     while next_free[position] != position:
         next_free[position] = next_free[next_free[position]]  # halves the path for later calls
         position = next_free[position]
@@ -248,6 +252,7 @@ class Bins(NamedTuple):
 
 @compiled
 def _link_bins(lengths, weights, num_bins, bin_of):
+    """Returns the bins as linked lists of their samples, in memory linear in samples and bins."""
     empty = np.full(num_bins, -1)
     bins = Bins(empty, np.full(len(lengths), -1), np.zeros(num_bins, np.int64), np.zeros(num_bins))
     for position in range(len(lengths) - 1, -1, -1):

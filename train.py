@@ -8,7 +8,7 @@ On one node, and in one process:
 The script reads top to bottom: what is refused early, the model, the loop.
 """
 
-from training_args import TrainOptions, exit_with_message, parse_options
+from training_args import SECONDS_TO_BE_ENDED, TrainOptions, exit_with_message, parse_options
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
@@ -238,6 +238,7 @@ if __name__ == "__main__":
     except ValueError as error:
         exit_with_message(str(error))
     except Exception:
+        time.sleep(SECONDS_TO_BE_ENDED)  # another rank's end breaks this one's connections: let it speak alone
         traceback.print_exc()
         exit_code = 1
     # Not sys.exit: a rank that failed must not wait for the others in an exit handler, and the interpreter's teardown

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 BAD_INPUT = 2  # exit code for whatever the user can mend
+SECONDS_TO_BE_ENDED = 3  # that torchrun has to end the other ranks when one has failed
 
 # Schedules that fall towards the end of the run, so the end has to be known.
 SCHEDULES_WITH_END = ("linear", "cosine", "wsd")
@@ -262,7 +263,7 @@ def exit_with_message(message: str, *, code: int = BAD_INPUT) -> NoReturn:
     """
     rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
     if local_rank != "0":
-        time.sleep(3)
+        time.sleep(SECONDS_TO_BE_ENDED)
     where = "" if rank in (None, "0") else f"[rank {rank}] "
     print(f"{where}error: {message}", file=sys.stderr, flush=True)
     os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank

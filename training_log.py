@@ -211,7 +211,7 @@ class TrainingLog:
         self.start = self.last_shown = time.monotonic()
 
     def write(self, metrics: StepMetrics) -> None:
-        """Appends the JSON line; shows the first and last step and in between at most one every `SECONDS_BETWEEN_LINES`."""
+        """Appends the JSON line; shows the first and last step, and between them one every `SECONDS_BETWEEN_LINES`."""
         if self.file is None:
             return
         print(json.dumps(asdict(metrics)), file=self.file, flush=True)

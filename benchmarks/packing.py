@@ -319,11 +319,9 @@ def measure_first_call() -> None:
         command = [sys.executable, "-c", program]
         runs = [subprocess.check_output(command, env=env, text=True).split() for _ in range(6)]
     first, *later = [[float(seconds) for seconds in run] for run in runs]
-    print(
-        f"first call ever, with imports: {first[1]:.1f} s; in a later process: median of {len(later)} ",
-        end="",
-    )
-    print("{:.2f} s, of which import numba {:.2f} s".format(*sorted((b, a) for a, b in later)[len(later) // 2]))
+    loaded, called = sorted(later, key=lambda run: run[1])[len(later) // 2]
+    print(f"first call ever in an empty cache, with imports: {first[1]:.1f} s")
+    print(f"first call of a later process: {called:.2f} s, import numba {loaded:.2f} s of it")
 
 
 def measure_large() -> None:
@@ -341,7 +339,7 @@ def measure_large() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lengths-file", type=Path, help="JSONL of messages or of tokenized samples")
     parser.add_argument("--cap", type=int, default=8192, help="tokens per micro-batch for --lengths-file")
     parser.add_argument("--quick", action="store_true", help="batches of 128 and 1,024 only, nothing larger")
@@ -377,7 +375,10 @@ def print_summary(cases: dict) -> None:
     print(f"more steps than the lower bound: {[(*key, packer[key][0]) for key in above] or 'none'}")
     # With few samples per micro-batch no table comes near the bound, so these cases stand apart.
     many = {key for key in cases if key[0] in CHAT_LIKE and key[2] >= 8 * key[3] * packer[key][0]}
-    for label, group in (("chat-like, 8 or more samples per micro-batch", many), ("other", set(cases) - many)):
+    for label, group in (
+        ("chat-like, 8 or more samples per micro-batch", many),
+        ("other", set(cases) - many),
+    ):
         for sign, keys in (("=", [k for k in group if k[1] == 0]), (">", [k for k in group if k[1] > 0])):
             key = max(keys, key=lambda key: packer[key][1])
             print(f"most over the bound, c {sign} 0, {label}: {packer[key][1]:.3f} % at {key}")

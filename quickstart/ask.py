@@ -41,12 +41,10 @@ def ask(options: AskOptions) -> None:
     right = [answer == wanted for answer, wanted in zip(answers, expected, strict=True)]
     step = max(1, len(chats) // options.num_shown)
     for i in range(0, step * min(options.num_shown, len(chats)), step):
-        print(
-            f"  question: {chats[i][-2]['content']}\n  answer:   {answers[i]}  [{'right' if right[i] else 'wrong'}]\n"
-        )
-    print(
-        f"{sum(right)} of {len(chats)} held-out questions answered right, word for word ({sum(right) / len(chats):.0%})"
-    )
+        verdict = "right" if right[i] else "wrong"
+        print(f"  question: {chats[i][-2]['content']}\n  answer:   {answers[i]}  [{verdict}]\n")
+    share = sum(right) / len(chats)
+    print(f"{sum(right)} of {len(chats)} held-out questions answered right, word for word ({share:.0%})")
 
 
 if __name__ == "__main__":

@@ -117,9 +117,8 @@ def make_chats(rng: random.Random) -> tuple[list[dict], list[dict]]:
     while turns:  # of one to three turns, every second one with a system message
         size = rng.randint(1, 3)
         chat, turns = turns[:size], turns[size:]
-        trained.append(
-            {"messages": (system if len(trained) % 2 else []) + [message for turn in chat for message in turn]}
-        )
+        messages = [message for turn in chat for message in turn]
+        trained.append({"messages": (system if len(trained) % 2 else []) + messages})
     return trained, held_out
 
 

@@ -107,7 +107,10 @@ def test_how_it_is_computed_does_not_change_what_is_computed(family, change, wor
 
 
 REFUSED = {
-    "mamba": (MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8), "linear_attention"),
+    "mamba": (
+        MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8),
+        "linear_attention",
+    ),
     "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
     "llama4": (Llama4TextConfig(**SHAPE, intermediate_size_mlp=48, num_local_experts=2), "chunked_attention"),
     "qwen3_next": (

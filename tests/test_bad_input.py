@@ -1,0 +1,127 @@
+"""What a user can get wrong: one message, a non-zero exit, no traceback of ours, and nothing that hangs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import ENV, ROOT, flags, run, torchrun
+from tiny_data import make_samples, to_row, write_rows, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+
+from chat_masking import fingerprint_tokenizer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("inputs")
+    return dict(
+        model_name_or_path=save_tokenizer(save_model(FAMILIES["llama"], root / "model")),
+        data_path=write_samples(root / "data.arrow", make_samples(20, vocab_size=VOCAB_SIZE)),
+        max_steps=3,
+        batch_size=4,
+        max_tokens_per_gpu=64,
+    )
+
+
+def check_refusal(result: subprocess.CompletedProcess, reason: str) -> None:
+    assert result.returncode != 0
+    assert result.stderr.count("error: ") == 1, result.stderr
+    assert reason in result.stderr
+    assert 'train.py", line' not in result.stderr, "a traceback of ours"
+
+
+def train(inputs: dict, output_dir, *, num_ranks: int = 1, **changes) -> subprocess.CompletedProcess:
+    argv = ["train.py", *flags(**(inputs | dict(output_dir=output_dir) | changes))]
+    return run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv), timeout=90)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_missing_data_set(num_ranks, inputs, tmp_path):
+    result = train(inputs, tmp_path / "run", num_ranks=num_ranks, data_path=tmp_path / "none.arrow")
+    check_refusal(result, "none.arrow: cannot be read")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_overlong_sample_is_refused_before_the_model_is_loaded(inputs, tmp_path):
+    result = train(inputs, tmp_path / "run", max_tokens_per_gpu=20, model_name_or_path=tmp_path / "no_model")
+    check_refusal(result, "Raise --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_output_directory_that_holds_another_run(num_ranks, inputs, tmp_path):
+    (tmp_path / "training_params.json").write_text("{}")
+    check_refusal(train(inputs, tmp_path, num_ranks=num_ranks), "is not an empty directory")
+    assert [path.name for path in tmp_path.iterdir()] == ["training_params.json"]
+
+
+def test_a_model_that_is_none(inputs, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "no_such_type"}')
+    check_refusal(train(inputs, tmp_path / "run", model_name_or_path=tmp_path / "model"), "no usable config")
+
+
+def test_a_model_without_weights(inputs, tmp_path):
+    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    check_refusal(train(inputs, tmp_path / "run", num_ranks=2, model_name_or_path=model), "cannot load the weights")
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "reason"),
+    [
+        ({"tokenizer_fingerprint": "another"}, "was made with another tokenizer"),
+        ({"max_token_id": VOCAB_SIZE}, f"holds token id {VOCAB_SIZE}, the model's vocabulary has {VOCAB_SIZE}"),
+        ("not json", "cannot be read"),
+    ],
+)
+def test_data_for_another_tokenizer(sidecar, reason, inputs, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs["model_name_or_path"])
+    data = write_samples(tmp_path / "data.arrow", make_samples(20, vocab_size=VOCAB_SIZE))
+    good = {"tokenizer_fingerprint": fingerprint_tokenizer(tokenizer), "max_token_id": VOCAB_SIZE - 1}
+    text = sidecar if isinstance(sidecar, str) else json.dumps(good | sidecar)
+    (tmp_path / "data.arrow.meta.json").write_text(text)
+    check_refusal(train(inputs, tmp_path / "run", data_path=data), reason)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_bad_row_that_only_one_rank_reads_ends_all_ranks(num_ranks, inputs, tmp_path):
+    rows = [to_row(sample) for sample in make_samples(6, vocab_size=VOCAB_SIZE, max_len=10)]
+    rows[4]["input_ids"][1] = VOCAB_SIZE
+    data = write_rows(tmp_path / "data.arrow", rows)
+    start = time.monotonic()
+    result = train(inputs, tmp_path / "run", num_ranks=num_ranks, data_path=data, batch_size=6)
+    check_refusal(result, "row 5: token ids beyond the model's vocabulary")
+    assert not (tmp_path / "run" / "hf_format").exists()
+    assert time.monotonic() - start < 80  # not the process group's time-out of an hour
+
+
+def test_a_batch_smaller_than_the_number_of_ranks_trains(inputs, tmp_path):
+    result = train(inputs, tmp_path / "run", num_ranks=3, batch_size=2)
+    assert result.returncode == 0, result.stderr
+    assert len((tmp_path / "run" / "training_metrics_0.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_killed_rank_ends_the_others(inputs, tmp_path):
+    argv = ["train.py", *flags(**(inputs | dict(output_dir=tmp_path / "run", max_steps=100_000)))]
+    agent = subprocess.Popen(torchrun(2, *argv), cwd=ROOT, env=ENV, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "training_metrics_0.jsonl"
+    try:
+        for _ in range(600):
+            if metrics.exists() and metrics.stat().st_size > 0:
+                break
+            time.sleep(0.1)
+        workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert agent.wait(timeout=60) != 0
+    finally:
+        agent.kill()
+    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]

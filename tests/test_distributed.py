@@ -1,0 +1,156 @@
+"""One global batch gives one gradient: 1, 2 and 4 ranks, one node or two, one micro-batch or many."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ENV, ROOT, flags, free_port, run, torchrun, torchrun_node
+from safetensors.torch import load_file
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM
+
+from sampler import TokenizedData, draw_samples
+
+pytestmark = pytest.mark.slow
+
+NUM_SAMPLES, BATCH_SIZE, STEPS, LEARNING_RATE, SEED = 40, 9, 10, 1e-2, 5
+# How the same run can be laid out: processes, and the cap that makes 1 to 6 micro-batches of a batch.
+LAYOUTS = {"1 rank": (1, 1000), "1 rank, small cap": (1, 41), "2 ranks": (2, 60), "4 ranks": (4, 41)}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("inputs")
+    samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)
+    return dict(
+        root=root,
+        samples=samples,
+        model=save_tokenizer(save_model(FAMILIES["qwen3"], root / "model")),  # tied embeddings
+        data=write_samples(root / "data.arrow", samples),
+    )
+
+
+def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int) -> list[str]:
+    return ["train.py", *flags(
+        model_name_or_path=inputs["model"], data_path=inputs["data"], output_dir=output_dir, batch_size=BATCH_SIZE,
+        max_tokens_per_gpu=max_tokens_per_gpu, max_steps=STEPS, learning_rate=LEARNING_RATE, seed=SEED,
+        max_grad_norm=1.0, weight_decay=0.1, export_dtype="float32",
+    )]  # fmt: skip
+
+
+def read_rows(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(inputs) -> dict[str, Path]:
+    """The same training in every layout, and on two nodes of one process each."""
+    output_dirs = {}
+    for layout, (num_ranks, cap) in LAYOUTS.items():
+        output_dirs[layout] = inputs["root"] / layout.replace(" ", "_").replace(",", "")
+        argv = train_command(inputs, output_dirs[layout], cap)
+        result = run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv))
+        assert result.returncode == 0, result.stderr
+    output_dirs["2 nodes"] = inputs["root"] / "two_nodes"
+    command = torchrun_node(2, free_port(), *train_command(inputs, output_dirs["2 nodes"], 60))
+    agents = [subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for agent in agents:
+        _, stderr = agent.communicate(timeout=240)
+        assert agent.returncode == 0, stderr
+    return output_dirs
+
+
+def train_plainly(inputs: dict) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """What the run computes, written with transformers, padding and AdamW alone: losses, norms, weights."""
+    data = TokenizedData(inputs["data"])
+    model = AutoModelForCausalLM.from_pretrained(inputs["model"], attn_implementation="eager").train()
+    params = list(model.parameters())
+    groups = [
+        dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
+        dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = [inputs["samples"][i] for i in draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)]
+        longest = max(len(ids) for ids, _ in batch)
+        input_ids, labels, mask = (torch.full((BATCH_SIZE, longest), value) for value in (0, -100, 0))
+        for i, (ids, row_labels) in enumerate(batch):
+            input_ids[i, : len(ids)], labels[i, : len(ids)] = torch.tensor(ids), torch.tensor(row_labels)
+            mask[i, : len(ids)] = 1
+        logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def test_the_run_is_that_of_a_plain_transformers_loop(inputs, runs):
+    losses, norms, weights = train_plainly(inputs)
+    rows = read_rows(runs["1 rank"])
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
+    exported = load_file(runs["1 rank"] / "hf_format" / f"samples_{STEPS * BATCH_SIZE}" / "model.safetensors")
+    start = load_file(inputs["model"] / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    for name, weight in weights.items():
+        moved = (weight - start[name]).norm()
+        assert moved > 0, f"{name} was not trained"
+        assert (exported[name] - weight).norm() <= 1e-3 * moved, name
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "2 nodes"])
+def test_losses_do_not_depend_on_ranks_nodes_and_caps(layout, runs):
+    rows, reference = read_rows(runs[layout]), read_rows(runs["1 rank"])
+    assert len(rows) == STEPS
+    for row, expected in zip(rows, reference, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        for key in ("step", "lr", "num_loss_counted_tokens", "num_total_tokens", "total_samples_accumulated"):
+            assert row[key] == expected[key]
+
+
+def test_the_layouts_are_different_ones(runs):
+    accumulated = {layout: sum(row["grad_accum"] for row in read_rows(path)) for layout, path in runs.items()}
+    assert accumulated["1 rank"] == STEPS
+    assert accumulated["1 rank, small cap"] > accumulated["2 ranks"] > accumulated["4 ranks"]
+    for layout, world_size in {"2 ranks": 2, "4 ranks": 4, "2 nodes": 2}.items():
+        params = json.loads((runs[layout] / "training_params.json").read_text())
+        assert params["world_size"] == world_size
+
+
+def test_the_export_of_several_ranks_is_that_of_one(runs):
+    export = f"hf_format/samples_{STEPS * BATCH_SIZE}"
+    prompt = torch.arange(3, 23)[None]
+    logits = {
+        layout: AutoModelForCausalLM.from_pretrained(runs[layout] / export)(prompt).logits
+        for layout in ("1 rank", "2 ranks", "4 ranks")
+    }
+    for layout in ("2 ranks", "4 ranks"):
+        torch.testing.assert_close(logits[layout], logits["1 rank"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [9, 3])
+def test_the_first_gradients_do_not_depend_on_ranks_and_caps(batch_size, inputs):
+    results = {}
+    for num_ranks, cap in ((1, 1000), (2, 41), (4, 41)):
+        output = inputs["root"] / f"gradients_{batch_size}_{num_ranks}.pt"
+        worker = ROOT / "tests" / "workers" / "first_gradients.py"
+        result = run(torchrun(num_ranks, worker, inputs["model"], inputs["data"], batch_size, cap, output))
+        assert result.returncode == 0, result.stderr
+        results[num_ranks] = torch.load(output)
+    assert (results[4]["num_idle"] > 0) == (batch_size == 3)  # fewer samples than ranks: some only take part
+    for num_ranks in (2, 4):
+        assert results[num_ranks]["sample_ids"] == results[1]["sample_ids"]
+        assert results[num_ranks]["loss"] == pytest.approx(results[1]["loss"], rel=1e-6)
+        assert results[num_ranks]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=1e-5)
+        for name, expected in results[1]["gradients"].items():
+            error = (results[num_ranks]["gradients"][name] - expected).norm() / expected.norm()
+            assert error <= 1e-5, f"{name}: relative error {error:.1e} on {num_ranks} ranks"
