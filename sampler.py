@@ -6,6 +6,7 @@ table of micro-batches without talking to the others, and then reads its own row
 
 import functools
 import json
+import mmap
 import os
 import queue
 import threading
@@ -64,11 +65,11 @@ class Batch:
 
 
 class TokenizedData:
-    """A tokenized data set, memory-mapped: only lengths and counts are held in memory (8 bytes a sample)."""
+    """A tokenized data set, memory-mapped: lengths, counts and the order are all that is held, 28 bytes a sample."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        table = open_table(self.path)
+        table, self._maps = open_table(self.path)
         self.lengths = table.column("len").to_numpy().astype(np.int32)
         self.num_loss_tokens = table.column("num_loss_counted_tokens").to_numpy().astype(np.int32)
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
@@ -77,6 +78,12 @@ class TokenizedData:
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
+        self.release_pages()
+
+    def release_pages(self) -> None:
+        """Unmaps what was read: it stays in the system's cache, but no longer counts as this process's memory."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def read(self, row: int, *, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
         """`input_ids` and `labels` of a row, each (len,); ValueError naming the row if they break the contract."""
@@ -115,14 +122,16 @@ class TokenizedData:
         return num_overlong
 
 
-def open_table(path: Path) -> pa.Table:
-    """The memory-mapped table behind a data set; .parquet and .jsonl are converted once and cached (by `datasets`)."""
+def open_table(path: Path) -> tuple[pa.Table, list[mmap.mmap]]:
+    """The table behind a data set and its memory maps; .parquet and .jsonl are first converted to Arrow, once."""
+    if path.suffix not in (".arrow", ".parquet", ".jsonl"):
+        raise ValueError(f"--data-path {path}: must end in .arrow, .parquet or .jsonl")
     try:
-        if path.suffix == ".arrow":
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        else:
-            table = convert_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
+        if not path.stat().st_size:
+            raise ValueError(f"--data-path {path}: holds no samples")
+        tables, maps = zip(*map(map_table, [path] if path.suffix == ".arrow" else convert_to_arrow(path)), strict=True)
+        table = pa.concat_tables(tables)
+    except (OSError, pa.ArrowException) as error:
         raise ValueError(f"--data-path {path}: cannot be read as a data set of process_data.py: {error}") from None
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
@@ -135,24 +144,27 @@ def open_table(path: Path) -> pa.Table:
         kind = column.type.value_type if name in COLUMNS[:2] and pa.types.is_list(column.type) else column.type
         if not pa.types.is_integer(kind) or column.null_count:
             raise ValueError(f"--data-path {path}: column {name} is {column.type} with {column.null_count} nulls")
-    return table.select(COLUMNS)
+    return table, list(maps)
 
 
-def convert_table(path: Path) -> pa.Table:
-    """A .parquet or .jsonl file as a memory-mapped Arrow table from the cache of `datasets`."""
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise ValueError(f"--data-path {path}: must end in .arrow, .parquet or .jsonl")
-    if not path.is_file():
-        raise FileNotFoundError("no such file")
-    if path.stat().st_size == 0:
-        raise ValueError(f"--data-path {path}: holds no samples")
+def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:
+    """An Arrow file, in the file or the stream format, as a table of views into its memory map."""
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    buffer = pa.py_buffer(mapped)
+    is_file_format = mapped[:6] == b"ARROW1"
+    return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(buffer).read_all(), mapped
+
+
+def convert_to_arrow(path: Path) -> list[Path]:
+    """A .parquet or .jsonl file as Arrow files in the cache of `datasets`, which converts it once."""
     import datasets
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         datasets.disable_progress_bars()
     read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
     try:
-        return read(str(path)).data.table
+        return [Path(file["filename"]) for file in read(str(path)).cache_files]
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException) as error:
         raise OSError(str(error.__cause__ or error)) from None
 
@@ -237,6 +249,7 @@ def iterate_batches(
             micro_batch = pack_samples(samples or [idle_sample()])
             micro_batches.append(micro_batch.pin_memory() if pin_memory else micro_batch)
         num_loss_tokens = int(data.num_loss_tokens[sample_ids].sum())
+        data.release_pages()
         yield Batch(step, sample_ids, lengths, num_loss_tokens, table, micro_batches)
         step += 1
 

@@ -88,5 +88,6 @@ if __name__ == "__main__":
             r = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             print(
                 f"{num_samples:<10,} {path.stat().st_size / 1e6:7,.0f} {r['first_batch_s']:14.2f}"
-                f" {r['later_batch_ms']:11.2f} {r['resident_mb']:12,.0f} {r['anonymous_mb']:13,.0f} {r['peak_mb']:8,.0f}"
+                f" {r['later_batch_ms']:11.2f} {r['resident_mb']:12,.0f} {r['anonymous_mb']:13,.0f}"
+                f" {r['peak_mb']:8,.0f}"
             )

@@ -176,9 +176,9 @@ def test_a_row_that_breaks_the_contract_is_named(change, reason, tmp_path):
     ("name", "content", "reason"),
     [
         ("missing.arrow", None, "No such file"),
-        ("missing.jsonl", None, "no such file"),
+        ("missing.jsonl", None, "No such file"),
         ("data.txt", b"x", "must end in .arrow, .parquet or .jsonl"),
-        ("empty.arrow", b"", "cannot be read"),
+        ("empty.arrow", b"", "holds no samples"),
         ("garbage.arrow", b"garbage" * 100, "cannot be read"),
         ("empty.jsonl", b"", "holds no samples"),
         ("garbage.jsonl", b'{"input_ids": [1', "cannot be read"),
