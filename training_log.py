@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from batch_packer import cost_samples
+
 log = logging.getLogger("mini_trainer")
 
 SECONDS_BETWEEN_LINES = 2.0
@@ -27,7 +30,7 @@ SECONDS_BETWEEN_LINES = 2.0
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,
     "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12, "L4": 121e12,
-    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
 }  # fmt: skip
 
 
@@ -80,7 +83,7 @@ def peak_flops(device: torch.device, compute_dtype: torch.dtype) -> float | None
     if device.type != "cuda" or compute_dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ def measure_step(
     """The metrics of one step that took `seconds`, after which `num_samples` and `num_tokens` had been trained."""
     batch_tokens = int(batch.lengths.sum())
     num_micro_batches, world_size = len(batch.table), len(batch.table[0])
-    costs = np.array([[cost_of(batch.lengths[ranks], flops) for ranks in row] for row in batch.table])  # (K, world)
+    sample_costs = cost_samples(batch.lengths, flops.attention_cost)
+    costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])  # (K, world_size)
     total_seconds = seconds + sums.data_wait_seconds
     batch_flops = flops.of_batch(batch.lengths, batch.num_loss_tokens)
     return StepMetrics(
@@ -188,12 +192,6 @@ def measure_step(
     )
 
 
-def cost_of(lengths: np.ndarray, flops: FlopCount) -> float:
-    """A micro-batch's cost in the packer's unit, tokens."""
-    lengths = lengths.astype(float)
-    return float((lengths + flops.attention_cost * lengths**2).sum())
-
-
 def peak_memory(device: torch.device) -> int:
     """Bytes: most ever allocated on a CUDA device, most ever resident of a process on the CPU."""
     if device.type == "cuda":
@@ -208,7 +206,7 @@ class TrainingLog:
         path = output_dir / "training_metrics_0.jsonl"
         self.file = path.open("x", encoding="utf-8") if is_rank0 else None
         self.num_steps = num_steps
-        self.start = self.last_shown = time.monotonic()
+        self.first_step_end = self.last_shown = time.monotonic()
 
     def write(self, metrics: StepMetrics) -> None:
         """Appends the JSON line; shows the first and last step, and between them one every `SECONDS_BETWEEN_LINES`."""
@@ -216,25 +214,30 @@ class TrainingLog:
             return
         print(json.dumps(asdict(metrics)), file=self.file, flush=True)
         now = time.monotonic()
+        if metrics.step == 1:
+            self.first_step_end = now
         if metrics.step in (1, self.num_steps) or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
-            log.info(describe_step(metrics, num_steps=self.num_steps, elapsed=now - self.start))
+            log.info(describe_step(metrics, num_steps=self.num_steps, seconds_since_first=now - self.first_step_end))
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
 
-def describe_step(m: StepMetrics, *, num_steps: int | None, elapsed: float) -> str:
-    """The console's line for a step, with the time left where there is an end."""
+def describe_step(m: StepMetrics, *, num_steps: int | None, seconds_since_first: float) -> str:
+    """The console's line for a step, with the time left where there is an end.
+
+    The first step compiles, so it neither counts for the time left nor names one.
+    """
     line = (
         f"step {m.step}{'' if num_steps is None else f'/{num_steps}'}  epoch {m.epoch:.2f}  loss {m.loss:.4f}"
         f"  lr {m.lr:.2e}  grad_norm {m.grad_norm:.3f}  {m.tokens_per_second:,.0f} tokens/s"
     )
     if m.mfu is not None:
         line += f"  mfu {m.mfu:.1%}"
-    if num_steps is not None:
-        seconds = round(elapsed / m.step * (num_steps - m.step))
+    if num_steps is not None and m.step > 1:
+        seconds = round(seconds_since_first / (m.step - 1) * (num_steps - m.step))
         line += f"  left {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
     return line
 
