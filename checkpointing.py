@@ -1,5 +1,6 @@
 """Writes the model as an ordinary Hugging Face directory (an export), aside first and renamed when whole."""
 
+import copy
 import os
 import shutil
 from collections.abc import Iterator
@@ -7,7 +8,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from process_group import call_on_rank0
 
@@ -18,7 +25,7 @@ def export_model(
     model: PreTrainedModel,
     export_dir: Path,
     *,
-    model_name_or_path: str,
+    generation_config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
 ) -> None:
@@ -30,7 +37,12 @@ def export_model(
     weights = {name: weight for name, weight in gather_weights(model, dtype) if weight is not None}
     call_on_rank0(
         lambda: write_export(
-            weights, export_dir, model_name_or_path=model_name_or_path, tokenizer=tokenizer, dtype=dtype
+            weights,
+            export_dir,
+            config=model.config,
+            generation_config=generation_config,
+            tokenizer=tokenizer,
+            dtype=dtype,
         )
     )
 
@@ -47,7 +59,8 @@ def write_export(
     weights: dict[str, Tensor],
     export_dir: Path,
     *,
-    model_name_or_path: str,
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
 ) -> None:
@@ -56,8 +69,8 @@ def write_export(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
-            shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_name_or_path), dtype=dtype)
-        shell.generation_config = read_generation_config(model_name_or_path, shell.generation_config)
+            shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        shell.generation_config = generation_config
         shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
         tokenizer.save_pretrained(aside)
         for file in aside.iterdir():
@@ -67,14 +80,6 @@ def write_export(
         raise ValueError(f"cannot write the export {export_dir}: {error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def read_generation_config(model_name_or_path: str, default: GenerationConfig) -> GenerationConfig:
-    """The model directory's generation config, or `default` where it has none."""
-    try:
-        return GenerationConfig.from_pretrained(model_name_or_path)
-    except OSError:
-        return default
 
 
 def sync_file(file: Path) -> None:

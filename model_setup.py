@@ -19,6 +19,7 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -56,7 +57,7 @@ class PackedCausalLM(nn.Module):
         return outputs.last_hidden_state
 
     def forward(self, micro_batch: Any) -> Tensor:
-        """Sum of the cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
+        """Sum of the (weighted) cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
         hidden = self.encode(micro_batch)[0, micro_batch.trained_index]  # (N, H)
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
@@ -65,11 +66,15 @@ class PackedCausalLM(nn.Module):
         if self.use_liger_kernels:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
+            assert micro_batch.target_weights is None, "liger-kernel's loss cannot weight tokens"
             loss = LigerFusedLinearCrossEntropyLoss(
                 reduction="sum", softcap=self.softcap, accum_dtype=torch.float32
             )  # fmt: skip
             return loss(head.weight, hidden, targets, head.bias)
-        return sum_token_loss(hidden, head.weight, targets, bias=head.bias, softcap=self.softcap)
+        weights = micro_batch.target_weights
+        if weights is not None:
+            weights = weights[micro_batch.trained_index]
+        return sum_token_loss(hidden, head.weight, targets, bias=head.bias, token_weights=weights, softcap=self.softcap)
 
     def hidden_states(self, micro_batch: Any) -> Tensor:  # (1, T, H)
         """`encode` for the self-checks: an entry point of its own, which FSDP knows about."""
@@ -81,8 +86,11 @@ class PackedCausalLM(nn.Module):
         return hidden, self.model(input_ids=input_ids, use_cache=False).logits
 
 
-def read_weights(model_name_or_path: str) -> dict[str, Tensor]:
-    """All parameters and buffers by name, on the CPU, in the data type they are stored in."""
+def read_weights(model_name_or_path: str, *, vocab_size: int) -> dict[str, Tensor]:
+    """All parameters and buffers by name, on the CPU, in the data type they are stored in.
+
+    Where the model has fewer than `vocab_size` embeddings (and rows of the head), the new ones are the mean of the old.
+    """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_name_or_path, dtype="auto", use_safetensors=True, output_loading_info=True
@@ -94,7 +102,28 @@ def read_weights(model_name_or_path: str) -> dict[str, Tensor]:
         raise ValueError(
             f"--model-name-or-path {model_name_or_path}: the weights do not fit the config: {'; '.join(problems)}"
         )
+    if vocab_size > model.config.vocab_size:
+        grow_vocabulary(model, vocab_size)
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+@torch.no_grad()
+def grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
+    """Adds embeddings, and rows and biases of the head, up to `vocab_size`, each the mean of the old ones."""
+    old_size = model.config.vocab_size
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    head = model.get_output_embeddings()
+    for rows in (model.get_input_embeddings().weight, head.weight, head.bias):
+        if rows is not None:
+            rows[old_size:] = rows[:old_size].float().mean(dim=0).to(rows.dtype)
+
+
+def load_generation_config(model_name_or_path: str, config: PreTrainedConfig) -> GenerationConfig:
+    """How the model is to generate, which every export carries on; from the config where there is no such file."""
+    try:
+        return GenerationConfig.from_pretrained(model_name_or_path)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
 
 
 def load_config(model_name_or_path: str) -> PreTrainedConfig:
@@ -137,7 +166,7 @@ def build_model(
     if activation_checkpointing == "full":
         apply_activation_checkpointing(blocks)
     weights: dict[str, Tensor] = {}  # stays empty on the other ranks
-    call_on_rank0(lambda: weights.update(read_weights(model_name_or_path)))
+    call_on_rank0(lambda: weights.update(read_weights(model_name_or_path, vocab_size=config.vocab_size)))
     packed_model = PackedCausalLM(model, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels)
     apply_fsdp(packed_model, blocks, weights=weights, world=world)
     return packed_model.train()
@@ -249,7 +278,7 @@ def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], 
     packed_model.eval()
 
     def pack(token_ids: list[np.ndarray]) -> Any:
-        return pack_samples([(ids, ids) for ids in token_ids]).to(device)
+        return pack_samples([(ids, ids, None) for ids in token_ids]).to(device)
 
     hidden = split_rows(packed_model.hidden_states(pack(sequences)), sequences)
     for i in range(len(sequences)):

@@ -24,7 +24,9 @@ from batch_packer import pack_batch
 
 IGNORED = -100  # label of a token that is not trained
 COLUMNS = ("input_ids", "labels", "len", "num_loss_counted_tokens")
+WEIGHTS_COLUMN = "loss_weights"  # only in data sets that use weights
 
+Sample = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, labels, weights: (len,) each
 Item = TypeVar("Item")
 
 
@@ -37,6 +39,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # (n + 1,) int32, cumulative lengths
     targets: Tensor  # (T,) int64: the next token's label; IGNORED where nothing is trained or the sequence ends
     trained_index: Tensor  # (N,) int64: where targets is not IGNORED
+    target_weights: Tensor | None  # (T,) fp32, of each target's loss; None: all are 1
     max_seqlen: int
     seq_lengths: list[int]
 
@@ -48,8 +51,8 @@ class MicroBatch:
         return self._map_tensors(Tensor.pin_memory)
 
     def _map_tensors(self, function) -> "MicroBatch":
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type is Tensor}
-        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: function(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
 @dataclass(frozen=True)
@@ -75,26 +78,37 @@ class TokenizedData:
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
         self._input_ids = [list_views(chunk) for chunk in table.column("input_ids").chunks]
         self._labels = [list_views(chunk) for chunk in table.column("labels").chunks]
+        self._weights = None
+        if WEIGHTS_COLUMN in table.column_names:
+            self._weights = [list_views(chunk) for chunk in table.column(WEIGHTS_COLUMN).chunks]
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
         self.release_pages()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the tokens' losses are weighted."""
+        return self._weights is not None
 
     def release_pages(self) -> None:
         """Unmaps what was read: it stays in the system's cache, but no longer counts as this process's memory."""
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def read(self, row: int, *, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """`input_ids` and `labels` of a row, each (len,); ValueError naming the row if they break the contract."""
+    def read(self, row: int, *, vocab_size: int) -> Sample:
+        """`input_ids`, `labels` and weights of a row; ValueError naming the row if they break the contract."""
         chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
         i = row - int(self._starts[chunk])
-        input_ids, labels = (
-            values[offsets[i] : offsets[i + 1]] for offsets, values in (self._input_ids[chunk], self._labels[chunk])
+        input_ids, labels, weights = (
+            None if column is None else column[chunk][1][column[chunk][0][i] : column[chunk][0][i + 1]]
+            for column in (self._input_ids, self._labels, self._weights)
         )
         where = f"{self.path}: row {row + 1}"
         if not len(input_ids) == len(labels) == self.lengths[row]:
             raise ValueError(f"{where}: {len(input_ids)} input_ids, {len(labels)} labels and len {self.lengths[row]}")
+        if weights is not None and not (len(weights) == len(labels) and weights.min() >= 0 and weights.max() <= 1):
+            raise ValueError(f"{where}: {WEIGHTS_COLUMN} has to hold {len(labels)} numbers from 0 to 1")
         if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= vocab_size:
             raise ValueError(f"{where}: token ids beyond the model's vocabulary of {vocab_size}")
         num_targets = np.count_nonzero(labels[1:] != IGNORED)
@@ -103,7 +117,7 @@ class TokenizedData:
                 f"{where}: num_loss_counted_tokens is {self.num_loss_tokens[row]}, but {num_targets} labels after the"
                 " first are not -100: tokenize the data again with process_data.py"
             )
-        return input_ids, labels
+        return input_ids, labels, weights
 
     def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
         """Takes samples longer than `max_tokens_per_gpu` out of the stream and counts them; refuses unless told to."""
@@ -144,6 +158,10 @@ def open_table(path: Path) -> tuple[pa.Table, list[mmap.mmap]]:
         kind = column.type.value_type if name in COLUMNS[:2] and pa.types.is_list(column.type) else column.type
         if not pa.types.is_integer(kind) or column.null_count:
             raise ValueError(f"--data-path {path}: column {name} is {column.type} with {column.null_count} nulls")
+    if WEIGHTS_COLUMN in table.column_names:
+        column = table.column(WEIGHTS_COLUMN)
+        if not pa.types.is_list(column.type) or not pa.types.is_floating(column.type.value_type) or column.null_count:
+            raise ValueError(f"--data-path {path}: column {WEIGHTS_COLUMN} is {column.type}, expected a list of floats")
     return table, list(maps)
 
 
@@ -254,25 +272,30 @@ def iterate_batches(
         step += 1
 
 
-def idle_sample() -> tuple[np.ndarray, np.ndarray]:
+def idle_sample() -> Sample:
     """What a rank without work trains on: one token, no target, so that it takes part in every collective."""
-    return np.zeros(1, dtype=np.int64), np.full(1, IGNORED)
+    return np.zeros(1, dtype=np.int64), np.full(1, IGNORED), None
 
 
-def pack_samples(samples: list[tuple[np.ndarray, np.ndarray]]) -> MicroBatch:
-    """Packs samples, (input_ids, labels) each, into one row."""
-    lengths = [len(input_ids) for input_ids, _ in samples]
+def pack_samples(samples: list[Sample]) -> MicroBatch:
+    """Packs samples into one row; either all have weights or none."""
+    lengths = [len(input_ids) for input_ids, _, _ in samples]
     cu_seqlens = np.cumsum([0, *lengths])
     targets = np.full(cu_seqlens[-1], IGNORED, dtype=np.int64)
-    for start, (_, labels) in zip(cu_seqlens, samples, strict=False):
-        targets[start : start + len(labels) - 1] = labels[1:]  # a sequence's last token predicts nothing
-    input_ids = np.concatenate([input_ids for input_ids, _ in samples]).astype(np.int64)
+    target_weights = None if samples[0][2] is None else np.zeros(cu_seqlens[-1], dtype=np.float32)
+    for start, (_, labels, weights) in zip(cu_seqlens, samples, strict=False):
+        predicting = slice(start, start + len(labels) - 1)  # a sequence's last token predicts nothing
+        targets[predicting] = labels[1:]
+        if target_weights is not None:
+            target_weights[predicting] = weights[1:]
+    input_ids = np.concatenate([input_ids for input_ids, _, _ in samples]).astype(np.int64)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids)[None],
         position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         targets=torch.from_numpy(targets),
         trained_index=torch.from_numpy(np.flatnonzero(targets != IGNORED)),
+        target_weights=None if target_weights is None else torch.from_numpy(target_weights),
         max_seqlen=max(lengths),
         seq_lengths=lengths,
     )

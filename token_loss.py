@@ -17,22 +17,23 @@ def sum_token_loss(
     targets: Tensor,  # (N,) int64
     *,
     bias: Tensor | None = None,  # (V,)
+    token_weights: Tensor | None = None,  # (N,) fp32
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """Sum over N of cross_entropy(hidden @ weight.T + bias, targets), in fp32.
+    """Sum over N of token_weights * cross_entropy(hidden @ weight.T + bias, targets), in fp32.
 
     `softcap`: the logits z become softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118, section 2). Works with
     N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so
     the peak memory is one chunk of logits plus the gradients themselves, whatever N is.
     """
-    return _SumTokenLoss.apply(hidden, weight, targets, bias, softcap, chunk_bytes)
+    return _SumTokenLoss.apply(hidden, weight, targets, bias, token_weights, softcap, chunk_bytes)
 
 
 class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, bias, softcap, chunk_bytes):
-        needs_hidden, needs_weight, _, needs_bias, _, _ = ctx.needs_input_grad
+    def forward(ctx, hidden, weight, targets, bias, token_weights, softcap, chunk_bytes):
+        needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
@@ -45,7 +46,8 @@ class _SumTokenLoss(torch.autograd.Function):
                 logits = logits.div_(softcap).tanh_().mul_(softcap)
             target = targets[chunk, None]
             log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
-            loss_sum += (log_normalizer - logits.gather(1, target)).sum()
+            losses = log_normalizer - logits.gather(1, target)  # (rows, 1)
+            loss_sum += (losses if token_weights is None else losses * token_weights[chunk, None]).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
@@ -53,6 +55,8 @@ class _SumTokenLoss(torch.autograd.Function):
             d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target))
             if slope is not None:
                 d_logits.mul_(slope)
+            if token_weights is not None:
+                d_logits.mul_(token_weights[chunk, None])
             if needs_bias:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
@@ -74,4 +78,4 @@ class _SumTokenLoss(torch.autograd.Function):
             d_weight = d_weight.mul_(d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
-        return d_hidden, d_weight, None, d_bias, None, None
+        return d_hidden, d_weight, None, d_bias, None, None, None

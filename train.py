@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chat_masking import fingerprint_tokenizer
 from checkpointing import export_model
-from model_setup import build_model, check_model, load_config
+from model_setup import build_model, check_model, load_config, load_generation_config
 from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
 from process_group import World, call_on_rank0, init_world, log, setup_logging
 from sampler import Batch, TokenizedData, count_steps, iterate_batches, pack_samples, prefetch, read_sidecar
@@ -48,8 +48,10 @@ def train(options: TrainOptions, world: World) -> None:
     data = TokenizedData(options.data_path)
     num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
     config = load_config(options.model_name_or_path)
-    tokenizer = load_tokenizer(options.model_name_or_path)
-    check_data(options.data_path, tokenizer, vocab_size=config.vocab_size)
+    generation_config = load_generation_config(options.model_name_or_path, config)
+    tokenizer, config.vocab_size = choose_tokenizer(options, vocab_size=config.vocab_size)
+    if options.use_liger_kernels and data.has_weights:
+        raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
     num_steps = count_steps(
         data,
         batch_size=options.batch_size,
@@ -165,7 +167,7 @@ def train(options: TrainOptions, world: World) -> None:
             export_model(
                 model.model,
                 output_dir / "hf_format" / f"samples_{num_samples}",
-                model_name_or_path=options.model_name_or_path,
+                generation_config=generation_config,
                 tokenizer=tokenizer,
                 dtype=getattr(torch, options.export_dtype),
             )
@@ -173,29 +175,44 @@ def train(options: TrainOptions, world: World) -> None:
     training_log.close()
 
 
-def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer: the data must have been made with it, and every export carries it."""
-    try:
-        return AutoTokenizer.from_pretrained(model_name_or_path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model-name-or-path {model_name_or_path}: no usable tokenizer: {error}") from None
+def choose_tokenizer(options: TrainOptions, *, vocab_size: int) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer that made the data, and how many embeddings the model needs for it.
 
-
-def check_data(data_path: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
-    """Refuses data that was made for another tokenizer or that the model's embedding has no rows for."""
-    sidecar = read_sidecar(data_path)
+    It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
+    export carries it.
+    """
+    model_tokenizer = tokenizer = load_tokenizer(options.model_name_or_path)
+    sidecar = read_sidecar(options.data_path)
     if sidecar is None:
-        log.warning(f"warning: no {data_path}.meta.json: cannot tell whether the data was made with this tokenizer")
-        return
-    if sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+        log.warning(f"warning: no {options.data_path}.meta.json: cannot tell whether the data fits this tokenizer")
+        return tokenizer, vocab_size
+    if sidecar.get("tokenizer_dir") is not None:
+        tokenizer = load_tokenizer(str(Path(options.data_path).parent / sidecar["tokenizer_dir"]))
+        if len(tokenizer) > vocab_size:
+            grown = -(-len(tokenizer) // 64) * 64
+            log.info(
+                f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens, each new one the mean"
+            )
+            vocab_size = grown
+    extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
+    if not extends or sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
         raise ValueError(
-            f"--data-path {data_path} was made with another tokenizer than --model-name-or-path's:"
+            f"--data-path {options.data_path} was made with another tokenizer than --model-name-or-path's:"
             " tokenize the data again with process_data.py and this model"
         )
     if sidecar["max_token_id"] >= vocab_size:
         raise ValueError(
-            f"--data-path {data_path} holds token id {sidecar['max_token_id']}, the model's vocabulary has {vocab_size}"
+            f"--data-path {options.data_path} holds token id {sidecar['max_token_id']}, beyond the {vocab_size} rows of"
+            " the model's embedding"
         )
+    return tokenizer, vocab_size
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no usable tokenizer: {error}") from None
 
 
 def derive_seed(seed: int, step: int, rank: int) -> int:

@@ -77,7 +77,7 @@ def test_a_model_without_weights(inputs, tmp_path):
     ("sidecar", "reason"),
     [
         ({"tokenizer_fingerprint": "another"}, "was made with another tokenizer"),
-        ({"max_token_id": VOCAB_SIZE}, f"holds token id {VOCAB_SIZE}, the model's vocabulary has {VOCAB_SIZE}"),
+        ({"max_token_id": VOCAB_SIZE}, f"holds token id {VOCAB_SIZE}, beyond the {VOCAB_SIZE} rows"),
         ("not json", "cannot be read"),
     ],
 )

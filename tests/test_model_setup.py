@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from model_setup import build_model, check_model, load_config
-from sampler import pack_samples
+from sampler import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
 
@@ -31,13 +31,13 @@ def build(path, world, *, attention="auto", activation_checkpointing="none", com
     )
 
 
-def make_samples(seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+def make_samples(seed: int = 0) -> list[Sample]:
     """Sequences of `LENGTHS` with about half of their tokens masked."""
     random = np.random.default_rng(seed)
     samples = []
     for length in LENGTHS:
         input_ids = random.integers(3, VOCAB_SIZE, length)
-        samples.append((input_ids, np.where(random.random(length) < 0.5, input_ids, -100)))
+        samples.append((input_ids, np.where(random.random(length) < 0.5, input_ids, -100), None))
     return samples
 
 
@@ -58,7 +58,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_transformers(family, worl
     input_ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
     labels = torch.full_like(input_ids, -100)
     mask = torch.zeros_like(input_ids)
-    for i, (ids, row_labels) in enumerate(samples):
+    for i, (ids, row_labels, _) in enumerate(samples):
         input_ids[i, : len(ids)] = torch.from_numpy(ids)
         labels[i, : len(ids)] = torch.from_numpy(row_labels)
         mask[i, : len(ids)] = 1

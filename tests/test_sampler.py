@@ -87,13 +87,30 @@ def test_the_ranks_together_read_the_batch_exactly_once(data, samples, world_siz
 
 def test_a_micro_batch_predicts_within_each_sequence_only():
     samples = [([5, 6, 7], [5, 6, 7]), ([8], [8]), ([9, 10], [IGNORED, 10]), ([11, 12, 13], [IGNORED, IGNORED, 13])]
-    packed = pack_samples([(np.array(ids), np.array(labels)) for ids, labels in samples])
+    packed = pack_samples([(np.array(ids), np.array(labels), None) for ids, labels in samples])
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1, 2]]
     assert packed.targets.tolist() == [6, 7, IGNORED, IGNORED, 10, IGNORED, IGNORED, 13, IGNORED]
     assert packed.trained_index.tolist() == [0, 1, 4, 7]
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 6, 9] and packed.cu_seqlens.dtype == torch.int32
     assert packed.max_seqlen == 3 and packed.seq_lengths == [3, 1, 2, 3]
+    assert packed.target_weights is None
+
+
+def test_weights_move_with_the_targets_they_belong_to(tmp_path):
+    rows = [
+        to_row(([5, 6, 7], [IGNORED, 6, 7])) | {"loss_weights": [0.0, 0.5, 1.0]},
+        to_row(([8, 9], [IGNORED, 9])) | {"loss_weights": [0.0, 0.25]},
+    ]
+    data = TokenizedData(write_rows(tmp_path / "data.arrow", rows))
+    assert data.has_weights
+    packed = pack_samples([data.read(row, vocab_size=VOCAB_SIZE) for row in (0, 1)])
+    assert packed.target_weights.tolist() == [0.5, 1.0, 0.0, 0.25, 0.0]
+    assert packed.targets.tolist() == [6, 7, IGNORED, 9, IGNORED]
+    rows[1]["loss_weights"] = [0.0, 1.5]
+    data = TokenizedData(write_rows(tmp_path / "bad.arrow", rows))
+    with pytest.raises(ValueError, match="row 2: loss_weights has to hold 2 numbers from 0 to 1"):
+        data.read(1, vocab_size=VOCAB_SIZE)
 
 
 def test_an_idle_rank_trains_nothing():

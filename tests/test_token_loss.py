@@ -18,13 +18,17 @@ def make_inputs(*, bias: bool, num_rows: int = N) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 13, 100])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_are_those_of_all_logits_at_once(rows_per_chunk, softcap, bias):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(rows_per_chunk, softcap, bias, weighted):
     ours, naive = make_inputs(bias=bias), make_inputs(bias=bias)
-    loss = sum_token_loss(*ours[:3], bias=ours[3], softcap=softcap, chunk_bytes=rows_per_chunk * 4 * V)
+    weights = torch.rand(N) if weighted else None
+    loss = sum_token_loss(
+        *ours[:3], bias=ours[3], token_weights=weights, softcap=softcap, chunk_bytes=rows_per_chunk * 4 * V
+    )
     logits = linear(naive[0], naive[1], naive[3])
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    expected = cross_entropy(logits, naive[2], reduction="sum")
+    expected = cross_entropy(logits, naive[2], reduction="none") @ (weights if weighted else torch.ones(N))
     (loss / 7).backward()
     (expected / 7).backward()
     torch.testing.assert_close(loss, expected)

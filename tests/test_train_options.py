@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from chat_masking import fingerprint_tokenizer
 from train import train
 from training_args import TrainOptions
 
@@ -246,7 +247,51 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_step_and_samples(ru
     samples = make_samples(NUM_SAMPLES, vocab_size=49, seed=5)
     samples[11] = ([3, 50, 4, 5], [-100, -100, 4, 5])
     data = write_samples(tmp_path / "data.arrow", samples)
-    with pytest.raises(ValueError, match=r"step \d+: the (loss|gradient) is not finite.*stopped before the update") as error:
+    with pytest.raises(
+        ValueError, match=r"step \d+: the (loss|gradient) is not finite.*stopped before the update"
+    ) as error:
         run(model_name_or_path=str(model_dir), data_path=str(data), max_tokens_per_gpu=40, output_dir=tmp_path / "run")
     assert "12" in str(error.value).split("Rows of")[1]
     assert not (tmp_path / "run" / "hf_format").exists()
+
+
+def test_weights_scale_the_loss_of_their_tokens_and_zero_switches_them_off(run, paths, tmp_path):
+    samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)
+    rows = [to_row(sample) for sample in samples]
+    losses = {}
+    for weight in (None, 1.0, 0.5, 0.0):
+        weighted = rows if weight is None else [row | {"loss_weights": [weight] * row["len"]} for row in rows]
+        data = write_rows(tmp_path / f"{weight}.arrow", weighted)
+        losses[weight] = run(data_path=str(data), max_steps=1).column("loss")[0]
+    assert losses[1.0] == losses[None] > 0
+    assert losses[0.5] == pytest.approx(losses[None] / 2, rel=1e-6)
+    assert losses[0.0] == 0
+
+
+def test_a_tokenizer_beside_the_data_grows_the_vocabulary_and_is_exported(run, paths, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(paths["model_name_or_path"])
+    num_added = VOCAB_SIZE + 3 - len(tokenizer)
+    tokenizer.add_tokens([f"<|added_{i}|>" for i in range(num_added)], special_tokens=True)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(tmp_path / "data.arrow.tokenizer")
+    samples = make_samples(NUM_SAMPLES, vocab_size=len(tokenizer))
+    data = write_samples(tmp_path / "data.arrow", samples)
+    sidecar = dict(
+        tokenizer_fingerprint=fingerprint_tokenizer(tokenizer),
+        max_token_id=len(tokenizer) - 1,
+        tokenizer_dir="data.arrow.tokenizer",
+    )
+    (tmp_path / "data.arrow.meta.json").write_text(json.dumps(sidecar))
+    finished = run(data_path=str(data), export_dtype="float32", learning_rate=1e-12)
+    assert f"{VOCAB_SIZE} rows grow to 320" in finished.text
+    export_dir = finished.output_dir / "hf_format" / "samples_32"
+    model = AutoModelForCausalLM.from_pretrained(export_dir)
+    embedding, old = (
+        model.get_input_embeddings().weight,
+        load_file(Path(paths["model_name_or_path"]) / "model.safetensors"),
+    )
+    assert model.config.vocab_size == len(embedding) == 320
+    torch.testing.assert_close(embedding[:VOCAB_SIZE], old["model.embed_tokens.weight"])
+    torch.testing.assert_close(embedding[VOCAB_SIZE:], embedding[:VOCAB_SIZE].mean(0).expand(32, -1))
+    exported = AutoTokenizer.from_pretrained(export_dir)
+    assert exported.get_vocab() == tokenizer.get_vocab() and exported.chat_template == tokenizer.chat_template

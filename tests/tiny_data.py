@@ -43,11 +43,13 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    weights = [pa.field("loss_weights", pa.list_(pa.float32()))] if "loss_weights" in (rows or [{}])[0] else []
+    schema = pa.schema([*SCHEMA, *weights])
+    table = pa.Table.from_pylist(rows, schema=schema)
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=7)
     else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
             writer.write_table(table, max_chunksize=7)
     return path
 

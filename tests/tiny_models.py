@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-VOCAB_SIZE = 160
+VOCAB_SIZE = 288
 
 SHAPE = dict(
     vocab_size=VOCAB_SIZE,
@@ -83,6 +83,6 @@ def save_model(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
 
 
 def save_tokenizer(path: Path) -> Path:
-    """Adds a byte-level tokenizer that knows the ids of `VOCAB_SIZE` tokens to a model directory."""
+    """Adds a byte-level tokenizer that has fewer than `VOCAB_SIZE` entries to a model directory."""
     train_tokenizer([], vocab_size=VOCAB_SIZE).save_pretrained(path)
     return path
