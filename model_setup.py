@@ -5,7 +5,6 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,9 +66,7 @@ class PackedCausalLM(nn.Module):
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
             assert micro_batch.target_weights is None, "liger-kernel's loss cannot weight tokens"
-            loss = LigerFusedLinearCrossEntropyLoss(
-                reduction="sum", softcap=self.softcap, accum_dtype=torch.float32
-            )  # fmt: skip
+            loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=self.softcap, accum_dtype=torch.float32)
             return loss(head.weight, hidden, targets, head.bias)
         weights = micro_batch.target_weights
         if weights is not None:
@@ -269,12 +266,15 @@ def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], 
     that reach the attention backend with those that the config declares.
     """
     model, config = packed_model.model, packed_model.model.config
-    # Relative to the largest value. bf16 keeps 8 bits, and its rounding adds up over layers.
-    tolerance = 1e-4 if packed_model.compute_dtype == torch.float32 else 3e-2
+    # Other kernels round otherwise. In bf16 that adds up over layers (4 % was seen after 80) and sends some tokens to
+    # another expert, so there the middle token tells: wrong attention or positions move nearly all.
+    exact = packed_model.compute_dtype == torch.float32
+    tolerance, rounding = (1e-4, 1e-4) if exact else (3e-2, 1e-1)
     random = np.random.default_rng(0)
     sequences = [random.integers(0, config.vocab_size, length) for length in (11, 16, 9)]
     others = [random.integers(0, config.vocab_size, len(sequence)) for sequence in sequences]
     backend = config._attn_implementation
+    refused = f"model type {config.model_type!r} cannot be trained here: "
     packed_model.eval()
 
     def pack(token_ids: list[np.ndarray]) -> Any:
@@ -283,33 +283,34 @@ def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], 
     hidden = split_rows(packed_model.hidden_states(pack(sequences)), sequences)
     for i in range(len(sequences)):
         changed = [s if j == i else other for j, (s, other) in enumerate(zip(sequences, others, strict=True))]
-        leak = max_difference(split_rows(packed_model.hidden_states(pack(changed)), sequences)[i], hidden[i])
-        if leak > tolerance:
+        leak = token_errors(split_rows(packed_model.hidden_states(pack(changed)), sequences)[i], hidden[i]).max().item()
+        if not leak <= tolerance:
             raise ValueError(
-                f"model type {config.model_type!r} lets packed sequences see each other: changing the other sequences"
-                f" of a row moved one by {leak:.1e} (allowed {tolerance:.0e}); it cannot be trained here"
+                f"{refused}packed sequences see each other; changing the others of a row moved one by {leak:.1e}"
+                f" (allowed: {tolerance:.0e})"
             )
     loss = packed_model(pack(sequences)).item()
     check_windows(packed_model, pack(sequences))
 
     model.set_attn_implementation("eager")
-    own_loss = 0.0
+    own_loss, errors = 0.0, []
     for sequence, packed_hidden in zip(sequences, hidden, strict=True):
         own_hidden, logits = packed_model.reference(torch.from_numpy(sequence)[None].to(device))
+        errors.append(token_errors(packed_hidden, own_hidden[0]))
         own_loss += torch.nn.functional.cross_entropy(
             logits[0, :-1].float(), torch.from_numpy(sequence[1:]).to(device), reduction="sum"
         ).item()
-        difference = max_difference(packed_hidden, own_hidden[0])
-        if difference > tolerance:
-            raise ValueError(
-                f"model type {config.model_type!r}: packed hidden states differ from the model's own forward pass by"
-                f" {difference:.1e} (allowed {tolerance:.0e}); it cannot be trained here"
-            )
     model.set_attn_implementation(backend)
+    error = (torch.cat(errors).max() if exact else torch.cat(errors).median()).item()
+    if not error <= rounding:
+        raise ValueError(
+            f"{refused}packed hidden states differ from the model's own forward pass by {error:.1e}"
+            f" (allowed: {rounding:.0e})"
+        )
     if not abs(loss - own_loss) <= tolerance * abs(own_loss):
         raise ValueError(
-            f"model type {config.model_type!r}: our loss {loss:.6f} is not the model's own {own_loss:.6f} on the same"
-            " tokens, so its head does something to the logits that is not known here; it cannot be trained here"
+            f"{refused}its head does something to the logits that is not known here; our loss over {len(sequences)}"
+            f" sequences is {loss:.6f}, the model's own {own_loss:.6f}"
         )
     packed_model.reshard()  # without a backward, FSDP leaves the root's parameters gathered
     packed_model.train()
@@ -320,10 +321,9 @@ def split_rows(hidden: Tensor, sequences: list[np.ndarray]) -> tuple[Tensor, ...
     return hidden[0].float().split([len(sequence) for sequence in sequences])
 
 
-def max_difference(value: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest expected value; infinite where anything is not finite."""
-    difference = ((value.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
-    return difference if math.isfinite(difference) else math.inf
+def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)
+    """How far each token's hidden state (L, H) is from the expected one, relative to it."""
+    return (value.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
 
 
 def check_windows(packed_model: PackedCausalLM, micro_batch: Any) -> None:

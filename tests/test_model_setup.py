@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -12,6 +13,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+import packed_attention
 from model_setup import build_model, check_model, load_config
 from sampler import Sample, pack_samples
 
@@ -127,3 +129,65 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
     save_model(config, tmp_path)
     with pytest.raises(ValueError, match=reason):
         check_model(build(tmp_path, world), pack_samples, device=world.device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_passes_in_bf16(family, world, tmp_path):
+    model = build(save_model(FAMILIES[family], tmp_path), world, dtype=torch.bfloat16)
+    check_model(model, pack_samples, device=world.device)
+
+
+def attend_across_borders(query, key, value, micro_batch, *, scaling, window):
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True).transpose(
+        1, 2
+    )
+
+
+def attend_without_scaling(query, key, value, micro_batch, *, scaling, window):
+    return packed_attention.attend_eager(query, key, value, micro_batch, scaling=1.0, window=window)
+
+
+def attend_without_window(query, key, value, micro_batch, *, scaling, window):
+    return packed_attention.attend_eager(query, key, value, micro_batch, scaling=scaling, window=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("attend", "reason"),
+    [
+        (attend_across_borders, "packed sequences see each other"),
+        (attend_without_scaling, "differ from the model's own forward pass"),
+        (attend_without_window, "differ from the model's own forward pass"),
+    ],
+)
+def test_the_check_finds_a_broken_attention(attend, reason, dtype, world, tmp_path, monkeypatch):
+    path = save_model(FAMILIES["mistral_window"], tmp_path)
+    monkeypatch.setattr(packed_attention, "attend_sdpa", attend)
+    with pytest.raises(ValueError, match=reason):
+        check_model(build(path, world, dtype=dtype), pack_samples, device=world.device)
+
+
+def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
+    model = build(save_model(FAMILIES["mistral_window"], tmp_path), world)
+    model.model.config.layer_types = ["sliding_attention", "sliding_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="declares 3 layers with a sliding window, but 2 use one"):
+        check_model(model, pack_samples, device=world.device)
+
+
+def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
+    model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
+    model.logit_scale = 1.0
+    with pytest.raises(ValueError, match="its head does something to the logits that is not known here"):
+        check_model(model, pack_samples, device=world.device)
+
+
+def test_activation_checkpointing_keeps_less_for_backward(world, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    num_bytes = {}
+    for mode in ("none", "full"):
+        model = build(path, world, activation_checkpointing=mode)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):  # noqa: B023
+            model(pack_samples(make_samples()))
+        num_bytes[mode] = sum(saved)
+    assert num_bytes["full"] < num_bytes["none"] / 2
