@@ -33,9 +33,10 @@ from sampler import Batch, TokenizedData, count_steps, iterate_batches, pack_sam
 from training_log import (
     StepSums,
     TrainingLog,
+    check_output_dir,
     count_flops,
     create_output_dir,
-    describe_device,
+    describe_run,
     measure_step,
     peak_flops,
     reduce_step,
@@ -45,6 +46,9 @@ from training_log import (
 def train(options: TrainOptions, world: World) -> None:
     """The run, from the files it reads to the last export."""
     # What can be refused is refused before anything large is loaded.
+    log.info(describe_run(options, world))
+    output_dir = Path(options.output_dir)
+    call_on_rank0(lambda: check_output_dir(output_dir))
     data = TokenizedData(options.data_path)
     num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
     config = load_config(options.model_name_or_path)
@@ -61,13 +65,10 @@ def train(options: TrainOptions, world: World) -> None:
         max_samples=options.max_samples,
         max_tokens=options.max_tokens,
     )
-    output_dir = Path(options.output_dir)
-    call_on_rank0(lambda: create_output_dir(output_dir, options, world))
     log.info(
         f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
         f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.batch_size} samples"
-        f" on {world.world_size} x {describe_device(world.device)}"
     )
 
     # The model.
@@ -100,8 +101,10 @@ def train(options: TrainOptions, world: World) -> None:
         eps=options.adam_eps,
     )
     flops = count_flops(model.model, config)
+    device_flops = peak_flops(world.device, compute_dtype)
 
     # The loop.
+    call_on_rank0(lambda: create_output_dir(output_dir, options, world))
     batches = iterate_batches(
         data,
         batch_size=options.batch_size,
@@ -159,7 +162,7 @@ def train(options: TrainOptions, world: World) -> None:
                 epoch_length=len(data.kept),
                 max_tokens_per_gpu=options.max_tokens_per_gpu,
                 flops=flops,
-                peak_flops=peak_flops(world.device, compute_dtype),
+                peak_flops=device_flops,
             )
         )
         is_last = batch.step + 1 == num_steps

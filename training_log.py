@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -242,22 +242,39 @@ def describe_step(m: StepMetrics, *, num_steps: int | None, seconds_since_first:
     return line
 
 
-def create_output_dir(output_dir: Path, options: Any, world: Any) -> None:
-    """Makes the run's directory and writes training_params.json; ValueError if it holds another run."""
+def describe_run(options: Any, world: Any) -> str:
+    """The console's first lines: versions, devices, and the options that are not at their defaults."""
+    changed = [
+        f"{field.name}={value}" for field in fields(options) if (value := getattr(options, field.name)) != field.default
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in read_versions().items())
+    return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """ValueError if the run's directory holds anything, which could be another run."""
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"--output-dir {output_dir} is not an empty directory: name a new one, or remove that run")
+
+
+def create_output_dir(output_dir: Path, options: Any, world: Any) -> None:
+    """Makes the run's directory and writes training_params.json."""
     output_dir.mkdir(parents=True, exist_ok=True)
     params = {
         "options": asdict(options),
         "world_size": world.world_size,
         "device": describe_device(world.device),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("torch", "transformers", "datasets", "numba", "numpy")},
+        "versions": read_versions(),
         "git_commit": read_git_commit(),
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     (output_dir / "training_params.json").write_text(json.dumps(params, indent=2) + "\n")
+
+
+def read_versions() -> dict[str, str]:
+    names = ("torch", "transformers", "datasets", "numba", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
 def read_git_commit() -> str | None:

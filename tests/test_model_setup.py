@@ -138,9 +138,8 @@ def test_the_check_passes_in_bf16(family, world, tmp_path):
 
 
 def attend_across_borders(query, key, value, micro_batch, *, scaling, window):
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True).transpose(
-        1, 2
-    )
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2)
 
 
 def attend_without_scaling(query, key, value, micro_batch, *, scaling, window):
