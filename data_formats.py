@@ -165,11 +165,8 @@ def read_turn(turn: Any, number: int) -> Fields:
     if speaker == "function_call":
         calls = read_embedded_json(turn.get("value"), f"turn {number} (function_call): 'value'")
         calls = calls if isinstance(calls, list) else [calls]
-        return {
-            "role": role,
-            "content": None,
-            "tool_calls": [{"type": "function", "function": c} for c in calls],
-        } | others
+        calls = [{"type": "function", "function": call} for call in calls]
+        return {"role": role, "content": None, "tool_calls": calls} | others
     return {"role": role, "content": turn.get("value")} | others
 
 

@@ -135,6 +135,47 @@ def open_payloads(path: Path, ending: str) -> Iterator[Iterable[Payload]]:
             yield (batch for batches in groups for batch in batches)
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What is written: the data set, files beside it, and the page to look at."""
+
+    data: Path
+    page: Path | None
+
+    @property
+    def sidecar(self) -> Path:
+        return self.data.with_name(f"{self.data.name}.meta.json")
+
+    @property
+    def rejected(self) -> Path:
+        return self.data.with_name(f"{self.data.stem}.rejected.jsonl")
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.data.with_name(f"{self.data.name}.tokenizer")
+
+    @property
+    def in_order(self) -> list[Path]:
+        """As they take their places: the data set when all that belongs to it is there."""
+        pages = [] if self.page is None else [self.page]
+        return [*pages, self.rejected, self.tokenizer, self.sidecar, self.data]
+
+    def check(self, inputs: Sequence[Path]) -> None:
+        """Raises ValueError for what would fail or destroy something after the work."""
+        for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{flag} {path}: there is no directory {path.parent}; create it first")
+        for path in self.in_order:
+            if path.is_dir() and path != self.tokenizer:
+                raise ValueError(f"{path}, which is to be written, is a directory; choose another name")
+            if any(path.exists() and path.samefile(source) for source in inputs):
+                raise ValueError(f"{path}, which is to be written, would overwrite the input; choose another name")
+        if self.tokenizer.exists() and not (self.tokenizer / "tokenizer_config.json").exists():
+            raise ValueError(f"{self.tokenizer} would be replaced, and is no tokenizer directory; rename it")
+        if len({path.resolve() for path in self.in_order}) < len(self.in_order):
+            raise ValueError(f"--preview-html {self.page}: is written for another purpose; choose another name")
+
+
 @contextmanager
 def written_aside(targets: Sequence[Path]) -> Iterator[list[Path]]:
     """Hidden names beside `targets` to write to. They take the targets' places, in order, when the block ends well;

@@ -95,9 +95,11 @@ def format_sample(segments: Iterable[Segment], *, mask: str | None, in_colour: b
         if not is_trained and mask is not None:
             parts.append(mask)
             continue
-        shown = format_segments(run, TRAINED if is_trained else MASKED) if in_colour else format_segments(run, None)
+        colour = TRAINED if is_trained else MASKED
+        shown = format_segments(run, colour if in_colour else None)
         weighted = "" if weight in (None, 1.0) else f"(weight {weight:g}) "
-        parts.append(f"{OPEN}{weighted}{shown}{CLOSE}" if is_trained and not in_colour else weighted + shown)
+        has_brackets = is_trained and not in_colour and mask is None
+        parts.append(f"{OPEN}{weighted}{shown}{CLOSE}" if has_brackets else weighted + shown)
     return "".join(parts)
 
 
@@ -291,7 +293,8 @@ button { cursor: pointer; min-width: 40px } button:hover { border-color: var(--g
 dt { color: var(--soft); font-size: 13px } dd { margin: 0; font: 600 25px/1.25 var(--serif);
   font-variant-numeric: lining-nums tabular-nums }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 18px; margin-bottom: 18px }
-section { background: var(--panel); border: 1px solid var(--line); border-radius: 14px; padding: 20px 22px; min-width: 0 }
+section { background: var(--panel); border: 1px solid var(--line); border-radius: 14px;
+  padding: 20px 22px; min-width: 0 }
 .bar { display: grid; grid-template-columns: 1fr auto 58px; gap: 1px 8px; font-size: 14px; margin-bottom: 11px;
   font-variant-numeric: tabular-nums }
 .bar i { font-style: normal; color: var(--soft); text-align: right }

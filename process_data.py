@@ -27,7 +27,7 @@ from chat_masking import fingerprint_chat_template, fingerprint_tokenizer
 from chat_templates import change_tokenizer, load_tokenizer
 from data_files import Chunk, Row, Source, TooLong, find_sources, iterate_rows, read_chunks
 from data_formats import Example, detect_format, one_line, read_examples
-from data_output import IGNORED, BlockCutter, Payload, Sample, SampleWriter, encode_samples, written_aside
+from data_output import IGNORED, BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
 from data_preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from data_report import DROPPED, Totals, describe_sources, print_report, report_progress
 from masking_adapter import Chat, ChatMasker, Document
@@ -61,37 +61,11 @@ class ChunkResult:
     rejected: dict[int, str]  # number of the row -> reason
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What is written: the data set, files beside it, and the page to look at."""
-
-    data: Path
-    page: Path | None
-
-    @property
-    def sidecar(self) -> Path:
-        return self.data.with_name(f"{self.data.name}.meta.json")
-
-    @property
-    def rejected(self) -> Path:
-        return self.data.with_name(f"{self.data.stem}.rejected.jsonl")
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.data.with_name(f"{self.data.name}.tokenizer")
-
-    @property
-    def in_order(self) -> list[Path]:
-        """As they take their places: the data set when all that belongs to it is there."""
-        pages = [] if self.page is None else [self.page]
-        return [*pages, self.rejected, self.tokenizer, self.sidecar, self.data]
-
-
 def process_data(options: ProcessDataOptions) -> None:
     """Writes the data set and its sidecar, prints the report. Raises ValueError or OSError for what a user can mend."""
     sources = find_sources(options.input_file)
     outputs = Outputs(Path(options.output_file), None if options.preview_html is None else Path(options.preview_html))
-    check_paths(sources, outputs)
+    outputs.check([source.path for source in sources])
     tokenizer, added_tokens = prepare_tokenizer(options)
     masker = ChatMasker(tokenizer)
     check_template(masker)
@@ -112,27 +86,11 @@ def process_data(options: ProcessDataOptions) -> None:
         sidecar |= {"tokenizer_dir": outputs.tokenizer.name if changes_tokenizer(options) else None}
         aside[outputs.sidecar].write_text(json.dumps(sidecar, indent=2) + "\n")
         if outputs.page is not None:
-            write_page(aside[outputs.page], totals, tokenizer=tokenizer, title=describe_sources(sources))
+            title = sources[0].name if len(sources) == 1 else describe_sources(sources)
+            write_page(aside[outputs.page], totals, tokenizer=tokenizer, title=title)
     print_report(totals, seconds=time.perf_counter() - start, sources=sources)
     print_outputs(outputs, added_tokens=added_tokens)
     print_samples(totals.samples[: options.preview], tokenizer, mask=options.string_for_printing_masks)
-
-
-def check_paths(sources: Sequence[Source], outputs: Outputs) -> None:
-    """Refuses what would fail or destroy something after the work."""
-    for flag, path in (("--output-file", outputs.data), ("--preview-html", outputs.page)):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{flag} {path}: there is no directory {path.parent}; create it first")
-    for path in outputs.in_order:
-        if path.is_dir() and path != outputs.tokenizer:
-            raise ValueError(f"{path}, which is to be written, is a directory; choose another name")
-        if path == outputs.tokenizer and path.exists() and not (path / "tokenizer_config.json").exists():
-            raise ValueError(f"{path} would be replaced, and is no tokenizer directory; choose another --output-file")
-        for source in sources:
-            if path.exists() and path.samefile(source.path):
-                raise ValueError(f"{path}, which is to be written, would overwrite the input; choose another name")
-    if len({path.resolve() for path in outputs.in_order}) < len(outputs.in_order):
-        raise ValueError(f"--preview-html {outputs.page}: is written for another purpose; choose another name")
 
 
 def changes_tokenizer(options: ProcessDataOptions) -> bool:

@@ -4,10 +4,12 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +19,9 @@ import pytest
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 
 from chat_masking import IGNORED, fingerprint_chat_template, fingerprint_tokenizer
-from process_data import BYTES_PER_WORKER, percentile, process_data, read_chat
+from data_files import MAX_ROW_BYTES
+from data_report import percentile
+from process_data import BYTES_PER_WORKER, process_data
 from training_args import ProcessDataOptions
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +51,7 @@ def write_rows(path: Path, rows: list) -> Path:
 
 def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDataOptions:
     return ProcessDataOptions(
-        input_file=str(source), output_file=str(output), model_name_or_path=str(model), **{"num_proc": 1} | options
+        input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), **{"num_proc": 1} | options
     )
 
 
@@ -107,7 +111,8 @@ def test_sidecar(model, tokenizer, tmp_path):
     assert sidecar["rows"] == {
         "blank_lines": 1, "in": 3, "kept": 2, "too_long": 1, "nothing_trained": 0, "invalid": 0
     }  # fmt: skip
-    assert sidecar["source"] == {"file": "in.jsonl", "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert sidecar["sources"] == [{"file": "in.jsonl", "format": "messages", "sha256": digest}]
     assert str(tmp_path) not in text and str(model) not in text
 
 
@@ -132,44 +137,6 @@ def test_output_does_not_depend_on_the_number_of_processes(model, tmp_path):
     assert names(tmp_path) == {"in.jsonl", *(f"out{n}.arrow{end}" for n in (1, 2) for end in ("", ".meta.json"))}
 
 
-HOSTILE_ROWS = [
-    (b'{"messages": [{"role": "us', "not JSON"),
-    (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "not UTF-8"),
-    (b"[1, 2]", "expected an object"),
-    (b"null", "expected an object"),
-    (b'"text"', "expected an object"),
-    (b"{}", "'messages' has to be a list"),
-    (b'{"messages": []}', "'messages' has to be a list"),
-    (b'{"messages": "hi"}', "'messages' has to be a list"),
-    (b'{"messages": ["hi"]}', "message 1 is 'hi'"),
-    (b'{"messages": [{"role": "wizard", "content": "a"}]}', "the role 'wizard', allowed: system"),
-    (b'{"messages": [{"role": ["user"], "content": "a"}]}', "the role"),
-    (b'{"messages": [{"content": "a"}]}', "the role missing or null"),
-    (b'{"messages": [{"role": "user"}]}', "message 1 (user) has the content missing or null"),
-    (b'{"messages": [{"role": "user", "content": null}]}', "missing or null"),
-    (b'{"messages": [{"role": "user", "content": " \\n"}]}', "expected text"),
-    (b'{"messages": [{"role": "user", "content": 5}]}', "the content 5, expected text"),
-    (b'{"messages": [{"role": "user", "content": ["a"]}]}', "expected text"),
-    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "pretrain", "content": "a"}]}', "single message"),
-    (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', "'tool_calls', which is not supported"),
-    (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "'weight', which is not supported"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "'tools' are not supported"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "unmask": "yes"}', "'unmask' is 'yes'"),
-    (b'{"messages": [{"role": "user", "content": "a\x00b"}]}', "not JSON"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}", "5000 digits"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}', "NaN is no JSON number"),
-    (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-    (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "the key 'role' is there twice"),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), HOSTILE_ROWS, ids=[reason for _, reason in HOSTILE_ROWS])
-def test_hostile_rows_are_refused(line, reason):
-    with pytest.raises(ValueError) as error:
-        read_chat(line)
-    assert reason in str(error.value)
-
-
 def test_lines_that_only_look_hostile(model, tokenizer, tmp_path):
     strange = chat(1)
     strange["messages"][1]["content"] = "a\u2028b\x85c\x0bd\x00e\u2029"
@@ -181,30 +148,59 @@ def test_lines_that_only_look_hostile(model, tokenizer, tmp_path):
     assert "a\u2028b\x85c\x0bd\x00e\u2029<|im_end|>" in tokenizer.decode(first["input_ids"])
 
 
-def test_invalid_rows_stop_everything(model, tmp_path):
-    surrogate = b'{"messages": [{"role": "user", "content": "a\\ud800"}]}\n'
-    bad = [line + b"\n" for line, _ in HOSTILE_ROWS]
-    source = write_rows(tmp_path / "in.jsonl", [chat(1), surrogate, *bad])
+# Each kind of damage once; tests/test_data_formats.py has every way in which a row can be wrong.
+HOSTILE_LINES = {
+    b'{"messages": [{"role": "us': "not JSON",
+    b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}': "not UTF-8",
+    b"[1, 2]": "expected an object",
+    b'{"conversations": [{"from": "human", "value": "a"}]}': "of another format than the file's: sharegpt",
+    b'{"messages": [{"role": "user", "content": "a\x00b"}]}': "not JSON",
+    b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}": "5000 digits",
+    b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}': "NaN is no JSON number",
+    b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested too deeply",
+    b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}': "the key 'role' is there twice",
+    b'{"messages": [{"role": "user", "content": "a\\ud800"}]}': "contains half a character",
+}
+TOO_LONG = 200_000_000  # bytes, in a line after the others
+
+
+def write_hostile_rows(path: Path) -> Path:
+    write_rows(path, [chat(1), *(line + b"\n" for line in HOSTILE_LINES)])
+    with open(path, "ab") as file:
+        file.write(b'{"messages": "')
+        for _ in range(TOO_LONG // 1_000_000):
+            file.write(b"a" * 1_000_000)
+        file.write(b'"}\n' + json.dumps(chat(2)).encode())
+    return path
+
+
+def test_hostile_rows_stop_everything(model, tmp_path):
+    source = write_hostile_rows(tmp_path / "in.jsonl")
     result = run(model, source, tmp_path / "out.jsonl")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr and result.stdout == ""
-    assert f"{len(bad) + 1} of {len(bad) + 2} rows cannot be used" in result.stderr
-    assert "in.jsonl:2: contains half a character" in result.stderr
-    assert "in.jsonl:3: not JSON" in result.stderr and "in.jsonl:11:" in result.stderr
-    assert "in.jsonl:12:" not in result.stderr  # ten are shown
+    assert f"11 of {len(HOSTILE_LINES) + 3} rows cannot be used, the first of them" in result.stderr
+    for number, reason in enumerate(HOSTILE_LINES.values(), start=2):
+        assert re.search(rf"\n  in\.jsonl:{number}: .*{reason}", result.stderr), (number, reason, result.stderr)
     assert names(tmp_path) == {"in.jsonl"}
 
 
 def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
-    bad = [line + b"\n" for line, _ in HOSTILE_ROWS]
-    source = write_rows(tmp_path / "in.jsonl", [chat(1), *bad, chat(2)])
+    source = write_hostile_rows(tmp_path / "in.jsonl")
+    tracemalloc.start()
     process_data(options_for(model, source, tmp_path / "out.jsonl", skip_invalid=True))
+    most_memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most_memory < 3 * MAX_ROW_BYTES, "what is too long is not held"
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 2
     rejected = read_jsonl(tmp_path / "out.rejected.jsonl")
-    assert [row["line"] for row in rejected] == list(range(2, len(bad) + 2))
-    assert all(reason in row["reason"] for row, (_, reason) in zip(rejected, HOSTILE_ROWS, strict=True))
+    assert [row["line"] for row in rejected] == list(range(2, len(HOSTILE_LINES) + 3))
+    assert all(row["file"] == "in.jsonl" for row in rejected)
+    assert all(reason in row["reason"] for row, reason in zip(rejected, HOSTILE_LINES.values(), strict=False))
     assert rejected[0]["row"] == '{"messages": [{"role": "us' and "\\xff" in rejected[1]["row"]
-    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["rows"]["invalid"] == len(bad)
+    assert f"{TOO_LONG + 17:,} bytes long, allowed: {MAX_ROW_BYTES:,}" in rejected[-1]["reason"]
+    assert rejected[-1]["row"].startswith('{"messages": "aaa') and len(rejected[-1]["row"]) < 1000
+    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["rows"]["invalid"] == len(rejected)
 
     source = write_rows(tmp_path / "in.jsonl", [chat(1)])  # mended: the rejected rows of the older run go
     process_data(options_for(model, source, tmp_path / "out.jsonl", skip_invalid=True))
@@ -218,8 +214,8 @@ def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
         ([b"\n", b" \n"], {}, "has no rows"),
         ([chat(1)], {"max_sample_num_tokens": 3}, "no row is left of 1: 1 dropped: too long"),
         ([b"{}\n"], {"skip_invalid": True}, "no row is left of 1: 1 invalid"),
-        ([chat(1)], {"input_file": "missing.jsonl"}, "no such file"),
-        ([chat(1)], {"input_file": "."}, "is a directory"),
+        ([chat(1)], {"input_file": ("missing.jsonl",)}, "no such file"),
+        ([chat(1)], {"input_file": ("directory.jsonl",)}, "no file in it ends in .jsonl, .json"),
         ([chat(1)], {"output_file": "in.jsonl"}, "would overwrite the input"),
         ([chat(1)], {"output_file": "missing/out.jsonl"}, "there is no directory missing"),
         ([chat(1)], {"output_file": "directory.jsonl"}, "is a directory"),
