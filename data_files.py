@@ -166,8 +166,8 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
                     yield from read_parquet(stream, source=source, is_file=source.compression is None)
                 else:
                     yield from pack_lines(*read_lines(stream, source.ending), source=source, reader=raw)
-            while raw.read(BLOCK_BYTES):  # whatever was not needed is part of the file
-                pass
+                while raw.read(BLOCK_BYTES):  # what was not needed is part of the file
+                    pass
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{source.path}: damaged, or not what its ending says: {error}") from None
         source.sha256 = raw.digest.hexdigest()
