@@ -37,15 +37,17 @@ from chat_masking import (
     PRETRAIN,
     Chat,
     ChatMasker,
+    Document,
     fingerprint_chat_template,
     fingerprint_tokenizer,
+    load_stop_token_ids,
     split_runs,
 )
 from training_args import ProcessDataOptions, exit_with_message, parse_options
 
 FORMAT_VERSION = 1
 ROLES = ("system", "developer", "user", "assistant", "tool")
-NOT_SUPPORTED = ("tool_calls", "function_call", "train", "weight")  # left unread they would change what is trained
+NOT_SUPPORTED = ("function_call",)  # left unread it would change what is trained
 CHUNK_ROWS = 1000  # and so the most rows of an Arrow record batch
 CHUNK_BYTES = 4 << 20  # fewer rows where they are long: a token takes a worker some hundred bytes
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
@@ -133,7 +135,8 @@ def process_data(options: ProcessDataOptions) -> None:
     source, output = Path(options.input_file), Path(options.output_file)
     sidecar, rejected = output.with_name(f"{output.name}.meta.json"), output.with_name(f"{output.stem}.rejected.jsonl")
     check_paths(source, written=[output, sidecar, rejected])
-    masker = ChatMasker(load_tokenizer(options.model_name_or_path))
+    tokenizer = load_tokenizer(options.model_name_or_path)
+    masker = ChatMasker(tokenizer, stop_token_ids=load_stop_token_ids(options.model_name_or_path))
     if masker.tokenizer.chat_template is not None:  # without one, pretraining text can still be tokenized
         masker.check_template()
     process = partial(
@@ -395,7 +398,7 @@ def check_totals(totals: Totals, reasons: list[str], *, source: Path, skip_inval
         raise ValueError(f"--input-file {source}: no row is left of {totals.rows['in']:,}: {dropped}{shown}")
 
 
-def read_chat(line: bytes) -> Chat:
+def read_chat(line: bytes) -> Chat | Document:
     """A line of messages JSONL. Raises ValueError with the reason if it cannot be used."""
     try:
         row = STRICT_JSON.decode(line.decode())
@@ -412,12 +415,14 @@ def read_chat(line: bytes) -> Chat:
         raise ValueError("'messages' has to be a list of at least one message")
     if not isinstance(unmask, bool | None):
         raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
-    if row.get("tools"):
-        raise ValueError("'tools' are not supported")
+    if not isinstance(row.get("tools"), list | None):
+        raise ValueError(f"'tools' is {quote(row['tools'])}, expected a list")
     is_document = len(messages) == 1  # a 'pretrain' message stands alone
     for number, message in enumerate(messages, start=1):
         check_message(message, number, roles=(*ROLES, PRETRAIN) if is_document else ROLES)
-    return Chat(messages, unmask=bool(unmask))
+    if messages[0]["role"] == PRETRAIN:
+        return Document(messages[0]["content"])
+    return Chat(messages, unmask=bool(unmask), tools=row.get("tools") or None)
 
 
 def check_message(message: Any, number: int, *, roles: tuple[str, ...]) -> None:
@@ -428,7 +433,10 @@ def check_message(message: Any, number: int, *, roles: tuple[str, ...]) -> None:
     if role not in roles:
         alone = " ('pretrain' only as a row's single message)" if role == PRETRAIN else ""
         raise ValueError(f"message {number} has the role {quote(role)}, allowed: {', '.join(roles)}{alone}")
-    if not isinstance(content, str) or not content.strip():
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | None) or (calls and role != "assistant"):
+        raise ValueError(f"message {number} ({role}) has the tool calls {quote(calls)}, expected an assistant's list")
+    if not (calls and content in (None, "")) and (not isinstance(content, str) or not content.strip()):
         raise ValueError(f"message {number} ({role}) has the content {quote(content)}, expected text")
     for key in NOT_SUPPORTED:
         if message.get(key) is not None:
