@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from chat_masking import PRETRAIN, Chat, Completion, Document
 from data_files import MAX_ROW_BYTES, Chunk, Encoding, Row, TooLong, iterate_rows
-from masking_adapter import Chat, Completion, Document
 
-PRETRAIN = "pretrain"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
@@ -225,27 +224,15 @@ def check_message(message: Any, number: int) -> None:
         raise ValueError(f"message {number} has the role {quote(role)}, allowed: {', '.join(ROLES)}{alone}")
     where = f"message {number} ({role})"
     calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if not isinstance(calls, list | None) or not all(isinstance(call, dict) for call in calls or []):
         raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
+    if calls and role != "assistant":
+        raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
     may_be_empty = bool(calls) or role == "tool"
     if not (isinstance(content, str) or (content is None and calls)) or not (may_be_empty or content.strip()):
         raise ValueError(f"{where} has the content {quote(content)}, expected text")
-    check_weight(message, where)
     if message.get("function_call") is not None:
         raise ValueError(f"{where} has 'function_call', which is not supported: write it as 'tool_calls'")
-
-
-def check_weight(message: Fields, where: str) -> None:
-    """`train` and `weight` say how much a message counts; of both, one would be ignored."""
-    train, weight = message.get("train"), message.get("weight")
-    if not isinstance(train, bool | None):
-        raise ValueError(f"{where}: 'train' is {quote(train)}, allowed: true, false")
-    if weight is None:
-        return
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
-        raise ValueError(f"{where}: 'weight' is {quote(weight)}, allowed: a number from 0 to 1")
-    if train is not None:
-        raise ValueError(f"{where} has both 'train' and 'weight': leave one out")
 
 
 def read_tools(row: Fields) -> list[Fields] | None:

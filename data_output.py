@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-IGNORED = -100  # label of a token that is not trained
+from chat_masking import IGNORED
 
 SCHEMA = pa.schema(
     {

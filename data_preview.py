@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from data_output import IGNORED, Sample
+from chat_masking import IGNORED
+from data_output import Sample
 from data_report import DROPPED, Totals, percentile
 
 NUM_PAGE_SAMPLES = 200

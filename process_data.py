@@ -23,23 +23,28 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from chat_masking import fingerprint_chat_template, fingerprint_tokenizer
+from chat_masking import (
+    IGNORED,
+    Chat,
+    ChatMasker,
+    Document,
+    fingerprint_chat_template,
+    fingerprint_tokenizer,
+    load_stop_token_ids,
+)
 from chat_templates import change_tokenizer, load_tokenizer
 from data_files import Chunk, Row, Source, TooLong, find_sources, iterate_rows, read_chunks
-from data_formats import Example, detect_format, one_line, read_examples
-from data_output import IGNORED, BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
+from data_formats import detect_format, one_line, read_examples
+from data_output import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
 from data_preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from data_report import DROPPED, Totals, describe_sources, print_report, report_progress
-from masking_adapter import Chat, ChatMasker, Document
 from training_args import ProcessDataOptions, exit_with_message, parse_options
-from worker_pool import OutOfTime, limit_cpu_seconds, run_in_order
+from worker_pool import run_in_order
 
 FORMAT_VERSION = 2
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10
 SEED = 42  # of the choice of samples shown
-SECONDS_PER_ROW = 10.0  # of CPU time, for a template that does not end; far more than any other row takes,
-SECONDS_PER_MEGABYTE = 5.0  # and than any text takes to be tokenized
 INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
@@ -67,8 +72,9 @@ def process_data(options: ProcessDataOptions) -> None:
     outputs = Outputs(Path(options.output_file), None if options.preview_html is None else Path(options.preview_html))
     outputs.check([source.path for source in sources])
     tokenizer, added_tokens = prepare_tokenizer(options)
-    masker = ChatMasker(tokenizer)
-    check_template(masker)
+    masker = ChatMasker(tokenizer, stop_token_ids=load_stop_token_ids(options.model_name_or_path))
+    if tokenizer.chat_template is not None:  # without one, what is no chat can still be tokenized
+        masker.check_template()
     start = time.perf_counter()
     with written_aside(outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
@@ -104,17 +110,6 @@ def prepare_tokenizer(options: ProcessDataOptions) -> tuple[Any, dict[str, int]]
         return tokenizer, {}
     added = change_tokenizer(tokenizer, template=options.chat_template, special_tokens=options.add_special_tokens)
     return tokenizer, added
-
-
-def check_template(masker: ChatMasker) -> None:
-    """Refuses a template that cannot be masked. Without one, what is no chat can still be tokenized."""
-    if masker.tokenizer.chat_template is None:
-        return
-    try:
-        with limit_cpu_seconds(SECONDS_PER_ROW):
-            masker.check_template()
-    except OutOfTime:
-        raise ValueError(f"the chat template does not end: {SECONDS_PER_ROW:.0f} s for a few short chats") from None
 
 
 def write_data(
@@ -200,8 +195,7 @@ def process_chunk(
             examples.append(example)
     samples = []
     draw = random.Random(f"{SEED} {chunk.file} {chunk.first_row}").random
-    seconds = SECONDS_PER_ROW + SECONDS_PER_MEGABYTE * chunk.size / 1e6
-    for row, masked in zip(rows, mask_in_time(masker, examples, seconds=seconds), strict=True):
+    for row, masked in zip(rows, masker.mask(examples), strict=True):
         if isinstance(masked, ValueError):
             rejected[row.number] = one_line(masked)
             continue
@@ -225,17 +219,6 @@ def process_chunk(
     else:
         payload = encode_samples(samples, ending, has_weights=has_weights)
     return ChunkResult(payload, has_weights, totals, rejected)
-
-
-def mask_in_time(masker: ChatMasker, examples: list[Example], *, seconds: float) -> list[Any]:
-    """`masker.mask`, but what takes too long is refused: then each example is given the time, to find out which."""
-    try:
-        with limit_cpu_seconds(seconds):
-            return masker.mask(examples)
-    except OutOfTime:
-        if len(examples) > 1:
-            return [masked for example in examples for masked in mask_in_time(masker, [example], seconds=seconds)]
-        return [ValueError(f"the chat template does not end: stopped after {seconds:.0f} s of CPU time")]
 
 
 def cut_and_write(

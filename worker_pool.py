@@ -1,4 +1,4 @@
-"""Runs a function over a stream of items in worker processes, in order; ends cleanly, and ends what takes too long."""
+"""Runs a function over a stream of items in worker processes, in order, and ends cleanly."""
 
 import multiprocessing
 import os
@@ -9,15 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class OutOfTime(BaseException):
-    """Raised by `limit_cpu_seconds`. No `Exception`, so that nobody in between takes it for a failure of theirs."""
 
 
 def run_in_order(
@@ -69,22 +64,3 @@ def end_with_parent() -> None:
 
 def run_in_worker(item: Any) -> Any:
     return process_in_worker(item)
-
-
-@contextmanager
-def limit_cpu_seconds(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime in this, the main thread, once the block has used so much CPU time in Python code.
-
-    CPU time, because a busy machine makes everything slow, but only a program that does not end uses this much.
-    """
-    previous = signal.signal(signal.SIGVTALRM, raise_out_of_time)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
-
-
-def raise_out_of_time(*_: object) -> NoReturn:
-    raise OutOfTime

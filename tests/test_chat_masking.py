@@ -13,6 +13,7 @@ from chat_masking import (
     IGNORED,
     Chat,
     ChatMasker,
+    Document,
     TokenizedChat,
     fingerprint_chat_template,
     fingerprint_tokenizer,
@@ -227,7 +228,7 @@ def test_what_the_template_writes_after_the_prompt_is_generated(base_tokenizer):
         (CHATML_TEMPLATE.replace("assistant\n", "model\n"), "prompts for it with"),
         (CHATML_TEMPLATE.replace("message['content']", "message['content'] | upper"), "0 times, not once"),
         (CHATML_TEMPLATE.replace("message['content']", "message['content'] * 2"), "2 times, not once"),
-        (CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('It', 'Id')"), "changes the cont"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('It', 'Id')"), "instead of 'It is 4.'"),
         (CHATML_TEMPLATE.replace("message['content']", "message['content'] | replace('\n', '')"), "changes whitespace"),
         ("{{ raise_exception('none of it') }}", "none of it"),
         ("{% if %}", "the chat template fails"),
@@ -238,19 +239,32 @@ def test_templates_that_cannot_be_masked_are_refused(base_tokenizer, template, r
         with_template(base_tokenizer, template)
 
 
-def test_contents_that_the_template_changes_are_refused(base_tokenizer):
+def test_what_the_template_takes_out_of_answers_is_not_there_to_train(base_tokenizer):
     template = CHATML_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
     masker = with_template(base_tokenizer, template)
-    with pytest.raises(ValueError, match="changes the contents"):
-        mask_one(masker, [QUESTION, {"role": "assistant", "content": "<think>x</think>Five."}])
-    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+    thinking = {"role": "assistant", "content": "<think>x</think>Six."}
+    assert trained_texts(masker, [QUESTION, thinking]) == ["Six.<|im_end|>"]
+    assert trained_texts(masker, [QUESTION, thinking, QUESTION, ANSWER, QUESTION, thinking]) == [
+        "Six.<|im_end|>", "Five.<|im_end|>", "Six.<|im_end|>"
+    ]  # fmt: skip
+
+
+def test_what_the_template_changes_of_others_is_refused(base_tokenizer):
+    template = CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('cold', message['role'])")
+    masker = with_template(base_tokenizer, template)
+    answer = {"role": "assistant", "content": "It is cold."}
+    assert trained_texts(masker, [QUESTION, answer]) == ["It is assistant.<|im_end|>"]
+    # where the user's text decides what the assistant's turn looks like, placeholders cannot stand for it
+    template = CHATML_TEMPLATE.replace("'<|im_end|>'", "('<|im_end|>' if 'x' in messages[0].content else '<|eot_id|>')")
+    masker = with_template(base_tokenizer, template)
+    assert trained_texts(masker, [{"role": "user", "content": "y"}, answer]) == ["It is cold.<|eot_id|>"]
 
 
 def test_one_failing_chat_leaves_the_others_alone(base_tokenizer):
     masker = with_template(base_tokenizer, GEMMA_TEMPLATE)
     surrogate = {"role": "assistant", "content": "a\ud800b"}
-    chats = [[QUESTION, ANSWER], [SYSTEM, ANSWER], [QUESTION, surrogate], [{"role": "pretrain", "content": "a"}]]
-    first, second, third, fourth = masker.mask([Chat(messages) for messages in chats])
+    chats = [[QUESTION, ANSWER], [SYSTEM, ANSWER], [QUESTION, surrogate]]
+    first, second, third, fourth = masker.mask([Chat(messages) for messages in chats] + [Document("a")])
     assert isinstance(second, ValueError) and "half a character" in str(third)
     assert first == mask_one(masker, [QUESTION, ANSWER])
     assert fourth.labels[-1] == masker.tokenizer.eos_token_id
@@ -259,7 +273,7 @@ def test_one_failing_chat_leaves_the_others_alone(base_tokenizer):
 def test_documents_are_trained_whole_and_end_once(base_tokenizer):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE)
     for content in ("Five. How many?", "Five. How many?<|im_end|>"):
-        (masked,) = masker.mask([Chat([{"role": "pretrain", "content": content}])])
+        (masked,) = masker.mask([Document(content)])
         assert masker.tokenizer.decode(masked.input_ids) == "Five. How many?<|im_end|>"
         assert masked.labels == masked.input_ids
 
@@ -268,7 +282,7 @@ def test_documents_need_no_template_but_chats_do(base_tokenizer):
     tokenizer = copy.deepcopy(base_tokenizer)
     tokenizer.chat_template = None
     masker = ChatMasker(tokenizer)
-    (masked,) = masker.mask([Chat([{"role": "pretrain", "content": "Five."}])])
+    (masked,) = masker.mask([Document("Five.")])
     assert masked.labels == masked.input_ids
     with pytest.raises(ValueError, match="no chat template"):
         masker.mask([Chat([QUESTION, ANSWER])])

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data_files
+from chat_masking import Chat, Completion, Document
 from data_files import Chunk, find_sources, iterate_rows, read_chunks
 from data_formats import detect_format, parse_row, read_example, read_examples
-from masking_adapter import Chat, Completion, Document
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
@@ -104,12 +104,8 @@ HOSTILE = [
     (b'{"messages": [{"role": "pretrain", "content": 1}]}', "message 1 (pretrain): 'content' is 1, expected text"),
     (b'{"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}', "expected a list of objects"),
     (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "missing or null"),
+    (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}', "only an assistant's message can have"),
     (b'{"messages": [{"role": "assistant", "content": "a", "function_call": {}}]}', "write it as 'tool_calls'"),
-    (b'{"messages": [{"role": "user", "content": "a", "weight": 1.5}]}', "'weight' is 1.5, allowed: a number from 0"),
-    (b'{"messages": [{"role": "user", "content": "a", "weight": 1e999}]}', "'weight' is inf"),
-    (b'{"messages": [{"role": "user", "content": "a", "weight": true}]}', "'weight' is True"),
-    (b'{"messages": [{"role": "user", "content": "a", "train": 1}]}', "'train' is 1, allowed: true, false"),
-    (b'{"messages": [{"role": "user", "content": "a", "train": true, "weight": 1}]}', "both 'train' and 'weight'"),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' is {}, expected a list"),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": "{"}', "'tools': not JSON"),
     (b'{"messages": [{"role": "user", "content": "a"}], "unmask": "yes"}', "'unmask' is 'yes'"),
