@@ -21,7 +21,8 @@ from data_output import Sample
 from data_report import DROPPED, Totals, percentile
 
 NUM_PAGE_SAMPLES = 200
-MAX_PAGE_CHARS = 20_000  # of a sample on the page; its middle is folded
+MAX_PAGE_SEGMENT_CHARS = 8_000  # on the page, of a run
+MAX_PAGE_CHARS = 40_000  # and of a sample
 MAX_SEGMENT_CHARS = 800  # in the terminal, of a run of tokens that are trained, or not
 NUM_BINS = 36
 NUM_REASONS_ON_PAGE = 20
@@ -137,7 +138,7 @@ def describe_sample(sample: Sample, tokenizer: Any) -> dict[str, Any]:
     """A sample for the page; of each part the text, if it is trained, if it is special, and its weight."""
     parts, num_chars = [], 0
     for segment in split_segments(sample, tokenizer):
-        text = fold(segment.text, max(MAX_PAGE_CHARS - num_chars, 60))
+        text = fold(segment.text, MAX_PAGE_SEGMENT_CHARS)
         num_chars += len(text)
         parts.append([text, int(segment.is_trained), int(segment.is_special), segment.weight])
         if num_chars > MAX_PAGE_CHARS:
