@@ -296,6 +296,8 @@ class ChatMasker:
     def find_skeleton(self, shape: Shape, render: Render) -> Skeleton:
         """Learned once per shape."""
         if shape.key not in self.skeletons:
+            if shape.tools and self.render([shape.outline.messages]) == render([shape.outline.messages]):
+                raise ValueError("the chat template leaves out 'tools'")
             if len(self.skeletons) >= MAX_NUM_SKELETONS:
                 self.skeletons.clear()
             self.skeletons[shape.key] = learn_skeleton(
@@ -303,8 +305,15 @@ class ChatMasker:
             )
         return self.skeletons[shape.key]
 
+    @cached_property
+    def generation_header(self) -> str:
+        """What the template adds to a user's turn to prompt for an answer."""
+        (plain,), (prompted,) = self.render([[QUESTION]]), self.render([[QUESTION]], generation_prompt=True)
+        return prompted[len(plain) :] if prompted.startswith(plain) else ""
+
     def assign_marked(self, text: str, marked: list[tuple[int, int]], shape: Shape) -> list[Span]:
-        """Whose turn each passage is that the template's markers enclose. Whitespace after a stop token is left out."""
+        """Whose turn each passage is that the template's markers enclose. What the generation prompt already says,
+        and whitespace after the stop token, are left out."""
         assistants = [i for i, message in enumerate(shape.messages) if message["role"] == ASSISTANT]
         if len(marked) != len(assistants):
             raise ValueError(
@@ -317,8 +326,16 @@ class ChatMasker:
             *_, stop = self.stops.special.finditer(passage) or [None]
             if stop is not None and not passage[stop.end() :].strip():
                 end = start + stop.end()
-            spans.append(Span(start, end, i))
+            spans.append(Span(start + self.count_prompted(text, start), end, i))
         return spans
+
+    def count_prompted(self, text: str, start: int) -> int:
+        """How much of the generation prompt stands in `text` from `start` on, the rest being right before it."""
+        header = self.generation_header
+        for i in range(len(header)):
+            if text.startswith(header[i:], start) and text.endswith(header[:i], 0, start):
+                return len(header) - i
+        return 0
 
     def render_each(self, shapes: Sequence[Shape | ValueError]) -> list[Rendered | ValueError]:
         """All of the same tools at once, which is faster, unless one of them fails: then each alone, to find out
