@@ -271,15 +271,14 @@ class ChatMasker:
     def find_spans(self, text: str, shape: Shape) -> list[Span]:
         """Whose turn stands where in a rendered chat."""
         render = partial(self.render, tools=shape.tools)
-        try:
-            return match_text(text, shape.outline, self.find_skeleton(shape, render), render=render)
-        except ValueError as error:
-            if self.template_tells_time:  # the skeleton can be of yesterday; the text, by now, too
-                self.skeletons.pop(shape.key, None)
-                fresh = attempt(match_text, text, shape.outline, self.find_skeleton(shape, render), render=render)
-                if not isinstance(fresh, ValueError):
-                    return fresh
-            return self.find_spans_alone(text, shape, render, error)
+        skeleton = self.find_skeleton(shape, render)
+        spans = attempt(match_text, text, shape.outline, skeleton, render=render)
+        if isinstance(spans, ValueError) and self.template_tells_time:
+            del self.skeletons[shape.key]  # it can be of yesterday
+            spans = attempt(match_text, text, shape.outline, self.find_skeleton(shape, render), render=render)
+        if isinstance(spans, ValueError):
+            spans = self.find_spans_alone(text, shape, render, spans)
+        return spans
 
     def find_spans_alone(self, text: str, shape: Shape, render: Render, error: ValueError) -> list[Span]:
         """With a skeleton for this row alone, because what others than the assistant say changes what the template
