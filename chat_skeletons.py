@@ -223,7 +223,6 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
     Raises ValueError if the template leaves out or repeats a text, writes it in an unknown way, or if an assistant's
     turn does not begin with the generation prompt or has no end-of-turn token.
     """
-    check_rest(outline, stops)
 
     def pad(i: int, placeholder: Any) -> Any:
         if outline.leaves[i].kind in ("id", "number"):
@@ -231,8 +230,8 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
         return f"{PADDING}{LETTER}{placeholder}{LETTER}{PADDING}"
 
     padded = replace_placeholders(outline.messages, pad)
-    (order, literals), (padded_order, gaps) = map(split_at_placeholders, render([outline.messages, padded]))
-    check_completeness(outline, order, render)
+    order, literals = check_outline(outline, render=render, stops=stops)
+    padded_order, gaps = split_at_placeholders(render([padded])[0])
     if order != padded_order:
         raise ValueError("the chat template writes other texts, or in another order, where whitespace surrounds them")
     skeleton = Skeleton(literals, learn_slots(outline, order, literals, gaps), [])
@@ -243,6 +242,14 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
         elif i in unmasked and any(outline.leaves[leaf].message == i for leaf in order):
             skeleton.turns.append(learner.learn_other_turn(i))
     return skeleton
+
+
+def check_outline(outline: Outline, *, render: Render, stops: Stops) -> tuple[list[int], list[str]]:
+    """What `outline` is rendered to: leaves and literals. Raises ValueError if a text is missing or there twice."""
+    check_rest(outline, stops)
+    order, literals = split_at_placeholders(render([outline.messages])[0])
+    check_completeness(outline, order, render)
+    return order, literals
 
 
 def check_rest(outline: Outline, stops: Stops) -> None:
@@ -487,13 +494,16 @@ class TurnLearner:
 
     def find_end_of_silent_turn(self, message: int, start: tuple[int, int]) -> tuple[int, int]:
         """The end of a turn that has no text, only calls without arguments: behind the first token that is known to
-        end turns, since no other text can have one."""
+        end turns, since nothing else in it can have one."""
         index, offset = start
         enders = self.stops.known | self.tokens_that_end_users_turns
-        for found in self.stops.special.finditer(self.skeleton.literals[index], offset):
-            if found[0] in enders:
-                return index, found.end()
-        raise ValueError(f"the chat template writes no known end-of-turn token after message {message + 1}")
+        while True:
+            for found in self.stops.special.finditer(self.skeleton.literals[index], offset):
+                if found[0] in enders:
+                    return index, found.end()
+            if index == len(self.order) or self.outline.leaves[self.order[index]].kind != "id":
+                raise ValueError(f"the chat template writes no known end-of-turn token after message {message + 1}")
+            index, offset = index + 1, 0
 
     def render_continued(self, messages: list[Message], last_leaf: int) -> str | None:
         """What follows the last text of `messages` if a user goes on; None if the template does not allow that."""
@@ -542,9 +552,7 @@ def count_spaces(text: str, start: int) -> int:
     return len(text) - start - len(text[start:].lstrip())
 
 
-def match_text(
-    text: str, outline: Outline, skeleton: Skeleton, *, render: Render, isolate: bool = True
-) -> list[Span]:
+def match_text(text: str, outline: Outline, skeleton: Skeleton, *, render: Render, isolate: bool = True) -> list[Span]:
     """Where the skeleton's turns stand in `text`, the rendered conversation.
 
     Where the template changes what an assistant says (by taking reasoning out of a content), the text of each such

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from make_tiny_model import CHATML_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -219,7 +221,11 @@ NANO_MARKED = {
     "spaces": [f"<think></think> \n Five.{IM_END}"],
     "reasoning": [f"<think></think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
     "<think>": [f"<think></think>\n\nFive.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
-    "tools": [f"<think></think>\n{XML_CALL}\n{IM_END}", f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
+    "tools": [
+        f"<think></think>\n{XML_CALL}\n{IM_END}",
+        f"<think></think>Five.{IM_END}",
+        f"<think></think>Six.{IM_END}",
+    ],
     "consecutive": [f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
     "user last": [f"<think></think>Five.{IM_END}"],
 }
@@ -289,9 +295,7 @@ FAMILIES = {
         "trl:qwen3_instruct_2507", trained=plain(IM_END, tools=[QWEN_CALL, f"Five.{IM_END}", f"Six.{IM_END}"]), **CHATML
     ),
     "Qwen 3.5": Family("trl:qwen3_5_think", trained=QWEN35, **CHATML),
-    "Llama 2": Family(
-        "llama2", trained=plain(" </s>", before=" ", trims=True, tools=NO, consecutive=NO), **LLAMA2
-    ),
+    "Llama 2": Family("llama2", trained=plain(" </s>", before=" ", trims=True, tools=NO, consecutive=NO), **LLAMA2),
     "Llama 3": Family("trl:llama3", trained=plain(EOT, trims=True), **LLAMA3),
     "Llama 3.1": Family(
         "trl:llama3_1", trained=plain(EOT, trims=True, tools=[LLAMA_CALL, f"Five.{EOT}", f"Six.{EOT}"]), **LLAMA3
@@ -315,8 +319,9 @@ FAMILIES = {
     ),
     "Mistral v7": Family(
         "mistral_v7",
-        trained=plain("</s>", before=" ", tools=Refused("Only user, system and assistant"),
-                      consecutive=[" Five.</s> Six.</s>"]),
+        trained=plain(
+            "</s>", before=" ", tools=Refused("Only user, system and assistant"), consecutive=[" Five.</s> Six.</s>"]
+        ),
         metaspace=True,
         **MISTRAL,
     ),  # fmt: skip
@@ -371,9 +376,7 @@ FAMILIES = {
     "OLMo": Family("olmo", trained=plain("<|endoftext|>", system=SYSTEM_LOST), eos="<|endoftext|>"),
     "OLMo 2": Family("olmo2", trained=plain("<|endoftext|>"), eos="<|endoftext|>", bos="<|endoftext|>"),
     "SmolLM 2": Family("smollm2", trained=plain(IM_END), **CHATML),
-    "SmolLM 3": Family(
-        "smollm3", trained=plain(IM_END), **CHATML
-    ),
+    "SmolLM 3": Family("smollm3", trained=plain(IM_END), **CHATML),
     "Nemotron Mini": Family("nemotron_mini", trained=NO_TURNS | {"tools": CALLS_LOST}, **LLAMA2),
     "Nemotron Super 49B": Family(
         "nemotron_super_49b",
@@ -414,8 +417,10 @@ def read_template(name: str) -> str:
 
 
 def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, or SentencePiece's style: a mark for each space, one more where a text begins, bytes as tokens."""
-    texts = ["How many? Five. Be brief. And now? Six. Count. More. assistant user system sum: 5 \n\n USER ASSISTANT"] * 20
+    """Byte-level BPE, or SentencePiece's style: a mark for each space and one where a text begins, bytes as tokens."""
+    texts = [
+        "How many? Five. Be brief. And now? Six. Count. More. assistant user system sum: 5 \n\n USER ASSISTANT"
+    ] * 20
     if family.metaspace:
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -426,9 +431,7 @@ def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokens, alphabet = [], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=family.eos, bos_token=family.bos)
     wrapped.add_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
@@ -497,10 +500,49 @@ def test_any_characters(name, content):
 @pytest.mark.parametrize("name", USABLE)
 def test_one_beginning_of_text(name):
     tokenizer = make_masker(name).tokenizer
-    if not tokenizer.bos_token or "bos_token" not in tokenizer.chat_template or tokenizer.bos_token == tokenizer.eos_token:
+    if (
+        not tokenizer.bos_token
+        or "bos_token" not in tokenizer.chat_template
+        or tokenizer.bos_token == tokenizer.eos_token
+    ):
         pytest.skip("writes none")
     (masked,) = make_masker(name).mask([Chat([user(), assistant()])])
     assert masked.input_ids.count(tokenizer.bos_token_id) == 1 and masked.input_ids[0] == tokenizer.bos_token_id
+
+
+PLAIN = ["ChatML", "Mistral Tekken", "Mistral v3", "Phi 4", "Command R", "Granite 3", "Falcon 3", "OLMo 2", "SmolLM 3",
+         "Zephyr", "Vicuna", "Llama 2", "Qwen 2.5", "Llama 3.1", "Gemma 3", "gpt-oss", "Qwen 3"]  # fmt: skip
+pieces = st.sampled_from(
+    ["\n", " ", "Five.", "<", "assistant", "[INST]", "xQ00001Qx", "\u00e9", "\U0001f469\u200d\U0001f467"]
+)
+texts = st.lists(pieces | st.text(st.characters(exclude_categories=["Cs"]), max_size=5), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if name in USABLE])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_contents(name, data):
+    """What is trained is what the example has where the contents stand, but for what the prompt's last token holds."""
+    masker, family = make_masker(name), FAMILIES[name]
+    tokens = st.sampled_from([family.eos, *family.special[:3]])
+    contents = ["".join(data.draw(texts | st.lists(tokens, min_size=1, max_size=3))) for _ in range(4)]
+    assume(all(content.strip() for content in contents))
+    first, answer, second, last = contents
+    (masked,) = masker.mask([Chat([user(first), assistant(answer), user(second), assistant(last)])])
+    if family.template == "trl:gptoss" and isinstance(masked, ValueError):
+        assert "<|channel|> tags" in str(masked)
+        return
+    assert not isinstance(masked, ValueError), masked
+    trims = family.trained["spaces"][0].count(" \n Five") == 0
+    expected = [
+        text.replace(old, content.strip() if trims else content)
+        for text, old, content in zip(family.trained["several"], ("Five.", "Six."), (answer, last), strict=True)
+    ]
+    runs = split_runs(masked.input_ids, masked.labels)
+    decode = masker.tokenizer.decode
+    for (prompt, _), (ids, is_trained), text in zip(runs[::2], runs[1::2], expected, strict=False):
+        assert is_trained and len(runs) // 2 == len(expected)
+        assert decode(ids) == text or (text.endswith(decode(ids)) and text in decode([*prompt[-1:], *ids]))
 
 
 def test_deepseek_writes_arguments_that_are_text():
@@ -508,7 +550,7 @@ def test_deepseek_writes_arguments_that_are_text():
         pytest.skip("needs the package trl for its templates")
     masker = make_masker("DeepSeek V3")
     call = (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\"terms\": \"2, 3\"}\n```"
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"terms": "2, 3"}\n```'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
     )
     messages = [user(), calling('{"terms": "2, 3"}'), RESULT, assistant()]

@@ -152,7 +152,7 @@ HOSTILE_ROWS = [
     (b'{"messages": [{"role": "user", "content": ["a"]}]}', "expected text"),
     (b'{"messages": [{"role": "user", "content": "a"}, {"role": "pretrain", "content": "a"}]}', "single message"),
     (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', "has the tool calls [1], expected an"),
-    (b'{"messages": [{"role": "user", "content": "a", "function_call": {}}]}', "'function_call', which is not supported"),
+    (b'{"messages": [{"role": "user", "content": "a", "function_call": {}}]}', "'function_call', which is not sup"),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' is {}, expected a list"),
     (b'{"messages": [{"role": "user", "content": "a"}], "unmask": "yes"}', "'unmask' is 'yes'"),
     (b'{"messages": [{"role": "user", "content": "a\x00b"}]}', "not JSON"),
