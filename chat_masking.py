@@ -10,7 +10,6 @@ template marks itself what is generated ({% generation %}), the marks are taken 
 
 import hashlib
 import json
-import math
 import re
 import signal
 import threading
@@ -27,7 +26,6 @@ from typing import Any, TypeVar
 from chat_skeletons import (
     ASSISTANT,
     PLACEHOLDER,
-    REASONING_KEYS,
     Message,
     Outline,
     Render,

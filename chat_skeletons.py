@@ -7,7 +7,6 @@ rendering, character by character; then it is known, not guessed, which of its c
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -516,7 +515,7 @@ class TurnLearner:
 
     def find_common_tokens(self, cut: str, literal: str) -> list[re.Match[str]]:
         """The special tokens that begin both texts."""
-        common = len(os.path.commonprefix([cut, literal]))
+        common = common_length(cut, literal)
         return [found for found in self.stops.special.finditer(cut) if found.end() <= common]
 
     def find_end(self, cut: str, within: str | None, *, is_last: bool) -> int | None:
@@ -547,27 +546,32 @@ def no_prompt(literal: str, prompt: str) -> ValueError:
     )
 
 
+def common_length(a: str, b: str) -> int:
+    """Of what both begin with."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
+
+
 def count_spaces(text: str, start: int) -> int:
     """Length of the whitespace at `start`."""
     return len(text) - start - len(text[start:].lstrip())
 
 
-def match_text(text: str, outline: Outline, skeleton: Skeleton, *, render: Render, isolate: bool = True) -> list[Span]:
+def match_text(text: str, outline: Outline, skeleton: Skeleton, *, render: Render) -> list[Span]:
     """Where the skeleton's turns stand in `text`, the rendered conversation.
 
-    Where the template changes what an assistant says (by taking reasoning out of a content), the text of each such
-    turn is read from a rendering with placeholders for all other messages. Raises ValueError unless the whole then
-    fits exactly.
+    Where the template changes what an assistant says (by taking reasoning out of a content), each turn's text is what
+    stands between what surrounds it; if the same could stand inside, it is read from a rendering with placeholders
+    for all other messages. Raises ValueError unless the whole then fits exactly.
     """
     values = [leaf.value for leaf in outline.leaves]
     expected, positions = skeleton.lay_out(values, {})
-    if text != expected and isolate:
-        bodies = read_bodies(text, outline, skeleton, render)
-        bodied, new_positions = skeleton.lay_out(values, bodies)
+    if text != expected:
+        bodied, new_positions = skeleton.lay_out(values, read_bodies(text, outline, skeleton, render))
         if bodied == text:
             expected, positions = bodied, new_positions
     if text != expected:
-        at = len(os.path.commonprefix([text, expected]))
+        at = common_length(text, expected)
         raise ValueError(
             "the chat template changes the contents, so it is not certain what is trained: it writes"
             f" {text[at : at + 40]!r} where {expected[at : at + 40]!r} would follow"
@@ -579,14 +583,42 @@ def read_bodies(text: str, outline: Outline, skeleton: Skeleton, render: Render)
     """What the template makes of each assistant turn that has texts."""
     turns = [
         turn
-        for turn in skeleton.turns
+        for turn in sorted(skeleton.turns, key=lambda turn: turn.start)
         if outline.messages[turn.message]["role"] == ASSISTANT and turn.start[0] < turn.end[0]
     ]
-    if len(turns) == 1:  # nothing else can differ
-        bodies = {turns[0].message: cut_body(text, skeleton, turns[0], [leaf.value for leaf in outline.leaves])}
-    else:
-        bodies = {turn.message: read_body(outline, skeleton, turn, render) for turn in turns}
-    return {message: body for message, body in bodies.items() if body is not None}
+    bodies = cut_bodies(text, skeleton, turns, [leaf.value for leaf in outline.leaves])
+    if bodies is None:
+        bodies = [read_body(outline, skeleton, turn, render) for turn in turns]
+    return {turn.message: body for turn, body in zip(turns, bodies, strict=True) if body is not None}
+
+
+def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) -> list[str] | None:
+    """`text` without what the skeleton has around the turns; None if it has something else there, or has the same
+    inside turns, so that it is not certain where they end."""
+    around, positions = skeleton.lay_out(values, {})
+    starts = [positions[2 * turn.start[0]] + turn.start[1] for turn in turns]
+    ends = [positions[2 * turn.end[0]] for turn in turns]
+    before, *between, after = (around[i:j] for i, j in zip([0, *ends], [*starts, len(around)], strict=True))
+    if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
+        return None
+    rest = text[len(before) : len(text) - len(after)]
+    if any(not part or count_overlapping(rest, part) != between.count(part) for part in between):
+        return None
+    bodies = []
+    for part in between:
+        body, found, rest = rest.partition(part)
+        if not found:
+            return None
+        bodies.append(body)
+    return [*bodies, rest]
+
+
+def count_overlapping(text: str, part: str) -> int:
+    """How often `part` occurs in `text`, also where it overlaps itself."""
+    count, at = 0, text.find(part)
+    while at >= 0:
+        count, at = count + 1, text.find(part, at + 1)
+    return count
 
 
 def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) -> str | None:
@@ -600,18 +632,10 @@ def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) 
     messages[turn.message] = replace_placeholders(messages[turn.message], reveal)
     values: list[Any] = []
     replace_placeholders(outline.messages, lambda i, placeholder: values.append((i, placeholder)))
-    body = cut_body(render([messages])[0], skeleton, turn, dict(values))
-    for i, placeholder in values:
-        if body is not None and outline.leaves[i].kind == "id":
-            body = body.replace(placeholder, outline.leaves[i].value)
-    return body
-
-
-def cut_body(text: str, skeleton: Skeleton, turn: Turn, values: Any) -> str | None:
-    """`text` without what the skeleton has before and after the turn; None if it has something else there."""
-    around, positions = skeleton.lay_out(values, {})
-    before = around[: positions[2 * turn.start[0]] + turn.start[1]]
-    after = around[positions[2 * turn.end[0]] :]
-    if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
+    bodies = cut_bodies(render([messages])[0], skeleton, [turn], dict(values))
+    if bodies is None:
         return None
-    return text[len(before) : len(text) - len(after)]
+    for i, placeholder in values:
+        if outline.leaves[i].kind == "id":
+            bodies[0] = bodies[0].replace(placeholder, outline.leaves[i].value)
+    return bodies[0]

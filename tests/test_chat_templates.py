@@ -6,7 +6,7 @@ Templates named `trl:` are read from the package trl, which ships them as files 
 others lie in tests/chat_templates. Each family gets a small tokenizer of its style with its special tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,10 +103,6 @@ def plain(stop: str, *, before: str = "", after: str = "", trims: bool = False, 
         "consecutive": turns("Five.", "Six."),
         "user last": turns("Five."),
     } | {key.replace("_", " "): value for key, value in others.items()}
-
-
-def with_(trained: dict, **others) -> dict:
-    return trained | {key.replace("_", " ").replace("think", "<think>"): value for key, value in others.items()}
 
 
 NO = NOT_KNOWN["alternate"]
@@ -324,7 +320,7 @@ FAMILIES = {
         ),
         metaspace=True,
         **MISTRAL,
-    ),  # fmt: skip
+    ),
     "Mistral Tekken": Family(
         "mistral_tekken",
         trained=plain(
