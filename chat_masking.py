@@ -10,7 +10,6 @@ template marks itself what is generated ({% generation %}), the marks are taken 
 
 import hashlib
 import json
-import math
 import re
 import signal
 import threading
@@ -27,13 +26,13 @@ from typing import Any, TypeVar
 from chat_skeletons import (
     ASSISTANT,
     PLACEHOLDER,
-    REASONING_KEYS,
     Message,
     Outline,
     Render,
     Skeleton,
     Span,
     Stops,
+    check_outline,
     learn_skeleton,
     make_outline,
     match_text,
@@ -206,6 +205,7 @@ class ChatMasker:
         self.tokenizer = tokenizer
         self.stops = find_stops(tokenizer, stop_token_ids)
         self.skeletons: dict[str, Skeleton] = {}
+        self.checked_shapes: set[str] = set()  # the same for templates that mark what is generated
 
     @cached_property
     def template_tells_time(self) -> bool:
@@ -244,18 +244,28 @@ class ChatMasker:
             )
         shapes = [attempt(make_shape, chat) for chat in chats]
         located = [
-            attempt(lambda text, shape: self.locate(text, shape), text, shape)
-            for text, shape in zip(self.render_each(shapes), shapes, strict=True)
+            attempt(self.locate, rendered, shape)
+            for rendered, shape in zip(self.render_each(shapes), shapes, strict=True)
         ]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
         return [attempt(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
     def locate(self, rendered: Rendered, shape: Shape) -> Located:
         """A rendered chat and what of it is trained."""
+        located = attempt(self.locate_now, rendered, shape)
+        if isinstance(located, ValueError) and self.template_tells_time:
+            self.skeletons.pop(shape.key, None)  # it, or the text, can be of yesterday
+            return self.locate_now(self.render_one(shape.messages, tools=shape.tools), shape)
+        if isinstance(located, ValueError):
+            raise located
+        return located
+
+    def locate_now(self, rendered: Rendered, shape: Shape) -> Located:
         text = check_unicode(rendered.text)
         if rendered.marked is None:
             spans = self.find_spans(text, shape)
         else:
+            self.check_marked_shape(shape)
             spans = self.assign_marked(text, rendered.marked, shape)
             if shape.unmasked:
                 others = self.find_spans(text, shape)
@@ -271,15 +281,11 @@ class ChatMasker:
     def find_spans(self, text: str, shape: Shape) -> list[Span]:
         """Whose turn stands where in a rendered chat."""
         render = partial(self.render, tools=shape.tools)
-        try:
-            return match_text(text, shape.outline, self.find_skeleton(shape, render), render=render)
-        except ValueError as error:
-            if self.template_tells_time:  # the skeleton can be of yesterday; the text, by now, too
-                self.skeletons.pop(shape.key, None)
-                fresh = attempt(match_text, text, shape.outline, self.find_skeleton(shape, render), render=render)
-                if not isinstance(fresh, ValueError):
-                    return fresh
-            return self.find_spans_alone(text, shape, render, error)
+        skeleton = self.find_skeleton(shape, render)
+        spans = attempt(match_text, text, shape.outline, skeleton, render=render)
+        if isinstance(spans, ValueError):
+            spans = self.find_spans_alone(text, shape, render, spans)
+        return spans
 
     def find_spans_alone(self, text: str, shape: Shape, render: Render, error: ValueError) -> list[Span]:
         """With a skeleton for this row alone, because what others than the assistant say changes what the template
@@ -296,6 +302,7 @@ class ChatMasker:
     def find_skeleton(self, shape: Shape, render: Render) -> Skeleton:
         """Learned once per shape."""
         if shape.key not in self.skeletons:
+            self.check_tools_are_written(shape, render)
             if len(self.skeletons) >= MAX_NUM_SKELETONS:
                 self.skeletons.clear()
             self.skeletons[shape.key] = learn_skeleton(
@@ -303,8 +310,33 @@ class ChatMasker:
             )
         return self.skeletons[shape.key]
 
+    def check_marked_shape(self, shape: Shape) -> None:
+        """Refuses, once per shape, a chat of which a template that marks its answers leaves something out."""
+        if shape.key in self.checked_shapes:
+            return
+        render = partial(self.render, tools=shape.tools)
+        self.check_tools_are_written(shape, render)
+        check_outline(shape.outline, render=render, stops=self.stops)
+        if len(self.checked_shapes) >= MAX_NUM_SKELETONS:
+            self.checked_shapes.clear()
+        self.checked_shapes.add(shape.key)
+
+    def check_tools_are_written(self, shape: Shape, render: Render) -> None:
+        messages = shape.outline.messages
+        if shape.tools and attempt(self.render, [messages]) == render([messages]):
+            raise ValueError(
+                "the chat template leaves out 'tools': remove them from the row, or describe them in the system message"
+            )
+
+    @cached_property
+    def generation_header(self) -> str:
+        """What the template adds to a user's turn to prompt for an answer."""
+        (plain,), (prompted,) = self.render([[QUESTION]]), self.render([[QUESTION]], generation_prompt=True)
+        return prompted[len(plain) :] if prompted.startswith(plain) else ""
+
     def assign_marked(self, text: str, marked: list[tuple[int, int]], shape: Shape) -> list[Span]:
-        """Whose turn each passage is that the template's markers enclose. Whitespace after a stop token is left out."""
+        """Whose turn each passage is that the template's markers enclose. What the generation prompt already says,
+        and whitespace after the stop token, are left out."""
         assistants = [i for i, message in enumerate(shape.messages) if message["role"] == ASSISTANT]
         if len(marked) != len(assistants):
             raise ValueError(
@@ -314,11 +346,19 @@ class ChatMasker:
         spans = []
         for i, (start, end) in zip(assistants, marked, strict=True):
             passage = text[start:end]
-            *_, stop = self.stops.special.finditer(passage) or [None]
+            *_, stop = [None, *self.stops.special.finditer(passage)]
             if stop is not None and not passage[stop.end() :].strip():
                 end = start + stop.end()
-            spans.append(Span(start, end, i))
+            spans.append(Span(start + self.count_prompted(text, start), end, i))
         return spans
+
+    def count_prompted(self, text: str, start: int) -> int:
+        """How much of the generation prompt stands in `text` from `start` on, the rest being right before it."""
+        header = self.generation_header
+        for i in range(len(header)):
+            if text.startswith(header[i:], start) and text.endswith(header[:i], 0, start):
+                return len(header) - i
+        return 0
 
     def render_each(self, shapes: Sequence[Shape | ValueError]) -> list[Rendered | ValueError]:
         """All of the same tools at once, which is faster, unless one of them fails: then each alone, to find out
@@ -388,11 +428,13 @@ class ChatMasker:
             encodings = iter(batch.encodings)
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
-    def check_template(self) -> None:
-        """Raises ValueError for a template that cannot be masked with certainty, by known conversations.
+    def check_template(self) -> list[str]:
+        """Raises ValueError for a template that cannot be masked with certainty, by known conversations. Returns what
+        there is to know about one that can.
 
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
+        notes: list[str] = []
         required = [Chat([QUESTION, ANSWER]), Chat([QUESTION, ANSWER, *MORE])]
         optional = [
             Chat([SYSTEM, QUESTION, ANSWER]),
@@ -405,12 +447,14 @@ class ChatMasker:
             if isinstance(tokenized, ValueError):
                 problem = str(tokenized) if chat in required else None
             else:
-                problem = self.find_problem(tokenized, chat)
+                problem = self.find_problem(tokenized, chat, notes)
             if problem is not None:
                 raise ValueError(f"the model's chat template cannot be used: {problem}; tried with {chat.messages}")
+        return list(dict.fromkeys(notes))
 
-    def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
-        """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets."""
+    def find_problem(self, tokenized: TokenizedChat, chat: Chat, notes: list[str]) -> str | None:
+        """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets. Adds to `notes`
+        what is as the template wants it, and yet not as one would expect."""
         expected = self.tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True)["input_ids"]
         if tokenized.input_ids != expected:
             return "apply_chat_template gives other token ids"
@@ -421,20 +465,30 @@ class ChatMasker:
         if len(trained) != len(turns):
             return f"{len(turns)} assistant turns, {len(trained)} runs of trained tokens"
         for (ids, earlier), message in zip(trained, turns, strict=True):
-            problem = self.find_problem_of_turn(ids, earlier, message, is_last=message is chat.messages[-1])
+            problem = self.find_problem_of_turn(ids, earlier, message)
             if problem is not None:
                 return problem
+            if not self.ends_with_special_token(ids):
+                if message is not chat.messages[-1] or len(self.stops.known) < 2:
+                    return f"{self.decode(ids)!r} is trained, which does not end with a special token"
+                notes.append(
+                    "the chat template writes no end-of-turn token after a conversation's last turn, so stopping is"
+                    " trained only where another turn follows"
+                )
+            if squeeze(message["content"]) not in squeeze(self.decode(ids)):
+                notes.append(
+                    "the generation prompt's end is one token with the beginning of some answers: that token is not"
+                    " trained"
+                )
         return None
 
-    def find_problem_of_turn(
-        self, ids: list[int], earlier: list[int], message: Message, *, is_last: bool
-    ) -> str | None:
+    def ends_with_special_token(self, ids: list[int]) -> bool:
+        *_, stop = self.stops.special.findall(self.decode(ids)) or [""]
+        return bool(stop) and ids[-1] == self.tokenizer.convert_tokens_to_ids(stop)
+
+    def find_problem_of_turn(self, ids: list[int], earlier: list[int], message: Message) -> str | None:
         """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""
         decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
-        *_, stop = self.stops.special.findall(decoded) or [""]
-        ends_well = stop and ids[-1] == self.tokenizer.convert_tokens_to_ids(stop)
-        if not ends_well and not (is_last and self.stops.known):
-            return f"{decoded!r} is trained, which does not end with a special token"
         call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
         for text in (message["content"], call):
             if squeeze(text) not in squeeze(with_one_before):  # the prompt's last space can be in the first token

@@ -7,7 +7,6 @@ rendering, character by character; then it is known, not guessed, which of its c
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -98,7 +97,7 @@ class Turn:
     message: int
     start: tuple[int, int]
     end: tuple[int, int]
-    rest_of_prompt: str = ""  # of the generation prompt, what this turn does not begin with, though others do
+    prompted: tuple[str, ...] = ()  # with what the generation prompt may already begin it; the first that fits counts
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ class Skeleton:
     def span(self, turn: Turn, text: str, positions: list[int]) -> Span:
         """Where in `text`, which was laid out with `positions`, the turn stands, without the generation prompt."""
         start, end = (positions[2 * literal] + offset for literal, offset in (turn.start, turn.end))
-        if turn.rest_of_prompt and text.startswith(turn.rest_of_prompt, start):
-            start += len(turn.rest_of_prompt)
+        start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
         return Span(start, end, turn.message)
 
 
@@ -224,7 +222,6 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
     Raises ValueError if the template leaves out or repeats a text, writes it in an unknown way, or if an assistant's
     turn does not begin with the generation prompt or has no end-of-turn token.
     """
-    check_rest(outline, stops)
 
     def pad(i: int, placeholder: Any) -> Any:
         if outline.leaves[i].kind in ("id", "number"):
@@ -232,8 +229,8 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
         return f"{PADDING}{LETTER}{placeholder}{LETTER}{PADDING}"
 
     padded = replace_placeholders(outline.messages, pad)
-    (order, literals), (padded_order, gaps) = map(split_at_placeholders, render([outline.messages, padded]))
-    check_completeness(outline, order, render)
+    order, literals = check_outline(outline, render=render, stops=stops)
+    padded_order, gaps = split_at_placeholders(render([padded])[0])
     if order != padded_order:
         raise ValueError("the chat template writes other texts, or in another order, where whitespace surrounds them")
     skeleton = Skeleton(literals, learn_slots(outline, order, literals, gaps), [])
@@ -244,6 +241,14 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
         elif i in unmasked and any(outline.leaves[leaf].message == i for leaf in order):
             skeleton.turns.append(learner.learn_other_turn(i))
     return skeleton
+
+
+def check_outline(outline: Outline, *, render: Render, stops: Stops) -> tuple[list[int], list[str]]:
+    """What `outline` is rendered to: leaves and literals. Raises ValueError if a text is missing or there twice."""
+    check_rest(outline, stops)
+    order, literals = split_at_placeholders(render([outline.messages])[0])
+    check_completeness(outline, order, render)
+    return order, literals
 
 
 def check_rest(outline: Outline, stops: Stops) -> None:
@@ -266,9 +271,9 @@ def check_completeness(outline: Outline, order: list[int], render: Render) -> No
             cut_order, _ = split_at_placeholders(render([outline.messages[: leaf.message + 1]])[0])
             count = cut_order.count(i)  # of earlier turns, templates strip what need not be remembered
         if count != 1:
+            what = "tool calls" if leaf.kind in ("argument", "number") else leaf.kind
             raise ValueError(
-                f"the chat template writes the {leaf.kind} of message {leaf.message + 1} ({role}) {count} times, not"
-                " once"
+                f"the chat template writes the {what} of message {leaf.message + 1} ({role}) {count} times, not once"
             )
     for i, message in enumerate(outline.messages):
         if message.get("tool_calls") and not any(leaf.message == i and leaf.kind != "id" for leaf in outline.leaves):
@@ -329,6 +334,41 @@ def fit_gap(
 
 
 @dataclass(frozen=True)
+class GenerationPrompt:
+    """What a template writes after the last text of a conversation: to prompt for an answer, or plainly."""
+
+    text: str
+    plain: str
+    order: list[int]  # the leaves before that
+    header: str = ""  # of a turn that has only a content
+
+    @property
+    def base(self) -> str:
+        """The prompt up to where it opens the reasoning; some go on to close it, some turns go without."""
+        opening = REASONING_OPENING.search(self.text)
+        base = self.text[: opening.start()] if opening else self.text
+        return base if base.strip() else self.text
+
+    def find_header(self, literal: str) -> str:
+        """What of `literal`, which leads up to a turn's first text, is before the turn. That is the prompt, or what
+        it begins with. Between two turns there may be whitespace that the last turn of a conversation goes without."""
+        candidates = [self.base, self.header]
+        if self.text.startswith(self.plain) and literal.startswith(self.plain):
+            spaces = literal[len(self.plain) :][: count_spaces(literal, len(self.plain))]
+            candidates.append(self.plain + spaces + self.base.removeprefix(self.plain))
+        for candidate in candidates:
+            if candidate.strip() and literal.startswith(candidate):
+                return candidate
+        raise no_prompt(literal, self.text)
+
+    def find_rests(self, header: str) -> tuple[str, ...]:
+        """What of the prompt a turn can begin with, where it has `header` before it: all of it, or what opens the
+        reasoning."""
+        rest = self.text.removeprefix(header if self.text.startswith(header) else self.base)
+        return tuple(filter(None, [rest, *(rest[: opening.end()] for opening in REASONING_OPENING.finditer(rest))]))
+
+
+@dataclass(frozen=True)
 class TurnLearner:
     """Learns where turns begin and end in one skeleton."""
 
@@ -367,82 +407,58 @@ class TurnLearner:
         cut = split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])
         first = self.first_slot(message)
         if message == 0:
-            start, rest = self.learn_first_start(first or 0, cut), ""
+            start, rests = self.learn_first_start(first or 0)
         else:
-            start, rest = self.learn_start(message, first, cut)
-        end = self.learn_end(message, first, start, cut)
-        return Turn(message, start, end, rest)
+            start, rests = self.learn_start(message, first, cut)
+        return Turn(message, start, self.learn_end(message, first, start, cut), rests)
 
     def learn_start(
         self, message: int, first: int | None, cut: tuple[list[int], list[str]]
-    ) -> tuple[tuple[int, int], str]:
-        """Where the text that the model generates begins, and what of the prompt is missing there."""
-        context = self.outline.messages[:message]
-        header, prompt, prompt_order = self.learn_header(context, self.outline.messages[message], cut)
+    ) -> tuple[tuple[int, int], tuple[str, ...]]:
+        """Where the turn begins, and with what of the prompt it can begin."""
+        prompt = self.learn_prompt(self.outline.messages[:message], self.outline.messages[message], cut)
         if first is None:
-            if prompt_order and self.order.count(prompt_order[-1]) > 1:
+            if prompt.order and self.order.count(prompt.order[-1]) > 1:
                 raise ValueError(f"it is not certain where message {message + 1} begins: it has no text of its own")
-            first = self.order.index(prompt_order[-1]) + 1 if prompt_order else 0
-        literal = self.skeleton.literals[first]
-        if prompt_order[-1:] != self.order[:first][-1:]:
+            first = self.order.index(prompt.order[-1]) + 1 if prompt.order else 0
+        if prompt.order[-1:] != self.order[:first][-1:]:
             raise ValueError(f"the chat template writes texts between the prompt for message {message + 1} and its own")
-        if literal.startswith(prompt):
-            return (first, len(prompt)), ""
-        if literal.startswith(header):
-            return (first, len(header)), prompt.removeprefix(header)
-        raise self.no_prompt(literal, prompt)
+        literal = self.skeleton.literals[first]
+        header = prompt.find_header(literal)
+        return (first, len(header)), prompt.find_rests(header)
 
-    def learn_header(
+    def learn_prompt(
         self, context: list[Message], message: Message, cut: tuple[list[int], list[str]]
-    ) -> tuple[str, str, list[int]]:
-        """What stands between the last text of `context` and the text that the model generates; what prompts for it;
-        and the leaves before that."""
+    ) -> "GenerationPrompt":
+        """What prompts for the message that follows `context`, checked with a turn that has only a content."""
         (prompted,), (plain,) = self.render([context], generation_prompt=True), self.render([context])
         order, literals = split_at_placeholders(prompted)
-        prompt = literals[-1]
         if set(message) > {"role", "content"} or not message.get("content"):
             standing_in = {"role": ASSISTANT, "content": STAND_IN}
             cut = split_at_placeholders(self.render([[*context, standing_in]])[0])
         at = len(cut[0]) - 1  # the content is the last text there is
-        literal = cut[1][at]
+        literal, prompt = cut[1][at], literals[-1]
         if cut[0][:at][-1:] != order[-1:]:
-            raise self.no_prompt(literal, prompt)
+            raise no_prompt(literal, prompt)
         if prompted == plain and literal[len(prompt) :].strip():
             raise ValueError(
                 "the chat template has no generation prompt, so the assistant's header cannot be told from its text"
                 f" in {literal[len(prompt) :]!r}: let the template write the header when add_generation_prompt is set"
             )
-        return self.find_header(literal, prompt), prompt, order
+        unknown = GenerationPrompt(prompt, split_at_placeholders(plain)[1][-1], order)
+        header = literal if prompt.startswith(literal) else unknown.find_header(literal)
+        return replace(unknown, header=header)
 
-    def find_header(self, literal: str, prompt: str) -> str:
-        """What both the prompt and an assistant's turn begin with. A prompt may open the reasoning, or may even
-        open and close it, where the turn goes without."""
-        if literal.startswith(prompt):
-            return prompt
-        if prompt.startswith(literal):
-            return literal
-        for opening in REASONING_OPENING.finditer(prompt):
-            if literal.startswith(prompt[: opening.end()]):
-                return prompt[: opening.end()]
-        raise self.no_prompt(literal, prompt)
-
-    def learn_first_start(self, first: int, cut: tuple[list[int], list[str]]) -> tuple[int, int]:
+    def learn_first_start(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
         """Where a conversation begins with the assistant: after the header that would follow a user's turn."""
         user = {"role": "user", "content": OTHER_STAND_IN}
-        message = self.outline.messages[0]
         standing_in = {"role": ASSISTANT, "content": STAND_IN}
-        order, literals = split_at_placeholders(self.render([[user, standing_in]])[0])
-        header, prompt, _ = self.learn_header([user], standing_in, (order, literals))
-        header = header.removeprefix(split_at_placeholders(self.render([[user]])[0])[1][-1])
+        prompt = self.learn_prompt([user], standing_in, split_at_placeholders(self.render([[user, standing_in]])[0]))
+        header = prompt.header.removeprefix(prompt.plain)
         literal = self.skeleton.literals[first]
-        if not header or literal.count(header) != 1 or message["role"] != ASSISTANT:
-            raise self.no_prompt(literal, prompt)
-        return first, literal.index(header) + len(header)
-
-    def no_prompt(self, literal: str, prompt: str) -> ValueError:
-        return ValueError(
-            f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}"
-        )
+        if not header or literal.count(header) != 1:
+            raise no_prompt(literal, prompt.text)
+        return (first, literal.index(header) + len(header)), prompt.find_rests(prompt.header)
 
     def learn_end(
         self, message: int, first: int | None, start: tuple[int, int], cut: tuple[list[int], list[str]]
@@ -459,7 +475,14 @@ class TurnLearner:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
         literal = self.skeleton.literals[last + 1]
         is_last = message == len(self.outline.messages) - 1
-        end = self.find_end(literals[-1], self.render_continued(own[-1]) if is_last else literal, is_last=is_last)
+        turns = self.outline.messages[: message + 1]
+        if is_last:
+            end = self.find_end(literals[-1], self.render_continued(turns, own[-1]), is_last=True)
+        else:
+            end = self.find_end(literals[-1], literal, is_last=False)
+        if end is None and literal.startswith(literals[-1]) and not self.stops.special.search(literals[-1]):
+            # no token ends this turn, but one would if a user followed
+            end = self.find_end(literals[-1], self.render_continued(turns, own[-1]), is_last=True)
         if end is None:
             raise ValueError(
                 f"the chat template writes no end-of-turn token after an assistant turn: {literal!r} within a"
@@ -470,26 +493,29 @@ class TurnLearner:
 
     def find_end_of_silent_turn(self, message: int, start: tuple[int, int]) -> tuple[int, int]:
         """The end of a turn that has no text, only calls without arguments: behind the first token that is known to
-        end turns, since no other text can have one."""
+        end turns, since nothing else in it can have one."""
         index, offset = start
         enders = self.stops.known | self.tokens_that_end_users_turns
-        for found in self.stops.special.finditer(self.skeleton.literals[index], offset):
-            if found[0] in enders:
-                return index, found.end()
-        raise ValueError(f"the chat template writes no known end-of-turn token after message {message + 1}")
+        while True:
+            for found in self.stops.special.finditer(self.skeleton.literals[index], offset):
+                if found[0] in enders:
+                    return index, found.end()
+            if index == len(self.order) or self.outline.leaves[self.order[index]].kind != "id":
+                raise ValueError(f"the chat template writes no known end-of-turn token after message {message + 1}")
+            index, offset = index + 1, 0
 
-    def render_continued(self, last_leaf: int) -> str | None:
-        """What follows the conversation's last text if a user goes on; None if the template does not allow that."""
+    def render_continued(self, messages: list[Message], last_leaf: int) -> str | None:
+        """What follows the last text of `messages` if a user goes on; None if the template does not allow that."""
         user = {"role": "user", "content": OTHER_STAND_IN}
         try:
-            order, literals = split_at_placeholders(self.render([[*self.outline.messages, user]])[0])
+            order, literals = split_at_placeholders(self.render([[*messages, user]])[0])
         except ValueError:
             return None
         return literals[order.index(last_leaf) + 1] if last_leaf in order else None
 
     def find_common_tokens(self, cut: str, literal: str) -> list[re.Match[str]]:
         """The special tokens that begin both texts."""
-        common = len(os.path.commonprefix([cut, literal]))
+        common = common_length(cut, literal)
         return [found for found in self.stops.special.finditer(cut) if found.end() <= common]
 
     def find_end(self, cut: str, within: str | None, *, is_last: bool) -> int | None:
@@ -514,29 +540,38 @@ class TurnLearner:
         return len(tail) if is_last else found.end()
 
 
+def no_prompt(literal: str, prompt: str) -> ValueError:
+    return ValueError(
+        f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}"
+    )
+
+
+def common_length(a: str, b: str) -> int:
+    """Of what both begin with."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
+
+
 def count_spaces(text: str, start: int) -> int:
     """Length of the whitespace at `start`."""
     return len(text) - start - len(text[start:].lstrip())
 
 
-def match_text(
-    text: str, outline: Outline, skeleton: Skeleton, *, render: Render, isolate: bool = True
-) -> list[Span]:
+def match_text(text: str, outline: Outline, skeleton: Skeleton, *, render: Render) -> list[Span]:
     """Where the skeleton's turns stand in `text`, the rendered conversation.
 
-    Where the template changes what an assistant says (by taking reasoning out of a content), the text of each such
-    turn is read from a rendering with placeholders for all other messages. Raises ValueError unless the whole then
-    fits exactly.
+    Where the template changes what an assistant says (by taking reasoning out of a content), each turn's text is what
+    stands between what surrounds it; if the same could stand inside, it is read from a rendering with placeholders
+    for all other messages. Raises ValueError unless the whole then fits exactly.
     """
     values = [leaf.value for leaf in outline.leaves]
     expected, positions = skeleton.lay_out(values, {})
-    if text != expected and isolate:
-        bodies = read_bodies(text, outline, skeleton, render)
-        bodied, new_positions = skeleton.lay_out(values, bodies)
+    if text != expected:
+        bodied, new_positions = skeleton.lay_out(values, read_bodies(text, outline, skeleton, render))
         if bodied == text:
             expected, positions = bodied, new_positions
     if text != expected:
-        at = len(os.path.commonprefix([text, expected]))
+        at = common_length(text, expected)
         raise ValueError(
             "the chat template changes the contents, so it is not certain what is trained: it writes"
             f" {text[at : at + 40]!r} where {expected[at : at + 40]!r} would follow"
@@ -548,14 +583,42 @@ def read_bodies(text: str, outline: Outline, skeleton: Skeleton, render: Render)
     """What the template makes of each assistant turn that has texts."""
     turns = [
         turn
-        for turn in skeleton.turns
+        for turn in sorted(skeleton.turns, key=lambda turn: turn.start)
         if outline.messages[turn.message]["role"] == ASSISTANT and turn.start[0] < turn.end[0]
     ]
-    if len(turns) == 1:  # nothing else can differ
-        bodies = {turns[0].message: cut_body(text, skeleton, turns[0], [leaf.value for leaf in outline.leaves])}
-    else:
-        bodies = {turn.message: read_body(outline, skeleton, turn, render) for turn in turns}
-    return {message: body for message, body in bodies.items() if body is not None}
+    bodies = cut_bodies(text, skeleton, turns, [leaf.value for leaf in outline.leaves])
+    if bodies is None:
+        bodies = [read_body(outline, skeleton, turn, render) for turn in turns]
+    return {turn.message: body for turn, body in zip(turns, bodies, strict=True) if body is not None}
+
+
+def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) -> list[str] | None:
+    """`text` without what the skeleton has around the turns; None if it has something else there, or has the same
+    inside turns, so that it is not certain where they end."""
+    around, positions = skeleton.lay_out(values, {})
+    starts = [positions[2 * turn.start[0]] + turn.start[1] for turn in turns]
+    ends = [positions[2 * turn.end[0]] for turn in turns]
+    before, *between, after = (around[i:j] for i, j in zip([0, *ends], [*starts, len(around)], strict=True))
+    if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
+        return None
+    rest = text[len(before) : len(text) - len(after)]
+    if any(not part or count_overlapping(rest, part) != between.count(part) for part in between):
+        return None
+    bodies = []
+    for part in between:
+        body, found, rest = rest.partition(part)
+        if not found:
+            return None
+        bodies.append(body)
+    return [*bodies, rest]
+
+
+def count_overlapping(text: str, part: str) -> int:
+    """How often `part` occurs in `text`, also where it overlaps itself."""
+    count, at = 0, text.find(part)
+    while at >= 0:
+        count, at = count + 1, text.find(part, at + 1)
+    return count
 
 
 def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) -> str | None:
@@ -569,18 +632,10 @@ def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) 
     messages[turn.message] = replace_placeholders(messages[turn.message], reveal)
     values: list[Any] = []
     replace_placeholders(outline.messages, lambda i, placeholder: values.append((i, placeholder)))
-    body = cut_body(render([messages])[0], skeleton, turn, dict(values))
-    for i, placeholder in values:
-        if body is not None and outline.leaves[i].kind == "id":
-            body = body.replace(placeholder, outline.leaves[i].value)
-    return body
-
-
-def cut_body(text: str, skeleton: Skeleton, turn: Turn, values: Any) -> str | None:
-    """`text` without what the skeleton has before and after the turn; None if it has something else there."""
-    around, positions = skeleton.lay_out(values, {})
-    before = around[: positions[2 * turn.start[0]] + turn.start[1]]
-    after = around[positions[2 * turn.end[0]] :]
-    if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
+    bodies = cut_bodies(render([messages])[0], skeleton, [turn], dict(values))
+    if bodies is None:
         return None
-    return text[len(before) : len(text) - len(after)]
+    for i, placeholder in values:
+        if outline.leaves[i].kind == "id":
+            bodies[0] = bodies[0].replace(placeholder, outline.leaves[i].value)
+    return bodies[0]

@@ -305,7 +305,8 @@ section { background: var(--panel); border: 1px solid var(--line); border-radius
 .good { background: var(--good) } .bad { background: var(--bad) } .rest { background: var(--rest) }
 table { border-collapse: collapse; font-size: 13px; width: 100% }
 td { padding: 3px 0; vertical-align: top; overflow-wrap: anywhere }
-td:first-child { white-space: nowrap; width: 1%; text-align: right; padding-right: 12px; font-weight: 600; font-variant-numeric: tabular-nums }
+td:first-child { white-space: nowrap; width: 1%; text-align: right; padding-right: 12px; font-weight: 600;
+  font-variant-numeric: tabular-nums }
 svg { display: block; width: 100%; height: 128px; border-bottom: 1px solid var(--line) }
 rect { fill: var(--good) } rect:hover { fill: var(--special) }
 .axis { display: flex; justify-content: space-between; color: var(--soft); font-size: 12px; margin-top: 3px;

@@ -73,8 +73,8 @@ def process_data(options: ProcessDataOptions) -> None:
     outputs.check([source.path for source in sources])
     tokenizer, added_tokens = prepare_tokenizer(options)
     masker = ChatMasker(tokenizer, stop_token_ids=load_stop_token_ids(options.model_name_or_path))
-    if tokenizer.chat_template is not None:  # without one, what is no chat can still be tokenized
-        masker.check_template()
+    # without a template, what is no chat can still be tokenized
+    notes = [] if tokenizer.chat_template is None else masker.check_template()
     start = time.perf_counter()
     with written_aside(outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
@@ -95,6 +95,8 @@ def process_data(options: ProcessDataOptions) -> None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
             write_page(aside[outputs.page], totals, tokenizer=tokenizer, title=title)
     print_report(totals, seconds=time.perf_counter() - start, sources=sources)
+    for note in notes:
+        print(f"note: {note}")
     print_outputs(outputs, added_tokens=added_tokens)
     print_samples(totals.samples[: options.preview], tokenizer, mask=options.string_for_printing_masks)
 

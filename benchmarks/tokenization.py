@@ -214,9 +214,7 @@ def report(runs: dict[str, list[tuple[float, float]]], *, num_rows: int) -> None
     our_wall, our_cpu = medians["process_data"]
     for way, (wall, cpu) in medians.items():
         if way.startswith("map"):
-            print(
-                f"process_data is {wall / our_wall:.2f} times as fast as {way}; CPU time {cpu / our_cpu:.2f} times less"
-            )
+            print(f"process_data is {wall / our_wall:.2f} times as fast as {way}, {cpu / our_cpu:.2f} by CPU time")
 
 
 if __name__ == "__main__":
