@@ -560,21 +560,36 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
     at, because some tokenizers report empty ranges. With `eos_token_id`, that token is the last one, once, and
     trained with the last passage.
     """
-    input_ids, offsets = encoding.ids, encoding.offsets
+    input_ids, num_tokens = encoding.ids, len(encoding)
     if eos_token_id is not None:
-        kept = len(input_ids) - (input_ids[-1:] == [eos_token_id])
-        input_ids, offsets = [*input_ids[:kept], eos_token_id], [*offsets[:kept], (len(located.text), None)]
+        num_tokens -= input_ids[-1:] == [eos_token_id]
+        input_ids = [*input_ids[:num_tokens], eos_token_id]
     labels = [IGNORED] * len(input_ids)
     weights = [0.0] * len(input_ids) if located.is_weighted else None
     counts: Counter[str] = Counter()
     for passage in located.passages:
-        end_of_passage = passage.end + (eos_token_id is not None)
-        first, end = (bisect_left(offsets, at, key=itemgetter(0)) for at in (passage.start, end_of_passage))
+        first = find_token(encoding, passage.start, num_tokens)
+        end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
         labels[first:end] = input_ids[first:end]
         counts[passage.role] += end - max(first, 1)
         if weights is not None:
             weights[first:end] = [passage.weight] * (end - first)
     return TokenizedChat(input_ids, labels, weights, {role: count for role, count in counts.items() if count > 0})
+
+
+def find_token(encoding: Any, at: int, num_tokens: int) -> int:
+    """The first of the tokens that begins at character `at` or later.
+
+    Looks around the token that has the character; building the list of all offsets takes much longer.
+    """
+    token = encoding.char_to_token(at)
+    if token is None:  # a character that no token has
+        return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
+    while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
+        token -= 1
+    while token < num_tokens and encoding.token_to_chars(token)[0] < at:
+        token += 1
+    return token
 
 
 def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:

@@ -19,6 +19,7 @@ from chat_masking import (
     Completion,
     Document,
     TokenizedChat,
+    find_token,
     fingerprint_chat_template,
     fingerprint_tokenizer,
     load_stop_token_ids,
@@ -348,6 +349,14 @@ def test_any_chat_is_masked_as_if_concatenated(masker, turns):
     assert encoded["input_ids"] == masked.input_ids
     starts = [start for start, _ in encoded["offset_mapping"]]
     assert [label != IGNORED for label in masked.labels] == [start in trained for start in starts]
+
+
+@settings(max_examples=100, deadline=None)
+@given(contents, st.integers(0, 30))
+def test_tokens_are_found_by_where_they_begin(masker, text, at):
+    (encoding,) = masker.encode([text], add_special_tokens=False)
+    found = find_token(encoding, min(at, len(text)), len(encoding))
+    assert found == sum(start < min(at, len(text)) for start, _ in encoding.offsets)
 
 
 def test_tokenizer_fingerprint(base_tokenizer):
