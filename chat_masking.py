@@ -568,7 +568,7 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
     weights = [0.0] * len(input_ids) if located.is_weighted else None
     counts: Counter[str] = Counter()
     for passage in located.passages:
-        first = find_token(encoding, passage.start, num_tokens)
+        first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
         end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
         labels[first:end] = input_ids[first:end]
         counts[passage.role] += end - max(first, 1)
