@@ -10,8 +10,11 @@ template marks itself what is generated ({% generation %}), the marks are taken 
 
 import hashlib
 import json
+import multiprocessing
+import os
 import re
 import signal
+import sys
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -44,6 +47,8 @@ SYSTEM_ROLES = ("system", "developer")
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has a shape of its own
 RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
+RENDER_BYTES = 4 << 30  # of memory, for trying a template
+TOO_MUCH_MEMORY = 3  # exit code
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
@@ -99,6 +104,16 @@ class Document:
 
 
 Row = Chat | Completion | Document
+
+PROBES = [
+    Chat([QUESTION, ANSWER]),
+    Chat([QUESTION, ANSWER, *MORE]),
+    Chat([SYSTEM, QUESTION, ANSWER]),
+    Chat([QUESTION, THOUGHT]),
+    Chat([QUESTION, THOUGHT, *MORE]),
+    Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
+]
+NUM_REQUIRED_PROBES = 2  # the others a template can refuse
 
 
 @dataclass(frozen=True)
@@ -341,7 +356,7 @@ class ChatMasker:
         if len(marked) != len(assistants):
             raise ValueError(
                 f"the chat template marks {len(marked)} passages as generated where the assistant has"
-                f" {len(assistants)} turns"
+                f" {len(assistants)} turns; without its {{% generation %}} markers it may be usable"
             )
         spans = []
         for i, (start, end) in zip(assistants, marked, strict=True):
@@ -435,22 +450,23 @@ class ChatMasker:
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
         notes: list[str] = []
-        required = [Chat([QUESTION, ANSWER]), Chat([QUESTION, ANSWER, *MORE])]
-        optional = [
-            Chat([SYSTEM, QUESTION, ANSWER]),
-            Chat([QUESTION, THOUGHT]),
-            Chat([QUESTION, THOUGHT, *MORE]),
-            Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
-        ]
-        for chat in (*required, *optional):
+        check_in_child(self.render_probes)
+        for chat in PROBES:
             (tokenized,) = self.mask_chats([chat])
             if isinstance(tokenized, ValueError):
-                problem = str(tokenized) if chat in required else None
+                problem = str(tokenized) if chat in PROBES[:NUM_REQUIRED_PROBES] else None
             else:
                 problem = self.find_problem(tokenized, chat, notes)
             if problem is not None:
                 raise ValueError(f"the model's chat template cannot be used: {problem}; tried with {chat.messages}")
         return list(dict.fromkeys(notes))
+
+    def render_probes(self) -> None:
+        """Raises MemoryError if the template needs too much; other errors are left to be found again."""
+        for chat in PROBES:
+            error = attempt(self.render, [chat.messages], tools=chat.tools)
+            if isinstance(error, ValueError) and isinstance(error.__context__, MemoryError):
+                raise error.__context__
 
     def find_problem(self, tokenized: TokenizedChat, chat: Chat, notes: list[str]) -> str | None:
         """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets. Adds to `notes`
@@ -629,7 +645,7 @@ def template_errors() -> Iterator[None]:
         with time_limit(RENDER_SECONDS):
             yield
     except Exception as error:
-        raise ValueError(f"the chat template fails: {error or type(error).__name__}") from None
+        raise ValueError(f"the chat template fails: {str(error) or type(error).__name__}") from None
 
 
 @contextmanager
@@ -650,6 +666,37 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, remaining, interval)
         signal.signal(signal.SIGALRM, handler)
+
+
+def check_in_child(function: Callable[[], object]) -> None:
+    """Calls `function` in a process that can be ended, whatever it does: one operation on huge numbers or texts cannot
+    be interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
+    if sys.platform != "linux":
+        return
+
+    def run() -> None:
+        import resource  # not everywhere
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with open("/proc/self/statm") as memory:
+            used = int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + RENDER_BYTES,) * 2)
+        try:
+            function()
+        except MemoryError:
+            os._exit(TOO_MUCH_MEMORY)
+
+    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    child.start()
+    child.join(RENDER_SECONDS)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        raise ValueError(f"the model's chat template cannot be used: takes longer than {RENDER_SECONDS:g} seconds")
+    if child.exitcode == TOO_MUCH_MEMORY:
+        raise ValueError(f"the model's chat template cannot be used: needs more than {RENDER_BYTES >> 30} GiB")
+    if child.exitcode != 0:
+        raise ValueError(f"the model's chat template cannot be used: ends its process with code {child.exitcode}")
 
 
 def attempt(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:
