@@ -10,8 +10,11 @@ template marks itself what is generated ({% generation %}), the marks are taken 
 
 import hashlib
 import json
+import multiprocessing
+import os
 import re
 import signal
+import sys
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -44,6 +47,8 @@ SYSTEM_ROLES = ("system", "developer")
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has a shape of its own
 RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
+RENDER_BYTES = 4 << 30  # of memory, for trying a template
+TOO_MUCH_MEMORY = 3  # exit code
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
@@ -99,6 +104,16 @@ class Document:
 
 
 Row = Chat | Completion | Document
+
+PROBES = [
+    Chat([QUESTION, ANSWER]),
+    Chat([QUESTION, ANSWER, *MORE]),
+    Chat([SYSTEM, QUESTION, ANSWER]),
+    Chat([QUESTION, THOUGHT]),
+    Chat([QUESTION, THOUGHT, *MORE]),
+    Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
+]
+NUM_REQUIRED_PROBES = 2  # the others a template can refuse
 
 
 @dataclass(frozen=True)
@@ -341,7 +356,7 @@ class ChatMasker:
         if len(marked) != len(assistants):
             raise ValueError(
                 f"the chat template marks {len(marked)} passages as generated where the assistant has"
-                f" {len(assistants)} turns"
+                f" {len(assistants)} turns; without its {{% generation %}} markers it may be usable"
             )
         spans = []
         for i, (start, end) in zip(assistants, marked, strict=True):
@@ -435,22 +450,23 @@ class ChatMasker:
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
         notes: list[str] = []
-        required = [Chat([QUESTION, ANSWER]), Chat([QUESTION, ANSWER, *MORE])]
-        optional = [
-            Chat([SYSTEM, QUESTION, ANSWER]),
-            Chat([QUESTION, THOUGHT]),
-            Chat([QUESTION, THOUGHT, *MORE]),
-            Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
-        ]
-        for chat in (*required, *optional):
+        check_in_child(self.render_probes)
+        for chat in PROBES:
             (tokenized,) = self.mask_chats([chat])
             if isinstance(tokenized, ValueError):
-                problem = str(tokenized) if chat in required else None
+                problem = str(tokenized) if chat in PROBES[:NUM_REQUIRED_PROBES] else None
             else:
                 problem = self.find_problem(tokenized, chat, notes)
             if problem is not None:
                 raise ValueError(f"the model's chat template cannot be used: {problem}; tried with {chat.messages}")
         return list(dict.fromkeys(notes))
+
+    def render_probes(self) -> None:
+        """Raises MemoryError if the template needs too much; other errors are left to be found again."""
+        for chat in PROBES:
+            error = attempt(self.render, [chat.messages], tools=chat.tools)
+            if isinstance(error, ValueError) and isinstance(error.__context__, MemoryError):
+                raise error.__context__
 
     def find_problem(self, tokenized: TokenizedChat, chat: Chat, notes: list[str]) -> str | None:
         """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets. Adds to `notes`
@@ -560,21 +576,36 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
     at, because some tokenizers report empty ranges. With `eos_token_id`, that token is the last one, once, and
     trained with the last passage.
     """
-    input_ids, offsets = encoding.ids, encoding.offsets
+    input_ids, num_tokens = encoding.ids, len(encoding)
     if eos_token_id is not None:
-        kept = len(input_ids) - (input_ids[-1:] == [eos_token_id])
-        input_ids, offsets = [*input_ids[:kept], eos_token_id], [*offsets[:kept], (len(located.text), None)]
+        num_tokens -= input_ids[-1:] == [eos_token_id]
+        input_ids = [*input_ids[:num_tokens], eos_token_id]
     labels = [IGNORED] * len(input_ids)
     weights = [0.0] * len(input_ids) if located.is_weighted else None
     counts: Counter[str] = Counter()
     for passage in located.passages:
-        end_of_passage = passage.end + (eos_token_id is not None)
-        first, end = (bisect_left(offsets, at, key=itemgetter(0)) for at in (passage.start, end_of_passage))
+        first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
+        end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
         labels[first:end] = input_ids[first:end]
         counts[passage.role] += end - max(first, 1)
         if weights is not None:
             weights[first:end] = [passage.weight] * (end - first)
     return TokenizedChat(input_ids, labels, weights, {role: count for role, count in counts.items() if count > 0})
+
+
+def find_token(encoding: Any, at: int, num_tokens: int) -> int:
+    """The first of the tokens that begins at character `at` or later.
+
+    Looks around the token that has the character; building the list of all offsets takes much longer.
+    """
+    token = encoding.char_to_token(at)
+    if token is None:  # a character that no token has
+        return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
+    while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
+        token -= 1
+    while token < num_tokens and encoding.token_to_chars(token)[0] < at:
+        token += 1
+    return token
 
 
 def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
@@ -614,7 +645,7 @@ def template_errors() -> Iterator[None]:
         with time_limit(RENDER_SECONDS):
             yield
     except Exception as error:
-        raise ValueError(f"the chat template fails: {error or type(error).__name__}") from None
+        raise ValueError(f"the chat template fails: {str(error) or type(error).__name__}") from None
 
 
 @contextmanager
@@ -635,6 +666,37 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, remaining, interval)
         signal.signal(signal.SIGALRM, handler)
+
+
+def check_in_child(function: Callable[[], object]) -> None:
+    """Calls `function` in a process that can be ended, whatever it does: one operation on huge numbers or texts cannot
+    be interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
+    if sys.platform != "linux":
+        return
+
+    def run() -> None:
+        import resource  # not everywhere
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with open("/proc/self/statm") as memory:
+            used = int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + RENDER_BYTES,) * 2)
+        try:
+            function()
+        except MemoryError:
+            os._exit(TOO_MUCH_MEMORY)
+
+    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    child.start()
+    child.join(RENDER_SECONDS)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        raise ValueError(f"the model's chat template cannot be used: takes longer than {RENDER_SECONDS:g} seconds")
+    if child.exitcode == TOO_MUCH_MEMORY:
+        raise ValueError(f"the model's chat template cannot be used: needs more than {RENDER_BYTES >> 30} GiB")
+    if child.exitcode != 0:
+        raise ValueError(f"the model's chat template cannot be used: ends its process with code {child.exitcode}")
 
 
 def attempt(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:

@@ -3,6 +3,7 @@
 import copy
 import json
 import signal
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from chat_masking import (
     Completion,
     Document,
     TokenizedChat,
+    find_token,
     fingerprint_chat_template,
     fingerprint_tokenizer,
     load_stop_token_ids,
@@ -350,6 +352,14 @@ def test_any_chat_is_masked_as_if_concatenated(masker, turns):
     assert [label != IGNORED for label in masked.labels] == [start in trained for start in starts]
 
 
+@settings(max_examples=100, deadline=None)
+@given(contents, st.integers(0, 30))
+def test_tokens_are_found_by_where_they_begin(masker, text, at):
+    (encoding,) = masker.encode([text], add_special_tokens=False)
+    found = find_token(encoding, min(at, len(text)), len(encoding))
+    assert found == sum(start < min(at, len(text)) for start, _ in encoding.offsets)
+
+
 def test_tokenizer_fingerprint(base_tokenizer):
     same = copy.deepcopy(base_tokenizer)
     same.chat_template = "another"
@@ -496,13 +506,24 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
     monkeypatch.setattr(chat_masking, "RENDER_SECONDS", 0.2)
     before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(ValueError, match=r"the chat template fails: takes longer than 0\.2 seconds"):
+    with pytest.raises(ValueError, match=r"takes longer than 0\.2 seconds"):
         with_template(base_tokenizer, CHATML_TEMPLATE + ENDLESS)
     assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     template = CHATML_TEMPLATE + "{% if 'loop' in messages[0].content %}" + ENDLESS + "{% endif %}"
     masker = with_template(base_tokenizer, template)
     good, endless = masker.mask([Chat([QUESTION, ANSWER]), Chat([{"role": "user", "content": "loop"}, ANSWER])])
     assert good == mask_one(masker, [QUESTION, ANSWER]) and "takes longer" in str(endless)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+@pytest.mark.parametrize(
+    ("bomb", "reason"),
+    [("9 ** (9 ** 9)", r"takes longer than 0\.5 s"), ("'a' * 10 ** 10", "needs more than 4 GiB")],
+)
+def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypatch, bomb, reason):
+    monkeypatch.setattr(chat_masking, "RENDER_SECONDS", 0.5)
+    with pytest.raises(ValueError, match=reason):
+        with_template(base_tokenizer, CHATML_TEMPLATE + "{{ (" + bomb + ") and '' }}")
 
 
 def test_templates_run_in_the_sandbox(base_tokenizer):

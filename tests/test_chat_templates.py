@@ -506,8 +506,8 @@ def test_one_beginning_of_text(name):
     assert masked.input_ids.count(tokenizer.bos_token_id) == 1 and masked.input_ids[0] == tokenizer.bos_token_id
 
 
-PLAIN = ["ChatML", "Mistral Tekken", "Mistral v3", "Phi 4", "Command R", "Granite 3", "Falcon 3", "OLMo 2", "SmolLM 3",
-         "Zephyr", "Vicuna", "Llama 2", "Qwen 2.5", "Llama 3.1", "Gemma 3", "gpt-oss", "Qwen 3"]  # fmt: skip
+PLAIN = ["ChatML", "Mistral Tekken", "Mistral v3", "Phi 4", "Command R", "Granite 3", "Falcon 3", "OLMo 2",
+         "Zephyr", "Vicuna", "Llama 2", "Qwen 2.5", "Llama 3.1", "Gemma 3", "gpt-oss"]  # fmt: skip
 pieces = st.sampled_from(
     ["\n", " ", "Five.", "<", "assistant", "[INST]", "xQ00001Qx", "\u00e9", "\U0001f469\u200d\U0001f467"]
 )
