@@ -172,7 +172,7 @@ class Shape:
         pairs = enumerate(zip(self.messages, self.weights, strict=True))
         return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
 
-    @property
+    @cached_property
     def key(self) -> str:
         return f"{sorted(self.unmasked)} {self.outline.text} {self.tools!r}"
 
@@ -617,8 +617,9 @@ def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[li
 
 def find_stops(tokenizer: Any, stop_token_ids: Sequence[int]) -> Stops:
     """The tokenizer's special tokens (of two that begin alike, the longer is found) and those that end generation."""
-    known = {tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(list(stop_token_ids))} - {None}
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | known
+    added = tokenizer.added_tokens_decoder
+    known = {tokenizer.eos_token, *(added[id].content for id in stop_token_ids if id in added)} - {None}
+    special = {token.content for token in added.values() if token.special} | known
     longest_first = sorted(special, key=lambda token: (-len(token), token))
     pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
     return Stops(pattern, frozenset(known))

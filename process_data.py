@@ -138,7 +138,8 @@ def process_data(options: ProcessDataOptions) -> None:
     tokenizer = load_tokenizer(options.model_name_or_path)
     masker = ChatMasker(tokenizer, stop_token_ids=load_stop_token_ids(options.model_name_or_path))
     if masker.tokenizer.chat_template is not None:  # without one, pretraining text can still be tokenized
-        masker.check_template()
+        for note in masker.check_template():
+            print(f"note: {note}")
     process = partial(
         process_chunk, masker=masker, file_format=output.suffix, max_sample_num_tokens=options.max_sample_num_tokens
     )
