@@ -18,6 +18,7 @@ from typing import Any, Protocol
 ASSISTANT = "assistant"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 REASONING_OPENING = re.compile(r"<\|?think(?:ing)?\|?>")
+PROMPTED_REASONING = re.compile(REASONING_OPENING.pattern + r"\s*(?:</\|?think(?:ing)?\|?>\s*)?\Z")
 
 # Templates test their input: a text is letters and digits, as long as the ids that Mistral's templates accept; a
 # number is a number.
@@ -249,8 +250,8 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
     for i, message in enumerate(outline.messages):
         if message["role"] == ASSISTANT:
             skeleton.turns.append(learner.learn_assistant_turn(i))
-        elif i in unmasked and any(outline.leaves[leaf].message == i for leaf in order):
-            skeleton.turns.append(learner.learn_other_turn(i))
+        elif i in unmasked:
+            skeleton.turns.extend(learner.learn_other_turn(i))
     return skeleton
 
 
@@ -360,7 +361,7 @@ class GenerationPrompt:
     @property
     def base(self) -> str:
         """The prompt up to where it opens the reasoning; some go on to close it, some turns go without."""
-        opening = REASONING_OPENING.search(self.text)
+        opening = PROMPTED_REASONING.search(self.text)
         base = self.text[: opening.start()] if opening else self.text
         return base if base.strip() else self.text
 
@@ -408,15 +409,18 @@ class TurnLearner:
         leaves = self.outline.leaves
         return next((k for k, leaf in enumerate(self.order) if leaves[leaf].message == message), None)
 
-    def learn_other_turn(self, message: int) -> Turn:
-        """Its texts and, if it has one, its end-of-turn token."""
-        first = self.first_slot(message)
-        assert first is not None
+    def learn_other_turn(self, message: int) -> list[Turn]:
+        """Its content and, if it has one, its end-of-turn token; no turn if it has no content."""
+        leaves = self.outline.leaves
+        slots = [k for k, i in enumerate(self.order) if (leaves[i].message, leaves[i].kind) == (message, "content")]
+        if not slots:
+            return []
+        (slot,) = slots
         cut_order, cut = split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])
-        literal = self.skeleton.literals[first + 1]
-        tokens = self.find_common_tokens(cut[-1], literal) if cut_order[-1:] == [self.order[first]] else []
+        literal = self.skeleton.literals[slot + 1]
+        tokens = self.find_common_tokens(cut[-1], literal) if cut_order[-1:] == [self.order[slot]] else []
         end = tokens[0].end() if tokens else 0
-        return Turn(message, (first, len(self.skeleton.literals[first])), (first + 1, end))
+        return [Turn(message, (slot, len(self.skeleton.literals[slot])), (slot + 1, end))]
 
     def learn_assistant_turn(self, message: int) -> Turn:
         cut = split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])

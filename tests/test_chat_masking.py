@@ -630,6 +630,24 @@ def test_tool_calls_are_trained_as_the_template_writes_them(base_tokenizer):
     assert trained_with_tools(masker, [QUESTION, with_text]) == [text]
 
 
+def test_unmasked_tools_and_silent_turns(base_tokenizer):
+    masker = with_template(base_tokenizer, TOOL_TEMPLATE)
+    result = {"role": "tool", "content": "sum: 5", "tool_call_id": "of no call"}
+    messages = [QUESTION, {"role": "assistant", "content": ""}, result, ANSWER]
+    assert trained_texts(masker, messages) == ["<|im_end|>", "Five.<|im_end|>"]
+    texts = ["How many?<|im_end|>", "<|im_end|>", 'sum: 5"<|im_end|>', "Five.<|im_end|>"]
+    assert trained_texts(masker, messages, unmask=True) == texts
+
+
+def test_scaffold_that_speaks_of_thinking_is_not_trained(base_tokenizer):
+    template = CHATML_TEMPLATE.replace("+ '<|im_end|>'", "+ (' Use <think>.' if m_is_user else '') + '<|im_end|>'")
+    template = template.replace("m_is_user", "message['role'] == 'user'")
+    for opening in ("", "<think>\n", "<think>\n\n</think>\n\n"):
+        masker = with_template(base_tokenizer, template.replace("assistant\n'", f"assistant\n{opening}'"))
+        texts = ["Five.<|im_end|>", "Five.<|im_end|>"]
+        assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == texts
+
+
 def test_ids_and_arguments_share_a_skeleton(base_tokenizer):
     masker = with_template(base_tokenizer, TOOL_TEMPLATE)
     before = len(masker.skeletons)
