@@ -12,7 +12,7 @@ from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-import chat_masking
+import chat_rendering
 from chat_masking import (
     IGNORED,
     Chat,
@@ -504,7 +504,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 
 
 def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
-    monkeypatch.setattr(chat_masking, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.2)
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(ValueError, match=r"takes longer than 0\.2 seconds"):
         with_template(base_tokenizer, CHATML_TEMPLATE + ENDLESS)
@@ -521,7 +521,7 @@ def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
     [("9 ** (9 ** 9)", r"takes longer than 0\.5 s"), ("'a' * 10 ** 10", "needs more than 4 GiB")],
 )
 def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypatch, bomb, reason):
-    monkeypatch.setattr(chat_masking, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.5)
     with pytest.raises(ValueError, match=reason):
         with_template(base_tokenizer, CHATML_TEMPLATE + "{{ (" + bomb + ") and '' }}")
 
