@@ -1,32 +1,47 @@
 """Messages + chat template -> token ids, and which of them are trained.
 
 Nothing here searches rendered text for role markers, because a user can write them too. Each *shape* of
-conversation (its roles, and everything but the contents) is rendered once with placeholders for contents, which
-shows what the template itself writes around each of them: the shape's skeleton. A real conversation is rendered
-by the tokenizer, unaltered, and must equal, character by character, its contents set into that skeleton. So where
-each content stands and where each turn begins and ends is known, never guessed; a conversation that differs is
-refused. The price is one rendering per row.
+conversation (its roles, and everything but the texts) is rendered once with placeholders, which shows what the
+template itself writes around each text (see chat_skeletons.py). A real conversation is rendered by the tokenizer,
+unaltered, and must equal, character by character, its texts set into that skeleton. So where each turn begins and
+ends is known, never guessed; a conversation that differs is refused. The price is one rendering per row. Where a
+template marks itself what is generated ({% generation %}), the marks are taken instead.
 """
 
 import hashlib
 import json
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from chat_rendering import check_in_child, template_errors
+from chat_skeletons import (
+    ASSISTANT,
+    PLACEHOLDER,
+    Message,
+    Outline,
+    Render,
+    Skeleton,
+    Span,
+    Stops,
+    check_outline,
+    learn_skeleton,
+    make_outline,
+    match_text,
+)
 
 IGNORED = -100  # label of a token that is not trained
-ASSISTANT = "assistant"
 PRETRAIN = "pretrain"
 SYSTEM_ROLES = ("system", "developer")
+ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has a shape of its own
-
-PLACEHOLDER = re.compile(r"xQ(\d+)Qx")  # letters and digits only, so that templates pass it through
-STRIPS = ("", "\n", None)  # what templates strip from a content's ends: nothing, newlines, all whitespace
-PADDING = "\n \n"  # tells apart what each of STRIPS leaves of it
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
 # byte-order mark, code: where pre-tokenizers and normalizers differ although the vocabularies are the same.
@@ -36,77 +51,122 @@ FINGERPRINT_TEXT = (
     " \U0001f469\u200d\U0001f467 def f(x):\n\treturn x**2  # ok\n"
 )
 
-PROBES = (
-    [("user", "What is 2 + 2?"), ("assistant", "It is 4.")],
-    [
-        ("user", "What is 2 + 2?"),
-        ("assistant", "It is 4."),
-        ("user", "And 3 + 3?"),
-        ("assistant", "It is 6."),
-    ],
-)
+QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}
+MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHT = {**ANSWER, "reasoning_content": "Two and two make four."}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds numbers.",
+        "parameters": {"type": "object", "properties": {"terms": {"type": "string", "description": "Which."}}},
+    },
+}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"terms": "2, 2"}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "sum: 4", "tool_call_id": "call00001", "name": "add"}
 
-Message = dict[str, Any]
 T = TypeVar("T")
-
-
-class Render(Protocol):
-    """Conversations -> their texts, by the chat template; raises ValueError where the template fails."""
-
-    def __call__(self, conversations: Sequence[list[Message]], *, generation_prompt: bool = False) -> list[str]: ...
 
 
 @dataclass(frozen=True)
 class Chat:
-    """One row of data. `unmask`: all roles but system are trained, not only the assistant."""
+    """A conversation. Messages may say `train` (true or false) or `weight` (0 to 1) for themselves; otherwise the
+    assistant's are trained, and with `unmask` all roles' but system's."""
 
     messages: list[Message]
     unmask: bool = False
+    tools: list[dict[str, Any]] | None = None
 
-    def trains(self, role: str) -> bool:
-        return role == ASSISTANT or (self.unmask and role not in SYSTEM_ROLES)
+
+@dataclass(frozen=True)
+class Completion:
+    """A text to be gone on with, without a chat template: only what follows the prompt is trained."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text to be trained whole, ended by the tokenizer's end-of-text token."""
+
+    text: str
+
+
+Row = Chat | Completion | Document
+
+PROBES = [
+    Chat([QUESTION, ANSWER]),
+    Chat([QUESTION, ANSWER, *MORE]),
+    Chat([SYSTEM, QUESTION, ANSWER]),
+    Chat([QUESTION, THOUGHT]),
+    Chat([QUESTION, THOUGHT, *MORE]),
+    Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
+]
+NUM_REQUIRED_PROBES = 2  # the others a template can refuse
 
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """`input_ids` and unshifted `labels`, equally long."""
+    """`input_ids` and unshifted `labels`, equally long.
+
+    `loss_weights`: one per token, 0 where not trained; None unless a message of the row has a weight.
+    `num_trained_by_role`: trained tokens but the row's first, which nothing predicts, by who says them.
+    """
 
     input_ids: list[int]
     labels: list[int]
+    loss_weights: list[float] | None
+    num_trained_by_role: dict[str, int]
 
 
 @dataclass(frozen=True)
-class Span:
-    """Characters [start, end) of a rendered chat that are trained, and whose they are."""
+class Passage:
+    """Characters [start, end) of a rendered row that are trained, whose they are, and how much they count."""
 
     start: int
     end: int
     role: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a message's content goes in a skeleton, and how much template text around it belongs to its turn."""
+class Located:
+    """A rendered row and what of it is trained."""
 
-    message: int  # index into the messages
-    role: str
-    strips: tuple[str | None, str | None]  # what the template strips from the content: left, right, each of STRIPS
-    trained: bool
-    num_chars_before: int = 0  # template text between generation prompt and content
-    num_chars_after: int = 0  # template text from the content to the end-of-turn token, which is included
-
-    def place(self, content: str) -> str:
-        """The content as the template writes it."""
-        left, right = self.strips
-        return content.lstrip(left).rstrip(right)
+    text: str
+    passages: list[Passage]
+    is_weighted: bool = False
 
 
 @dataclass(frozen=True)
-class Skeleton:
-    """What the template writes for a shape: literals[0], slot 0, literals[1], ..., slot n-1, literals[n]."""
+class Rendered:
+    """A conversation's text, and what the template's generation markers enclose (None: it has none)."""
 
-    literals: list[str]
-    slots: list[Slot]
+    text: str
+    marked: list[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A conversation without what is only for masking, its outline, and the weight of each message."""
+
+    messages: list[Message]
+    weights: list[float]
+    outline: Outline
+    tools: list[dict[str, Any]] | None
+
+    @property
+    def unmasked(self) -> set[int]:
+        """The messages that are trained though not the assistant's."""
+        pairs = enumerate(zip(self.messages, self.weights, strict=True))
+        return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
+
+    @cached_property
+    def key(self) -> str:
+        return f"{sorted(self.unmasked)} {self.outline.text} {self.tools!r}"
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:
@@ -126,44 +186,61 @@ def fingerprint_chat_template(tokenizer: Any) -> str | None:
     return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
 
-class ChatMasker:
-    """Renders, tokenizes and masks with one tokenizer. Invariant: its skeletons were learned from its template."""
+def load_stop_token_ids(model_name_or_path: str) -> list[int]:
+    """The tokens that end generation by the model's generation_config.json; none if it has no such file."""
+    from transformers import GenerationConfig  # seconds to import
 
-    def __init__(self, tokenizer: Any) -> None:
+    try:
+        ids = GenerationConfig.from_pretrained(model_name_or_path).eos_token_id
+    except OSError:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids or [])
+
+
+class ChatMasker:
+    """Renders, tokenizes and masks with one tokenizer. Invariant: its skeletons were learned from its template.
+
+    `stop_token_ids`: which tokens end generation besides the tokenizer's eos token (see `load_stop_token_ids`).
+    """
+
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} does not tell which characters a token covers, so masks cannot be"
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer = tokenizer
-        self.special_token = compile_special_tokens(tokenizer)
+        self.stops = find_stops(tokenizer, stop_token_ids)
         self.skeletons: dict[str, Skeleton] = {}
+        self.checked_shapes: set[str] = set()  # the same for templates that mark what is generated
 
-    def mask(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
-        """Each chat's token ids and labels, or why it cannot be used.
+    @cached_property
+    def template_tells_time(self) -> bool:
+        return "strftime_now" in json.dumps(self.tokenizer.chat_template)
+
+    def mask(self, rows: Sequence[Row]) -> list[TokenizedChat | ValueError]:
+        """Each row's token ids and labels, or why it cannot be used.
 
         Raises ValueError where none could be used: no chat template, or no end-of-text token.
         """
         results: dict[int, TokenizedChat | ValueError] = {}
-        documents = [i for i, chat in enumerate(chats) if chat.messages[0]["role"] == PRETRAIN]
-        others = [i for i, chat in enumerate(chats) if chat.messages[0]["role"] != PRETRAIN]
-        for indices, mask in ((documents, self.mask_documents), (others, self.mask_chats)):
+        for kind, mask in ((Chat, self.mask_chats), (Completion, self.mask_texts), (Document, self.mask_texts)):
+            indices = [i for i, row in enumerate(rows) if isinstance(row, kind)]
             if indices:
-                results.update(zip(indices, mask([chats[i] for i in indices]), strict=True))
-        return [results[i] for i in range(len(chats))]
+                results.update(zip(indices, mask([rows[i] for i in indices]), strict=True))
+        return [results[i] for i in range(len(rows))]
 
-    def mask_documents(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
-        """Pretraining text: no template, every token trained, ended once by the tokenizer's eos token."""
+    def mask_texts(self, rows: Sequence[Completion | Document]) -> list[TokenizedChat | ValueError]:
+        """Rows without a template: tokenized as one text, and ended once by the tokenizer's eos token."""
         eos_token_id = self.tokenizer.eos_token_id
         if eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token, which has to end every 'pretrain' message")
-
-        def finish(encoding: Any) -> TokenizedChat:
-            ids = encoding.ids if encoding.ids[-1:] == [eos_token_id] else [*encoding.ids, eos_token_id]
-            return TokenizedChat(ids, ids)
-
-        texts = [attempt(check_unicode, chat.messages[0]["content"]) for chat in chats]
-        return [attempt(finish, encoding) for encoding in self.encode(texts, add_special_tokens=True)]
+            raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
+        located = [attempt(locate_text, row) for row in rows]
+        encodings = self.encode([text_of(found) for found in located], add_special_tokens=True)
+        return [
+            attempt(lambda encoding, found: label_encoding(encoding, found, eos_token_id=eos_token_id), encoding, found)
+            for encoding, found in zip(encodings, located, strict=True)
+        ]
 
     def mask_chats(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
         """Chats: token ids as `apply_chat_template` gives them, labels by what the template wrote where."""
@@ -172,40 +249,176 @@ class ChatMasker:
                 "the tokenizer has no chat template: use the model's instruct version, or put the template that"
                 " its chats shall have into chat_template.jinja beside the tokenizer"
             )
-        texts = self.render_each([chat.messages for chat in chats])
-        located = [attempt(self.locate, text, chat) for text, chat in zip(texts, chats, strict=True)]
-        texts = [found if isinstance(found, ValueError) else found[0] for found in located]
-        encodings = self.encode(texts, add_special_tokens=False)  # the template writes them itself
+        shapes = [attempt(make_shape, chat) for chat in chats]
+        located = [
+            attempt(self.locate, rendered, shape)
+            for rendered, shape in zip(self.render_each(shapes), shapes, strict=True)
+        ]
+        encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
         return [attempt(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
-    def locate(self, text: str, chat: Chat) -> tuple[str, list[Span]]:
-        """A rendered chat and its trained spans."""
-        return check_unicode(text), find_trained_spans(text, chat, self.find_skeleton(chat))
+    def locate(self, rendered: Rendered, shape: Shape) -> Located:
+        """A rendered chat and what of it is trained."""
+        located = attempt(self.locate_now, rendered, shape)
+        if isinstance(located, ValueError) and self.template_tells_time:
+            self.skeletons.pop(shape.key, None)  # it, or the text, can be of yesterday
+            return self.locate_now(self.render_one(shape.messages, tools=shape.tools), shape)
+        if isinstance(located, ValueError):
+            raise located
+        return located
 
-    def find_skeleton(self, chat: Chat) -> Skeleton:
-        """Learned once per shape: the messages without their contents."""
-        shape = repr((chat.unmask, [{**message, "content": ""} for message in chat.messages]))
-        if shape not in self.skeletons:
+    def locate_now(self, rendered: Rendered, shape: Shape) -> Located:
+        text = check_unicode(rendered.text)
+        if rendered.marked is None:
+            spans = self.find_spans(text, shape)
+        else:
+            self.check_marked_shape(shape)
+            spans = self.assign_marked(text, rendered.marked, shape)
+            if shape.unmasked:
+                others = self.find_spans(text, shape)
+                spans += [span for span in others if shape.messages[span.message]["role"] != ASSISTANT]
+        passages = [
+            Passage(span.start, span.end, shape.messages[span.message]["role"], shape.weights[span.message])
+            for span in sorted(spans, key=lambda span: span.start)
+            if shape.weights[span.message] > 0
+        ]
+        is_weighted = any(weight not in (0.0, 1.0) for weight in shape.weights)
+        return Located(text, passages, is_weighted)
+
+    def find_spans(self, text: str, shape: Shape) -> list[Span]:
+        """Whose turn stands where in a rendered chat."""
+        render = partial(self.render, tools=shape.tools)
+        skeleton = self.find_skeleton(shape, render)
+        spans = attempt(match_text, text, shape.outline, skeleton, render=render)
+        if isinstance(spans, ValueError):
+            spans = self.find_spans_alone(text, shape, render, spans)
+        return spans
+
+    def find_spans_alone(self, text: str, shape: Shape, render: Render, error: ValueError) -> list[Span]:
+        """With a skeleton for this row alone, because what others than the assistant say changes what the template
+        writes elsewhere. Raises `error` if that does not help."""
+        outline = make_outline(shape.messages, only=ASSISTANT)
+        if shape.unmasked or outline.text == shape.outline.text:
+            raise error
+        try:
+            skeleton = learn_skeleton(outline, unmasked=set(), render=render, stops=self.stops)
+            return match_text(text, outline, skeleton, render=render)
+        except ValueError:
+            raise error from None
+
+    def find_skeleton(self, shape: Shape, render: Render) -> Skeleton:
+        """Learned once per shape."""
+        if shape.key not in self.skeletons:
+            self.check_tools_are_written(shape, render)
             if len(self.skeletons) >= MAX_NUM_SKELETONS:
                 self.skeletons.clear()
-            self.skeletons[shape] = learn_skeleton(chat, render=self.render, special_token=self.special_token)
-        return self.skeletons[shape]
-
-    def render_each(self, conversations: Sequence[list[Message]]) -> list[str | ValueError]:
-        """All at once, which is faster, unless one of them fails: then each alone, to find out which."""
-        rendered = attempt(self.render, conversations)
-        if not isinstance(rendered, ValueError):
-            return rendered
-        return [attempt(lambda messages: self.render([messages])[0], messages) for messages in conversations]
-
-    def render(self, conversations: Sequence[list[Message]], *, generation_prompt: bool = False) -> list[str]:
-        """The texts that `apply_chat_template` tokenizes."""
-        try:
-            return self.tokenizer.apply_chat_template(
-                conversations, tokenize=False, add_generation_prompt=generation_prompt
+            self.skeletons[shape.key] = learn_skeleton(
+                shape.outline, unmasked=shape.unmasked, render=render, stops=self.stops
             )
-        except Exception as error:  # a template is someone else's program and can fail in any way
-            raise ValueError(f"the chat template fails: {error or type(error).__name__}") from None
+        return self.skeletons[shape.key]
+
+    def check_marked_shape(self, shape: Shape) -> None:
+        """Refuses, once per shape, a chat of which a template that marks its answers leaves something out."""
+        if shape.key in self.checked_shapes:
+            return
+        render = partial(self.render, tools=shape.tools)
+        self.check_tools_are_written(shape, render)
+        check_outline(shape.outline, render=render, stops=self.stops)
+        if len(self.checked_shapes) >= MAX_NUM_SKELETONS:
+            self.checked_shapes.clear()
+        self.checked_shapes.add(shape.key)
+
+    def check_tools_are_written(self, shape: Shape, render: Render) -> None:
+        messages = shape.outline.messages
+        if shape.tools and attempt(self.render, [messages]) == render([messages]):
+            raise ValueError(
+                "the chat template leaves out 'tools': remove them from the row, or describe them in the system message"
+            )
+
+    @cached_property
+    def generation_header(self) -> str:
+        """What the template adds to a user's turn to prompt for an answer."""
+        (plain,), (prompted,) = self.render([[QUESTION]]), self.render([[QUESTION]], generation_prompt=True)
+        return prompted[len(plain) :] if prompted.startswith(plain) else ""
+
+    def assign_marked(self, text: str, marked: list[tuple[int, int]], shape: Shape) -> list[Span]:
+        """Whose turn each passage is that the template's markers enclose. What the generation prompt already says,
+        and whitespace after the stop token, are left out."""
+        assistants = [i for i, message in enumerate(shape.messages) if message["role"] == ASSISTANT]
+        if len(marked) != len(assistants):
+            raise ValueError(
+                f"the chat template marks {len(marked)} passages as generated where the assistant has"
+                f" {len(assistants)} turns; without its {{% generation %}} markers it may be usable"
+            )
+        spans = []
+        for i, (start, end) in zip(assistants, marked, strict=True):
+            passage = text[start:end]
+            *_, stop = [None, *self.stops.special.finditer(passage)]
+            if stop is not None and not passage[stop.end() :].strip():
+                end = start + stop.end()
+            spans.append(Span(start + self.count_prompted(text, start), end, i))
+        return spans
+
+    def count_prompted(self, text: str, start: int) -> int:
+        """How much of the generation prompt stands in `text` from `start` on, the rest being right before it."""
+        header = self.generation_header
+        for i in range(len(header)):
+            if text.startswith(header[i:], start) and text.endswith(header[:i], 0, start):
+                return len(header) - i
+        return 0
+
+    def render_each(self, shapes: Sequence[Shape | ValueError]) -> list[Rendered | ValueError]:
+        """All of the same tools at once, which is faster, unless one of them fails: then each alone, to find out
+        which."""
+        results: list[Any] = list(shapes)
+        by_tools: dict[str, list[int]] = {}
+        for i, shape in enumerate(shapes):
+            if not isinstance(shape, ValueError):
+                by_tools.setdefault(repr(shape.tools), []).append(i)
+        for indices in by_tools.values():
+            conversations, tools = [shapes[i].messages for i in indices], shapes[indices[0]].tools
+            rendered = attempt(self.render_marked, conversations, tools=tools)
+            if isinstance(rendered, ValueError):
+                rendered = [attempt(self.render_one, messages, tools=tools) for messages in conversations]
+            for i, result in zip(indices, rendered, strict=True):
+                results[i] = result
+        return results
+
+    def render_one(self, messages: list[Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
+        (rendered,) = self.render_marked([messages], tools=tools)
+        return rendered
+
+    def render_marked(
+        self, conversations: Sequence[list[Message]], *, tools: list[dict[str, Any]] | None
+    ) -> list[Rendered]:
+        """The texts, and what the template marks as generated if it marks something."""
+        template = self.tokenizer.get_chat_template(None, tools)
+        if GENERATION_MARKER.search(template) is None:
+            return [Rendered(text) for text in self.render(conversations, tools=tools)]
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with template_errors():
+            texts, marked = render_jinja_template(
+                [[drop_nulls(message) for message in messages] for messages in conversations],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        return [Rendered(text, passages) for text, passages in zip(texts, marked, strict=True)]
+
+    def render(
+        self,
+        conversations: Sequence[list[Message]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        generation_prompt: bool = False,
+    ) -> list[str]:
+        """The texts that `apply_chat_template` tokenizes."""
+        with template_errors():
+            return self.tokenizer.apply_chat_template(
+                conversations, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
 
     def encode(self, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
         """Tokenizes the texts in one call; errors among them stay where they are."""
@@ -222,171 +435,169 @@ class ChatMasker:
             encodings = iter(batch.encodings)
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
-    def check_template(self) -> None:
-        """Raises ValueError for a template that cannot be masked with certainty, by known conversations."""
-        for probe in PROBES:
-            messages = [{"role": role, "content": content} for role, content in probe]
-            (tokenized,) = self.mask_chats([Chat(messages)])
-            problem = tokenized if isinstance(tokenized, ValueError) else self.find_problem(tokenized, messages)
-            if problem is not None:
-                raise ValueError(f"the model's chat template cannot be used: {problem}; tried with {messages}")
+    def check_template(self) -> list[str]:
+        """Raises ValueError for a template that cannot be masked with certainty, by known conversations. Returns what
+        there is to know about one that can.
 
-    def find_problem(self, tokenized: TokenizedChat, messages: list[Message]) -> str | None:
-        """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets."""
-        if tokenized.input_ids != self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]:
+        What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
+        """
+        notes: list[str] = []
+        check_in_child(self.render_probes)
+        for chat in PROBES:
+            (tokenized,) = self.mask_chats([chat])
+            if isinstance(tokenized, ValueError):
+                problem = str(tokenized) if chat in PROBES[:NUM_REQUIRED_PROBES] else None
+            else:
+                problem = self.find_problem(tokenized, chat, notes)
+            if problem is not None:
+                raise ValueError(f"the model's chat template cannot be used: {problem}; tried with {chat.messages}")
+        return list(dict.fromkeys(notes))
+
+    def render_probes(self) -> None:
+        """Raises MemoryError if the template needs too much; other errors are left to be found again."""
+        for chat in PROBES:
+            error = attempt(self.render, [chat.messages], tools=chat.tools)
+            if isinstance(error, ValueError) and isinstance(error.__context__, MemoryError):
+                raise error.__context__
+
+    def find_problem(self, tokenized: TokenizedChat, chat: Chat, notes: list[str]) -> str | None:
+        """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets. Adds to `notes`
+        what is as the template wants it, and yet not as one would expect."""
+        expected = self.tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True)["input_ids"]
+        if tokenized.input_ids != expected:
             return "apply_chat_template gives other token ids"
-        turns = split_runs(tokenized.input_ids, tokenized.labels)
-        trained = [ids for ids, is_trained in turns if is_trained]
-        contents = [message["content"] for message in messages if message["role"] == ASSISTANT]
-        if len(trained) != len(contents):
-            return f"{len(contents)} assistant turns, {len(trained)} runs of trained tokens"
-        for ids, content in zip(trained, contents, strict=True):
-            decoded = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            *_, stop = self.special_token.findall(decoded) or [""]
-            if not stop or ids[-1] != self.tokenizer.convert_tokens_to_ids(stop):
-                return f"{decoded!r} is trained, which does not end with a special token"
-            if "".join(content.split()) not in "".join(decoded.split()):  # decoders add and drop spaces
-                return f"{decoded!r} is trained instead of {content!r} and the end-of-turn token"
+        runs = split_runs(tokenized.input_ids, tokenized.labels)
+        before = [[], *(ids for ids, _ in runs)]
+        trained = [(ids, earlier) for earlier, (ids, is_trained) in zip(before, runs, strict=False) if is_trained]
+        turns = [message for message in chat.messages if message["role"] == ASSISTANT]
+        if len(trained) != len(turns):
+            return f"{len(turns)} assistant turns, {len(trained)} runs of trained tokens"
+        for (ids, earlier), message in zip(trained, turns, strict=True):
+            problem = self.find_problem_of_turn(ids, earlier, message)
+            if problem is not None:
+                return problem
+            if not self.ends_with_special_token(ids):
+                if message is not chat.messages[-1] or len(self.stops.known) < 2:
+                    return f"{self.decode(ids)!r} is trained, which does not end with a special token"
+                notes.append(
+                    "the chat template writes no end-of-turn token after a conversation's last turn, so stopping is"
+                    " trained only where another turn follows"
+                )
+            if squeeze(message["content"]) not in squeeze(self.decode(ids)):
+                notes.append(
+                    "the generation prompt's end is one token with the beginning of some answers: that token is not"
+                    " trained"
+                )
         return None
 
+    def ends_with_special_token(self, ids: list[int]) -> bool:
+        *_, stop = self.stops.special.findall(self.decode(ids)) or [""]
+        return bool(stop) and ids[-1] == self.tokenizer.convert_tokens_to_ids(stop)
 
-def learn_skeleton(chat: Chat, *, render: Render, special_token: re.Pattern[str]) -> Skeleton:
-    """Renders `chat` with placeholders for its contents, and what leads up to and ends each trained turn.
+    def find_problem_of_turn(self, ids: list[int], earlier: list[int], message: Message) -> str | None:
+        """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""
+        decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
+        call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
+        for text in (message["content"], call):
+            if squeeze(text) not in squeeze(with_one_before):  # the prompt's last space can be in the first token
+                return f"{decoded!r} is trained instead of {text!r} and the end-of-turn token"
+        others = [QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]]
+        for text in others:
+            if squeeze(text) in squeeze(decoded):
+                return f"{decoded!r} is trained, which is not all the assistant's"
+        return None
 
-    Raises ValueError if the template leaves out or repeats a content, changes it in an unknown way, or if an
-    assistant's turn does not begin with the generation prompt or has no end-of-turn token.
-    """
-    messages = [{**message, "content": f"xQ{i}Qx"} for i, message in enumerate(chat.messages)]
-    padded = [{**message, "content": PADDING + message["content"] + PADDING} for message in messages]
-    (order, literals), (padded_order, gaps) = map(split_at_placeholders, render([messages, padded]))
-    for i, message in enumerate(messages):
-        if order.count(i) != 1 or padded_order.count(i) != 1:
-            raise ValueError(
-                f"the chat template writes message {i + 1} ({message['role']}) {order.count(i)} times, not once"
-            )
-    slots = []
-    for position, (i, strips) in enumerate(zip(order, learn_strips(literals, gaps), strict=True)):
-        role = messages[i]["role"]
-        slot = Slot(message=i, role=role, strips=strips, trained=chat.trains(role))
-        before, after = literals[position], literals[position + 1]
-        if role == ASSISTANT:
-            start = learn_turn_start(messages[:i], order[:position], before, render=render)
-            slot = replace(slot, num_chars_before=start)
-        if slot.trained:
-            end = learn_turn_end(messages[: i + 1], after, render=render, special_token=special_token)
-            slot = replace(slot, num_chars_after=end)
-        slots.append(slot)
-    return Skeleton(literals, slots)
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def learn_turn_start(previous: list[Message], order: list[int], literal: str, *, render: Render) -> int:
-    """How many characters at the end of `literal`, which leads up to an assistant's content, the model generates.
-
-    `previous` are the messages before it, with placeholders; `order` the contents that the text has before `literal`.
-    """
-    context = previous or [{"role": "user", "content": "xQ0Qx"}]
-    (prompted,), (plain,) = render([context], generation_prompt=True), render([context])
-    prompted_order, prompted_literals = split_at_placeholders(prompted)
-    prompt = prompted_literals[-1]
-    if previous:
-        known, start = prompted_order[-1:] == order[-1:] and literal.startswith(prompt), len(prompt)
-    else:  # nothing to prompt with: the conversation has to begin with the header that follows a user's turn
-        header = prompted.removeprefix(plain)
-        known, start = prompted.startswith(plain) and literal.endswith(header), len(literal)
-    if not known:
-        raise ValueError(
-            f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}"
-        )
-    if prompted == plain and literal[start:].strip():
-        raise ValueError(
-            "the chat template has no generation prompt, so the assistant's header cannot be told from its text"
-            f" in {literal[start:]!r}: let the template write the header when add_generation_prompt is set"
-        )
-    return len(literal) - start
+def make_shape(chat: Chat) -> Shape:
+    """Raises ValueError for a chat whose fields for masking say what cannot be done."""
+    messages, weights = [], []
+    for number, message in enumerate(chat.messages, start=1):
+        by_default = message["role"] == ASSISTANT or (chat.unmask and message["role"] not in SYSTEM_ROLES)
+        try:
+            weights.append(read_weight(message, by_default))
+        except ValueError as error:
+            raise ValueError(f"message {number} ({message['role']}) {error}") from None
+        messages.append({key: value for key, value in message.items() if key not in ONLY_FOR_MASKING})
+    if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
+        raise ValueError("'tools' contain what looks like a placeholder used for masking")
+    return Shape(messages, weights, make_outline(messages), chat.tools)
 
 
-def learn_turn_end(turns: list[Message], literal: str, *, render: Render, special_token: re.Pattern[str]) -> int:
-    """How many characters of `literal`, which follows the content of the last of `turns`, end its turn.
-
-    They go up to and including the first special token, if the template writes the same where the conversation
-    stops there: then the token belongs to this turn and not to the next one. 0 if there is none, which is an error
-    for the assistant, who would never learn to stop.
-    """
-    order, literals = split_at_placeholders(render([turns])[0])
-    stop = special_token.search(literals[-1])
-    if order[-1:] == [len(turns) - 1] and stop and literal.startswith(literals[-1][: stop.end()]):
-        return stop.end()
-    if turns[-1]["role"] == ASSISTANT:
-        raise ValueError(
-            f"the chat template writes no end-of-turn token after an assistant turn: {literal!r} within a"
-            f" conversation, {literals[-1]!r} at its end"
-        )
-    return 0
+def read_weight(message: Message, by_default: bool) -> float:
+    """How much a message's tokens count in the loss: 0 is not at all."""
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise ValueError(f"has 'train': {train!r}, allowed: true, false")
+    is_trained = by_default if train is None else train
+    if weight is None:
+        return float(is_trained)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not (0 <= weight <= 1):
+        raise ValueError(f"has 'weight': {weight!r}, allowed: numbers from 0 to 1")
+    if weight > 0 and not is_trained:
+        raise ValueError(f"has 'weight': {weight!r} but is not trained; add 'train': true, or remove the weight")
+    return float(weight)
 
 
-def split_at_placeholders(text: str) -> tuple[list[int], list[str]]:
-    """The messages whose contents stand in `text`, in order, and the text before, between and after them."""
-    parts = PLACEHOLDER.split(text)
-    return [int(index) for index in parts[1::2]], parts[::2]
+def drop_nulls(message: Message) -> Message:
+    """As `apply_chat_template` does: templates see missing fields, not nulls."""
+    return {key: value for key, value in message.items() if value is not None}
 
 
-def learn_strips(literals: list[str], gaps: list[str]) -> list[tuple[str | None, str | None]]:
-    """What the template strips from each content: (left, right).
-
-    `gaps` are the same texts where contents have PADDING around them: with what is left of it.
-    """
-    choices = []
-    for k, (literal, gap) in enumerate(zip(literals, gaps, strict=True)):
-        before, after = PADDING if k > 0 else "", PADDING if k < len(literals) - 1 else ""
-        fits = [
-            (right, left)
-            for right in STRIPS
-            for left in STRIPS
-            if before.rstrip(right) + literal + after.lstrip(left) == gap
-        ]
-        if not fits:
-            raise ValueError(f"the chat template changes whitespace at a content's ends: {literal!r} became {gap!r}")
-        choices.append(fits[0])
-    return [(left, right) for (_, left), (right, _) in pairwise(choices)]
+def locate_text(row: Completion | Document) -> Located:
+    """The text of a row without a template, and what of it is trained."""
+    if isinstance(row, Document):
+        return Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
+    text = check_unicode(row.prompt + row.completion)
+    return Located(text, [Passage(len(row.prompt), len(text), "completion")])
 
 
-def find_trained_spans(text: str, chat: Chat, skeleton: Skeleton) -> list[Span]:
-    """Where in `text`, the rendered chat, what is trained stands. ValueError unless they fit exactly."""
-    pieces, spans, end = [], [], 0
-    for literal, slot in zip(skeleton.literals, skeleton.slots, strict=False):  # one more literal than slots
-        content = slot.place(chat.messages[slot.message]["content"])
-        pieces += [literal, content]
-        start = end + len(literal)
-        end = start + len(content)
-        if slot.trained:
-            spans.append(Span(start - slot.num_chars_before, end + slot.num_chars_after, slot.role))
-    expected = "".join(pieces) + skeleton.literals[-1]
-    if text != expected:
-        pairs = enumerate(zip(text, expected, strict=False))
-        at = next((i for i, (is_there, would_be) in pairs if is_there != would_be), min(len(text), len(expected)))
-        raise ValueError(
-            "the chat template changes the contents, so it is not certain what is trained: it writes"
-            f" {text[at : at + 40]!r} where {expected[at : at + 40]!r} would follow"
-        )
-    return spans
+def text_of(found: Located | ValueError) -> str | ValueError:
+    return found if isinstance(found, ValueError) else found.text
 
 
-def label_encoding(encoding: Any, located: tuple[str, list[Span]]) -> TokenizedChat:
-    """Labels from spans: a token is trained if its first character is in one.
+def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
+    """Labels from passages: a token is trained if its first character is in one.
 
-    A token that began before a span is not trained: it holds text of the prompt, so after the prompt the model
+    A token that began before a passage is not trained: it holds text of the prompt, so after the prompt the model
     never has to say it. One that begins inside and reaches out is: a stop token that takes the line break with it.
     Tokens that share one character (the bytes of an emoji) begin at the same place, so they are trained together,
     and a space mark that the tokenizer adds to a word begins where the word does. Where tokens end is not looked
-    at, because some tokenizers report empty ranges.
+    at, because some tokenizers report empty ranges. With `eos_token_id`, that token is the last one, once, and
+    trained with the last passage.
     """
-    _, spans = located
-    input_ids, offsets = encoding.ids, encoding.offsets
+    input_ids, num_tokens = encoding.ids, len(encoding)
+    if eos_token_id is not None:
+        num_tokens -= input_ids[-1:] == [eos_token_id]
+        input_ids = [*input_ids[:num_tokens], eos_token_id]
     labels = [IGNORED] * len(input_ids)
-    for span in spans:
-        first, end = (bisect_left(offsets, at, key=itemgetter(0)) for at in (span.start, span.end))
+    weights = [0.0] * len(input_ids) if located.is_weighted else None
+    counts: Counter[str] = Counter()
+    for passage in located.passages:
+        first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
+        end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
         labels[first:end] = input_ids[first:end]
-    return TokenizedChat(input_ids, labels)
+        counts[passage.role] += end - max(first, 1)
+        if weights is not None:
+            weights[first:end] = [passage.weight] * (end - first)
+    return TokenizedChat(input_ids, labels, weights, {role: count for role, count in counts.items() if count > 0})
+
+
+def find_token(encoding: Any, at: int, num_tokens: int) -> int:
+    """The first of the tokens that begins at character `at` or later.
+
+    Looks around the token that has the character; building the list of all offsets takes much longer.
+    """
+    token = encoding.char_to_token(at)
+    if token is None:  # a character that no token has
+        return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
+    while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
+        token -= 1
+    while token < num_tokens and encoding.token_to_chars(token)[0] < at:
+        token += 1
+    return token
 
 
 def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
@@ -396,12 +607,19 @@ def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[li
     return [([token for token, _ in run], is_trained) for is_trained, run in runs]
 
 
-def compile_special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Matches any special token; of two that begin alike, the longer."""
-    tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens |= {tokenizer.eos_token} - {None}
-    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
+def find_stops(tokenizer: Any, stop_token_ids: Sequence[int]) -> Stops:
+    """The tokenizer's special tokens (of two that begin alike, the longer is found) and those that end generation."""
+    added = tokenizer.added_tokens_decoder
+    known = {tokenizer.eos_token, *(added[id].content for id in stop_token_ids if id in added)} - {None}
+    special = {token.content for token in added.values() if token.special} | known
+    longest_first = sorted(special, key=lambda token: (-len(token), token))
+    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
+    return Stops(pattern, frozenset(known))
+
+
+def squeeze(text: str) -> str:
+    """Without whitespace, which decoders add and drop."""
+    return "".join(text.split())
 
 
 def check_unicode(text: str) -> str:
@@ -413,11 +631,12 @@ def check_unicode(text: str) -> str:
     return text
 
 
-def attempt(function: Callable[..., T], value: Any, *args: Any) -> T | ValueError:
-    """function(value, *args), or the ValueError that it raised or that `value` already is."""
-    if isinstance(value, ValueError):
-        return value
+def attempt(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:
+    """function(value, *args, **options), or the ValueError that it raised or that an argument already is."""
+    for argument in (value, *args):
+        if isinstance(argument, ValueError):
+            return argument
     try:
-        return function(value, *args)
+        return function(value, *args, **options)
     except ValueError as error:
         return error

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_origin
 
 BAD_INPUT = 2  # exit code for whatever the user can mend
 SECONDS_TO_BE_ENDED = 3  # that torchrun has to end the other ranks when one has failed
@@ -97,22 +97,35 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessDataOptions:
-    """Tokenize chats (messages JSONL) with the model's chat template; only the assistant's tokens are trained."""
+    """Tokenize chats, completions or documents for training; of chats only the assistant's tokens are trained."""
 
-    input_file: str
-    """JSONL, one conversation a line: {"messages": [{"role": ..., "content": ...}, ...]}."""
+    input_file: tuple[str, ...]
+    """Files or directories of rows: .jsonl, .json, .parquet or .txt, also compressed (.gz, .zst)."""
     output_file: str
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
     config: str | None = None
     """YAML file with any of these options; flags win over it."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
+    """What the rows of every file are; None: each file's first row shows it."""
+    chat_template: str | None = None
+    """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
+    needs, in the tokenizer directory beside the output, which training uses."""
+    add_special_tokens: tuple[str, ...] = ()
+    """Special tokens to add to the vocabulary; saved in the same directory."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
+    block_size: int | None = None
+    """Documents only: cut their stream into blocks of this many tokens."""
     skip_invalid: bool = False
     """Write rows that cannot be used beside the output and go on, instead of stopping."""
-    string_for_printing_masks: str = "<|MASK|>"
-    """Stands for each run of masked tokens in the two samples printed at the end."""
+    preview: int = 2
+    """Samples to print at the end, trained tokens in colour, or in brackets where there is no terminal."""
+    preview_html: str | None = None
+    """Page to write, for a browser: the report, and samples to look through."""
+    string_for_printing_masks: str | None = None
+    """In samples printed, put this for each run of masked tokens instead of their text."""
     num_proc: int = os.cpu_count() or 1
     """Worker processes."""
 
@@ -175,18 +188,23 @@ def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(fields)}"
             raise ValueError(f"--config {path}: unknown option {key!r}{hint}")
-        flags += flag_for(name, value, is_bool=fields[name] is bool, path=path)
+        flags += flag_for(name, value, field_type=fields[name], path=path)
     return flags
 
 
-def flag_for(name: str, value: Any, *, is_bool: bool, path: Path) -> list[str]:
+def flag_for(name: str, value: Any, *, field_type: Any, path: Path) -> list[str]:
     """`name: value` of the YAML file as command-line words."""
-    flag = "--" + name.replace("_", "-")
+    flag, is_bool = "--" + name.replace("_", "-"), field_type is bool
     if is_bool != isinstance(value, bool):
         allowed = "true or false" if is_bool else "a value that is not true or false"
         raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: {allowed}")
     if is_bool:
         return [flag if value else flag.replace("--", "--no-", 1)]
+    if get_origin(field_type) is tuple:
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(item, (dict, list)) for item in values):
+            raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: one value, or a list of values")
+        return [flag, *map(str, values)]
     if isinstance(value, (dict, list)):
         raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: one value")
     return [f"{flag}={value}"]
@@ -240,14 +258,21 @@ def find_train_problems(o: TrainOptions) -> list[str]:
 
 
 def find_data_problems(o: ProcessDataOptions) -> list[str]:
-    """Values out of range and endings that name no format."""
+    """Values out of range, endings that name no format, options without effect."""
     problems = []
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
         problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
-    for name in ("max_sample_num_tokens", "num_proc"):
+    # a block is cut one token short where the next would begin with an end-of-text token, and two make a target
+    for name, least in {"max_sample_num_tokens": 1, "block_size": 3, "preview": 0, "num_proc": 1}.items():
         value = getattr(o, name)
-        if value is not None and value < 1:
-            problems.append(f"{flag_name(name)} {value}: must be at least 1")
+        if value is not None and value < least:
+            problems.append(f"{flag_name(name)} {value}: must be at least {least}")
+    if o.block_size is not None and o.max_sample_num_tokens is not None:
+        problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
+    if o.block_size is not None and o.format not in (None, "messages", "document"):
+        problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
+    if o.string_for_printing_masks is not None and o.preview == 0:
+        problems.append("--string-for-printing-masks has no effect with --preview 0")
     return problems
 
 

@@ -1,6 +1,9 @@
 """What is trained, by template: expectations are written by hand, as the text of each run of trained tokens."""
 
 import copy
+import json
+import signal
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -9,13 +12,18 @@ from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+import chat_rendering
 from chat_masking import (
     IGNORED,
     Chat,
     ChatMasker,
+    Completion,
+    Document,
     TokenizedChat,
+    find_token,
     fingerprint_chat_template,
     fingerprint_tokenizer,
+    load_stop_token_ids,
     split_runs,
 )
 
@@ -227,7 +235,7 @@ def test_what_the_template_writes_after_the_prompt_is_generated(base_tokenizer):
         (CHATML_TEMPLATE.replace("assistant\n", "model\n"), "prompts for it with"),
         (CHATML_TEMPLATE.replace("message['content']", "message['content'] | upper"), "0 times, not once"),
         (CHATML_TEMPLATE.replace("message['content']", "message['content'] * 2"), "2 times, not once"),
-        (CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('It', 'Id')"), "changes the cont"),
+        (CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('It', 'Id')"), "instead of 'It is"),
         (CHATML_TEMPLATE.replace("message['content']", "message['content'] | replace('\n', '')"), "changes whitespace"),
         ("{{ raise_exception('none of it') }}", "none of it"),
         ("{% if %}", "the chat template fails"),
@@ -238,19 +246,36 @@ def test_templates_that_cannot_be_masked_are_refused(base_tokenizer, template, r
         with_template(base_tokenizer, template)
 
 
-def test_contents_that_the_template_changes_are_refused(base_tokenizer):
+def test_what_the_template_takes_out_of_answers_is_not_there_to_train(base_tokenizer):
     template = CHATML_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
     masker = with_template(base_tokenizer, template)
-    with pytest.raises(ValueError, match="changes the contents"):
-        mask_one(masker, [QUESTION, {"role": "assistant", "content": "<think>x</think>Five."}])
-    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+    thinking = {"role": "assistant", "content": "<think>x</think>Six."}
+    assert trained_texts(masker, [QUESTION, thinking]) == ["Six.<|im_end|>"]
+    texts = ["Six.<|im_end|>", "Five.<|im_end|>", "Six.<|im_end|>"]
+    assert trained_texts(masker, [QUESTION, thinking, QUESTION, ANSWER, QUESTION, thinking]) == texts
+    # an answer that holds what follows answers: where it ends cannot be seen, so it is rendered alone
+    between = "<|im_end|>\n<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
+    forged = {"role": "assistant", "content": f"<think>x</think>Six.{between}Seven."}
+    texts = [f"Six.{between}Seven.<|im_end|>", "Six.<|im_end|>"]
+    assert trained_texts(masker, [QUESTION, forged, QUESTION, thinking]) == texts
+
+
+def test_what_the_template_changes_of_others_is_refused(base_tokenizer):
+    template = CHATML_TEMPLATE.replace("message['content']", "message['content'].replace('cold', message['role'])")
+    masker = with_template(base_tokenizer, template)
+    answer = {"role": "assistant", "content": "It is cold."}
+    assert trained_texts(masker, [QUESTION, answer]) == ["It is assistant.<|im_end|>"]
+    # where the user's text decides what the assistant's turn looks like, placeholders cannot stand for it
+    template = CHATML_TEMPLATE.replace("'<|im_end|>'", "('<|im_end|>' if 'x' in messages[0].content else '<|eot_id|>')")
+    masker = with_template(base_tokenizer, template)
+    assert trained_texts(masker, [{"role": "user", "content": "y"}, answer]) == ["It is cold.<|eot_id|>"]
 
 
 def test_one_failing_chat_leaves_the_others_alone(base_tokenizer):
     masker = with_template(base_tokenizer, GEMMA_TEMPLATE)
     surrogate = {"role": "assistant", "content": "a\ud800b"}
-    chats = [[QUESTION, ANSWER], [SYSTEM, ANSWER], [QUESTION, surrogate], [{"role": "pretrain", "content": "a"}]]
-    first, second, third, fourth = masker.mask([Chat(messages) for messages in chats])
+    chats = [[QUESTION, ANSWER], [SYSTEM, ANSWER], [QUESTION, surrogate]]
+    first, second, third, fourth = masker.mask([Chat(messages) for messages in chats] + [Document("a")])
     assert isinstance(second, ValueError) and "half a character" in str(third)
     assert first == mask_one(masker, [QUESTION, ANSWER])
     assert fourth.labels[-1] == masker.tokenizer.eos_token_id
@@ -259,7 +284,7 @@ def test_one_failing_chat_leaves_the_others_alone(base_tokenizer):
 def test_documents_are_trained_whole_and_end_once(base_tokenizer):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE)
     for content in ("Five. How many?", "Five. How many?<|im_end|>"):
-        (masked,) = masker.mask([Chat([{"role": "pretrain", "content": content}])])
+        (masked,) = masker.mask([Document(content)])
         assert masker.tokenizer.decode(masked.input_ids) == "Five. How many?<|im_end|>"
         assert masked.labels == masked.input_ids
 
@@ -268,7 +293,7 @@ def test_documents_need_no_template_but_chats_do(base_tokenizer):
     tokenizer = copy.deepcopy(base_tokenizer)
     tokenizer.chat_template = None
     masker = ChatMasker(tokenizer)
-    (masked,) = masker.mask([Chat([{"role": "pretrain", "content": "Five."}])])
+    (masked,) = masker.mask([Document("Five.")])
     assert masked.labels == masked.input_ids
     with pytest.raises(ValueError, match="no chat template"):
         masker.mask([Chat([QUESTION, ANSWER])])
@@ -327,6 +352,14 @@ def test_any_chat_is_masked_as_if_concatenated(masker, turns):
     assert [label != IGNORED for label in masked.labels] == [start in trained for start in starts]
 
 
+@settings(max_examples=100, deadline=None)
+@given(contents, st.integers(0, 30))
+def test_tokens_are_found_by_where_they_begin(masker, text, at):
+    (encoding,) = masker.encode([text], add_special_tokens=False)
+    found = find_token(encoding, min(at, len(text)), len(encoding))
+    assert found == sum(start < min(at, len(text)) for start, _ in encoding.offsets)
+
+
 def test_tokenizer_fingerprint(base_tokenizer):
     same = copy.deepcopy(base_tokenizer)
     same.chat_template = "another"
@@ -345,3 +378,304 @@ def test_template_fingerprint(base_tokenizer):
     assert fingerprint_chat_template(tokenizer) not in (first, None)
     tokenizer.chat_template = None
     assert fingerprint_chat_template(tokenizer) is None
+
+
+def test_messages_can_be_left_out_or_weighted(base_tokenizer):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    left_out, half = {**ANSWER, "train": False}, {"role": "assistant", "content": "Six.", "weight": 0.5}
+    messages = [{**QUESTION, "train": True}, left_out, QUESTION, half, QUESTION, ANSWER]
+    (masked,) = masker.mask([Chat(messages)])
+    bare = [{key: value for key, value in message.items() if key in ("role", "content")} for message in messages]
+    plain = mask_one(masker, bare)
+    assert masked.input_ids == plain.input_ids and plain.loss_weights is None
+    runs = split_runs(masked.input_ids, masked.labels)
+    texts = [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
+    assert texts == ["How many?<|im_end|>", "Six.<|im_end|>", "Five.<|im_end|>"]
+    weights = [weight for weight, label in zip(masked.loss_weights, masked.labels, strict=True) if label != IGNORED]
+    num_half = len(masker.tokenizer("Six.<|im_end|>")["input_ids"])
+    num_whole = len(weights) - num_half
+    assert sorted(weights) == [0.5] * num_half + [1.0] * num_whole
+    assert all(weight == 0.0 for weight, label in zip(masked.loss_weights, masked.labels, strict=True) if label < 0)
+    assert masked.num_trained_by_role["user"] == len(masker.tokenizer("How many?<|im_end|>")["input_ids"])
+    assert sum(masked.num_trained_by_role.values()) == len(weights)
+
+
+def test_a_weight_of_zero_leaves_out(base_tokenizer):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    (masked,) = masker.mask([Chat([QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER])])
+    assert masked.loss_weights is None
+    assert sum(label != IGNORED for label in masked.labels) == masked.num_trained_by_role["assistant"]
+    (masked,) = masker.mask([Chat([QUESTION, {**ANSWER, "weight": 0.0}])])
+    assert set(masked.labels) == {IGNORED} and masked.num_trained_by_role == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"train": "no"}, "has 'train': 'no', allowed: true, false"),
+        ({"weight": 2}, "has 'weight': 2, allowed: numbers from 0 to 1"),
+        ({"weight": True}, "has 'weight': True"),
+        ({"weight": float("nan")}, "has 'weight': nan"),
+        ({"train": False, "weight": 0.5}, "has 'weight': 0.5 but is not trained"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(base_tokenizer, fields, reason):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+    (error,) = masker.mask([Chat([QUESTION, {**ANSWER, **fields}])])
+    assert isinstance(error, ValueError) and f"message 2 (assistant) {reason}" in str(error)
+    (error,) = masker.mask([Chat([{**QUESTION, "weight": 0.5}, ANSWER])])
+    assert "message 1 (user) has 'weight': 0.5 but is not trained" in str(error)
+
+
+@pytest.mark.parametrize("completion", [" Five.", "Five.", "", "Five.<|im_end|>", " 👍 é"])
+def test_completions_train_what_follows_the_prompt_and_one_eos(base_tokenizer, completion):
+    masker = ChatMasker(base_tokenizer)
+    (masked,) = masker.mask([Completion("How many?", completion)])
+    eos = base_tokenizer.eos_token
+    whole = base_tokenizer("How many?" + completion)["input_ids"]
+    assert masked.input_ids == (whole if completion.endswith(eos) else [*whole, base_tokenizer.eos_token_id])
+    (first, untrained), (ids, trained) = split_runs(masked.input_ids, masked.labels)
+    assert (untrained, trained) == (False, True)
+    assert base_tokenizer.decode(first) == "How many?"
+    assert base_tokenizer.decode(ids) == completion.removesuffix(eos) + eos
+    assert masked.num_trained_by_role == {"completion": len(ids)}
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(base_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(base_tokenizer)
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A {eos}", special_tokens=[(bos, tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)]
+    )
+    completion, document = ChatMasker(tokenizer).mask([Completion("How many?", " Five."), Document("Five.")])
+    assert tokenizer.decode(completion.input_ids) == f"{bos}How many? Five.{eos}"
+    assert tokenizer.decode([label for label in completion.labels if label != IGNORED]) == f" Five.{eos}"
+    assert tokenizer.decode(document.labels) == f"{bos}Five.{eos}"
+    assert document.num_trained_by_role == {"document": len(document.labels) - 1}  # nothing predicts the first
+
+
+MARKED_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_generation_markers_are_used(base_tokenizer):
+    masker = with_template(base_tokenizer, MARKED_TEMPLATE)
+    messages = [SYSTEM, QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Or six."}]
+    assert trained_texts(masker, messages) == ["Five.<|im_end|>", "Or six.<|im_end|>"]
+    assert trained_texts(masker, [QUESTION, ANSWER], unmask=True) == ["How many?<|im_end|>", "Five.<|im_end|>"]
+    # they hold what a text of the template alone would not tell
+    changing = MARKED_TEMPLATE.replace(
+        "m['content'] + '<|im_end|>\n' }}{% endgen", "'So: ' + m['content'] + '<|im_end|>\n' }}{% endgen"
+    )
+    assert trained_texts(with_template(base_tokenizer, changing), [QUESTION, ANSWER]) == ["So: Five.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (
+            "+ '<|im_end|>\n' }}{% endgeneration %}",
+            "}}{% endgeneration %}{{ '<|im_end|>\n' }}",
+            "not end with a special",
+        ),
+        ("{% if m['role'] == 'assistant' %}", "{% if m['role'] != 'system' %}", "marks 2 passages as generated where"),
+    ],
+)
+def test_generation_markers_that_are_wrong_are_refused(base_tokenizer, old, new, reason):
+    assert old in MARKED_TEMPLATE
+    with pytest.raises(ValueError, match=reason):
+        with_template(base_tokenizer, MARKED_TEMPLATE.replace(old, new))
+
+
+def test_marked_headers_are_not_trained(base_tokenizer):
+    template = MARKED_TEMPLATE.replace("{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}",
+                                       "{% if m['role'] == 'assistant' %}")  # fmt: skip
+    template = template.replace("{% generation %}", "{% generation %}{{ '<|im_start|>assistant\n' }}")
+    assert trained_texts(with_template(base_tokenizer, template), [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ValueError, match=r"takes longer than 0\.2 seconds"):
+        with_template(base_tokenizer, CHATML_TEMPLATE + ENDLESS)
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    template = CHATML_TEMPLATE + "{% if 'loop' in messages[0].content %}" + ENDLESS + "{% endif %}"
+    masker = with_template(base_tokenizer, template)
+    good, endless = masker.mask([Chat([QUESTION, ANSWER]), Chat([{"role": "user", "content": "loop"}, ANSWER])])
+    assert good == mask_one(masker, [QUESTION, ANSWER]) and "takes longer" in str(endless)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+@pytest.mark.parametrize(
+    ("bomb", "reason"),
+    [("9 ** (9 ** 9)", r"takes longer than 0\.5 s"), ("'a' * 10 ** 10", "needs more than 4 GiB")],
+)
+def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypatch, bomb, reason):
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.5)
+    with pytest.raises(ValueError, match=reason):
+        with_template(base_tokenizer, CHATML_TEMPLATE + "{{ (" + bomb + ") and '' }}")
+
+
+def test_templates_run_in_the_sandbox(base_tokenizer):
+    with pytest.raises(ValueError, match=r"the chat template fails: .*unsafe"):
+        with_template(base_tokenizer, CHATML_TEMPLATE + "{{ ''.__class__.__mro__ }}")
+
+
+def test_midnight_does_not_matter(base_tokenizer, monkeypatch):
+    """Templates can write the date, which the skeletons that were learned before midnight hold."""
+    from transformers.utils import chat_template_utils
+
+    class Clock:
+        today = "Monday"
+
+        @classmethod
+        def now(cls):
+            return cls
+
+        @classmethod
+        def strftime(cls, _):
+            return cls.today
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    masker = with_template(base_tokenizer, "{{ strftime_now('%A') }}" + CHATML_TEMPLATE)
+    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+    Clock.today = "Tuesday"
+    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+
+
+def test_prompts_that_end_with_a_space_are_usable(base_tokenizer):
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer = copy.deepcopy(base_tokenizer)
+    tokenizer.chat_template = template
+    masker = ChatMasker(tokenizer)
+    assert len(masker.check_template()) <= 1
+    (text,) = trained_texts(masker, [QUESTION, ANSWER])
+    assert "Five.<|im_end|>".endswith(text) and text.endswith("<|im_end|>")
+
+
+def test_what_ends_turns_can_be_the_next_role(base_tokenizer):
+    """As in GLM: no end-of-turn token, but generation ends where the model begins another's turn."""
+    tokenizer = copy.deepcopy(base_tokenizer)
+    tokenizer.add_tokens([AddedToken(f"<|{role}|>", special=True) for role in ("user", "assistant", "system")])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with pytest.raises(ValueError, match=r"no end-of-turn token .* generation_config\.json has to name it"):
+        ChatMasker(tokenizer).check_template()
+    masker = ChatMasker(tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids("<|user|>")])
+    (note,) = masker.check_template()
+    assert "no end-of-turn token after a conversation's last turn" in note
+    assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == ["\nFive.<|user|>", "\nFive."]
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id + ': ' + m.content | tojson }}"
+    "{% else %}{{ m.content or '' }}{% endif %}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ '<call id=' + c.id + '>' + c.function | tojson + '</call>' }}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def calls(*arguments: dict, ids: tuple[str, ...] = ("a", "b")) -> dict:
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": "add", "arguments": values}}
+            for id, values in zip(ids, arguments, strict=False)
+        ],
+    }
+
+
+def trained_with_tools(masker: ChatMasker, messages: list[dict]) -> list[str]:
+    (masked,) = masker.mask([Chat(messages, tools=[TOOL])])
+    if isinstance(masked, ValueError):
+        raise masked
+    expected = masker.tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=True)["input_ids"]
+    assert masked.input_ids == expected
+    runs = split_runs(masked.input_ids, masked.labels)
+    return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
+
+
+def test_tool_calls_are_trained_as_the_template_writes_them(base_tokenizer):
+    masker = with_template(base_tokenizer, TOOL_TEMPLATE)
+    result = {"role": "tool", "content": 'sum: "5"\n é', "tool_call_id": "a"}
+    nested = {"text": 'a "b"\n<|im_end|> é', "list": [1, -2.5, None, True, {"x": "y"}], "empty": ""}
+    text = '<call id=a>{"name": "add", "arguments": {"text": "a \\"b\\"\\n<|im_end|> é", "list": [1, -2.5, null, true, {"x": "y"}], "empty": ""}}</call><|im_end|>'  # noqa: E501
+    assert trained_with_tools(masker, [QUESTION, calls(nested), result, ANSWER]) == [text, "Five.<|im_end|>"]
+    two = '<call id=a>{"name": "add", "arguments": {"x": 1}}</call><call id=b>{"name": "add", "arguments": {}}</call><|im_end|>'  # noqa: E501
+    assert trained_with_tools(masker, [QUESTION, calls({"x": 1}, {}), result, ANSWER]) == [two, "Five.<|im_end|>"]
+    silent = '<call id=a>{"name": "add", "arguments": {}}</call><|im_end|>'
+    assert trained_with_tools(masker, [QUESTION, calls({}), result, calls({}), result]) == [silent, silent]
+    with_text = {**calls({"x": 1}), "content": "Wait."}
+    text = 'Wait.<call id=a>{"name": "add", "arguments": {"x": 1}}</call><|im_end|>'
+    assert trained_with_tools(masker, [QUESTION, with_text]) == [text]
+
+
+def test_unmasked_tools_and_silent_turns(base_tokenizer):
+    masker = with_template(base_tokenizer, TOOL_TEMPLATE)
+    result = {"role": "tool", "content": "sum: 5", "tool_call_id": "of no call"}
+    messages = [QUESTION, {"role": "assistant", "content": ""}, result, ANSWER]
+    assert trained_texts(masker, messages) == ["<|im_end|>", "Five.<|im_end|>"]
+    texts = ["How many?<|im_end|>", "<|im_end|>", 'sum: 5"<|im_end|>', "Five.<|im_end|>"]
+    assert trained_texts(masker, messages, unmask=True) == texts
+
+
+def test_scaffold_that_speaks_of_thinking_is_not_trained(base_tokenizer):
+    template = CHATML_TEMPLATE.replace("+ '<|im_end|>'", "+ (' Use <think>.' if m_is_user else '') + '<|im_end|>'")
+    template = template.replace("m_is_user", "message['role'] == 'user'")
+    for opening in ("", "<think>\n", "<think>\n\n</think>\n\n"):
+        masker = with_template(base_tokenizer, template.replace("assistant\n'", f"assistant\n{opening}'"))
+        texts = ["Five.<|im_end|>", "Five.<|im_end|>"]
+        assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == texts
+
+
+def test_ids_and_arguments_share_a_skeleton(base_tokenizer):
+    masker = with_template(base_tokenizer, TOOL_TEMPLATE)
+    before = len(masker.skeletons)
+    for i in range(20):
+        result = {"role": "tool", "content": f"sum: {i}", "tool_call_id": f"call_{i}"}
+        rows = [QUESTION, calls({"x": i, "y": f"is {i}"}, ids=(f"call_{i}",)), result, ANSWER]
+        assert len(trained_with_tools(masker, rows)) == 2
+    assert len(masker.skeletons) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (CHATML_TEMPLATE, [QUESTION, ANSWER], "leaves out 'tools'"),
+        (TOOL_TEMPLATE.replace("function | tojson", "function | upper"), [QUESTION, calls({"x": "y"})], "tool calls"),
+        (TOOL_TEMPLATE.replace("if m.tool_calls", "if false"), [QUESTION, calls({})], "tool calls of message 2"),
+        (TOOL_TEMPLATE, [QUESTION, calls({"<|im_end|>": 5})], "special token '<|im_end|>' in the name"),
+    ],
+)  # fmt: skip
+def test_tools_that_are_not_written_are_refused(base_tokenizer, template, messages, reason):
+    tokenizer = copy.deepcopy(base_tokenizer)
+    tokenizer.chat_template = template
+    (error,) = ChatMasker(tokenizer).mask([Chat(messages, tools=[TOOL])])
+    assert isinstance(error, ValueError) and reason in str(error)
+
+
+def test_stop_tokens_are_read_from_the_generation_config(tmp_path):
+    assert load_stop_token_ids(str(tmp_path)) == []
+    for value, ids in ((5, [5]), ([5, 7], [5, 7]), (None, [])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert load_stop_token_ids(str(tmp_path)) == ids

@@ -4,21 +4,27 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chat_masking import IGNORED, fingerprint_chat_template, fingerprint_tokenizer
-from process_data import BYTES_PER_WORKER, percentile, process_data, read_chat
-from training_args import ProcessDataOptions
+from data_files import MAX_ROW_BYTES
+from data_report import percentile
+from process_data import BYTES_PER_WORKER, process_data
+from training_args import ProcessDataOptions, find_problems, parse_options
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +53,7 @@ def write_rows(path: Path, rows: list) -> Path:
 
 def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDataOptions:
     return ProcessDataOptions(
-        input_file=str(source), output_file=str(output), model_name_or_path=str(model), **{"num_proc": 1} | options
+        input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), **{"num_proc": 1} | options
     )
 
 
@@ -107,7 +113,8 @@ def test_sidecar(model, tokenizer, tmp_path):
     assert sidecar["rows"] == {
         "blank_lines": 1, "in": 3, "kept": 2, "too_long": 1, "nothing_trained": 0, "invalid": 0
     }  # fmt: skip
-    assert sidecar["source"] == {"file": "in.jsonl", "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert sidecar["sources"] == [{"file": "in.jsonl", "format": "messages", "sha256": digest}]
     assert str(tmp_path) not in text and str(model) not in text
 
 
@@ -132,44 +139,6 @@ def test_output_does_not_depend_on_the_number_of_processes(model, tmp_path):
     assert names(tmp_path) == {"in.jsonl", *(f"out{n}.arrow{end}" for n in (1, 2) for end in ("", ".meta.json"))}
 
 
-HOSTILE_ROWS = [
-    (b'{"messages": [{"role": "us', "not JSON"),
-    (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "not UTF-8"),
-    (b"[1, 2]", "expected an object"),
-    (b"null", "expected an object"),
-    (b'"text"', "expected an object"),
-    (b"{}", "'messages' has to be a list"),
-    (b'{"messages": []}', "'messages' has to be a list"),
-    (b'{"messages": "hi"}', "'messages' has to be a list"),
-    (b'{"messages": ["hi"]}', "message 1 is 'hi'"),
-    (b'{"messages": [{"role": "wizard", "content": "a"}]}', "the role 'wizard', allowed: system"),
-    (b'{"messages": [{"role": ["user"], "content": "a"}]}', "the role"),
-    (b'{"messages": [{"content": "a"}]}', "the role missing or null"),
-    (b'{"messages": [{"role": "user"}]}', "message 1 (user) has the content missing or null"),
-    (b'{"messages": [{"role": "user", "content": null}]}', "missing or null"),
-    (b'{"messages": [{"role": "user", "content": " \\n"}]}', "expected text"),
-    (b'{"messages": [{"role": "user", "content": 5}]}', "the content 5, expected text"),
-    (b'{"messages": [{"role": "user", "content": ["a"]}]}', "expected text"),
-    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "pretrain", "content": "a"}]}', "single message"),
-    (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', "'tool_calls', which is not supported"),
-    (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "'weight', which is not supported"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "'tools' are not supported"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "unmask": "yes"}', "'unmask' is 'yes'"),
-    (b'{"messages": [{"role": "user", "content": "a\x00b"}]}', "not JSON"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}", "5000 digits"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}', "NaN is no JSON number"),
-    (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-    (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "the key 'role' is there twice"),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), HOSTILE_ROWS, ids=[reason for _, reason in HOSTILE_ROWS])
-def test_hostile_rows_are_refused(line, reason):
-    with pytest.raises(ValueError) as error:
-        read_chat(line)
-    assert reason in str(error.value)
-
-
 def test_lines_that_only_look_hostile(model, tokenizer, tmp_path):
     strange = chat(1)
     strange["messages"][1]["content"] = "a\u2028b\x85c\x0bd\x00e\u2029"
@@ -181,30 +150,59 @@ def test_lines_that_only_look_hostile(model, tokenizer, tmp_path):
     assert "a\u2028b\x85c\x0bd\x00e\u2029<|im_end|>" in tokenizer.decode(first["input_ids"])
 
 
-def test_invalid_rows_stop_everything(model, tmp_path):
-    surrogate = b'{"messages": [{"role": "user", "content": "a\\ud800"}]}\n'
-    bad = [line + b"\n" for line, _ in HOSTILE_ROWS]
-    source = write_rows(tmp_path / "in.jsonl", [chat(1), surrogate, *bad])
+# Each kind of damage once; tests/test_data_formats.py has every way in which a row can be wrong.
+HOSTILE_LINES = {
+    b'{"messages": [{"role": "us': "not JSON",
+    b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}': "not UTF-8",
+    b"[1, 2]": "expected an object",
+    b'{"conversations": [{"from": "human", "value": "a"}]}': "of another format than the file's: sharegpt",
+    b'{"messages": [{"role": "user", "content": "a\x00b"}]}': "not JSON",
+    b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}": "5000 digits",
+    b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}': "NaN is no JSON number",
+    b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested too deeply",
+    b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}': "the key 'role' is there twice",
+    b'{"messages": [{"role": "user", "content": "a\\ud800"}]}': "contains half a character",
+}
+TOO_LONG = 200_000_000  # bytes, in a line after the others
+
+
+def write_hostile_rows(path: Path) -> Path:
+    write_rows(path, [chat(1), *(line + b"\n" for line in HOSTILE_LINES)])
+    with open(path, "ab") as file:
+        file.write(b'{"messages": "')
+        for _ in range(TOO_LONG // 1_000_000):
+            file.write(b"a" * 1_000_000)
+        file.write(b'"}\n' + json.dumps(chat(2)).encode())
+    return path
+
+
+def test_hostile_rows_stop_everything(model, tmp_path):
+    source = write_hostile_rows(tmp_path / "in.jsonl")
     result = run(model, source, tmp_path / "out.jsonl")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr and result.stdout == ""
-    assert f"{len(bad) + 1} of {len(bad) + 2} rows cannot be used" in result.stderr
-    assert "in.jsonl:2: contains half a character" in result.stderr
-    assert "in.jsonl:3: not JSON" in result.stderr and "in.jsonl:11:" in result.stderr
-    assert "in.jsonl:12:" not in result.stderr  # ten are shown
+    assert f"11 of {len(HOSTILE_LINES) + 3} rows cannot be used, the first of them" in result.stderr
+    for number, reason in enumerate(HOSTILE_LINES.values(), start=2):
+        assert re.search(rf"\n  in\.jsonl:{number}: .*{reason}", result.stderr), (number, reason, result.stderr)
     assert names(tmp_path) == {"in.jsonl"}
 
 
 def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
-    bad = [line + b"\n" for line, _ in HOSTILE_ROWS]
-    source = write_rows(tmp_path / "in.jsonl", [chat(1), *bad, chat(2)])
+    source = write_hostile_rows(tmp_path / "in.jsonl")
+    tracemalloc.start()
     process_data(options_for(model, source, tmp_path / "out.jsonl", skip_invalid=True))
+    most_memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most_memory < 3 * MAX_ROW_BYTES, "what is too long is not held"
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 2
     rejected = read_jsonl(tmp_path / "out.rejected.jsonl")
-    assert [row["line"] for row in rejected] == list(range(2, len(bad) + 2))
-    assert all(reason in row["reason"] for row, (_, reason) in zip(rejected, HOSTILE_ROWS, strict=True))
+    assert [row["line"] for row in rejected] == list(range(2, len(HOSTILE_LINES) + 3))
+    assert all(row["file"] == "in.jsonl" for row in rejected)
+    assert all(reason in row["reason"] for row, reason in zip(rejected, HOSTILE_LINES.values(), strict=False))
     assert rejected[0]["row"] == '{"messages": [{"role": "us' and "\\xff" in rejected[1]["row"]
-    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["rows"]["invalid"] == len(bad)
+    assert f"{TOO_LONG + 17:,} bytes long, allowed: {MAX_ROW_BYTES:,}" in rejected[-1]["reason"]
+    assert rejected[-1]["row"].startswith('{"messages": "aaa') and len(rejected[-1]["row"]) < 1000
+    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["rows"]["invalid"] == len(rejected)
 
     source = write_rows(tmp_path / "in.jsonl", [chat(1)])  # mended: the rejected rows of the older run go
     process_data(options_for(model, source, tmp_path / "out.jsonl", skip_invalid=True))
@@ -218,8 +216,8 @@ def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
         ([b"\n", b" \n"], {}, "has no rows"),
         ([chat(1)], {"max_sample_num_tokens": 3}, "no row is left of 1: 1 dropped: too long"),
         ([b"{}\n"], {"skip_invalid": True}, "no row is left of 1: 1 invalid"),
-        ([chat(1)], {"input_file": "missing.jsonl"}, "no such file"),
-        ([chat(1)], {"input_file": "."}, "is a directory"),
+        ([chat(1)], {"input_file": ("missing.jsonl",)}, "no such file"),
+        ([chat(1)], {"input_file": ("directory.jsonl",)}, "no file in it ends in .jsonl, .json"),
         ([chat(1)], {"output_file": "in.jsonl"}, "would overwrite the input"),
         ([chat(1)], {"output_file": "missing/out.jsonl"}, "there is no directory missing"),
         ([chat(1)], {"output_file": "directory.jsonl"}, "is a directory"),
@@ -267,6 +265,223 @@ def test_templates_that_cannot_be_masked_are_refused_first(tokenizer, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [b"not looked at"])
     with pytest.raises(ValueError, match=r"chat template cannot be used: .* no end-of-turn token"):
         process_data(options_for(tmp_path / "model", source, tmp_path / "out.jsonl"))
+
+
+def trained_texts(path: Path, tokenizer) -> list[str]:
+    """Of each sample, what is trained."""
+    return [tokenizer.decode([label for label in sample["labels"] if label != IGNORED]) for sample in read_jsonl(path)]
+
+
+def test_the_same_chats_in_every_format_train_the_same(model, tokenizer, tmp_path):
+    chats = [(f"How many are {i}?", f" {i} and\n{i} \u20ac") for i in range(30)]
+    formats = {
+        "messages": [{"messages": [turn("user", q), turn("assistant", a)], "tools": []} for q, a in chats],
+        "sharegpt": [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in chats],
+        "alpaca": [{"instruction": q, "input": "", "output": a} for q, a in chats],
+    }
+    for name, rows in formats.items():
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows, indent=2))
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    outputs = []
+    for source in sorted(tmp_path.iterdir()):
+        output = tmp_path / f"{source.name}.out.jsonl"
+        process_data(options_for(model, source, output))
+        outputs.append(output.read_bytes())
+        assert json.loads(Path(f"{output}.meta.json").read_text())["sources"][0]["format"] == source.stem
+    assert len(outputs) == 9 and len(set(outputs)) == 1
+    assert trained_texts(output, tokenizer) == [f"{answer}<|im_end|>" for _, answer in chats]
+
+    rendered = [(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n", a) for q, a in chats]
+    for key in ("completion", "generation"):
+        source = write_rows(tmp_path / f"{key}.jsonl", [{"prompt": prompt, key: a} for prompt, a in rendered])
+        process_data(options_for(model, source, tmp_path / f"{key}.out.jsonl"))
+        assert trained_texts(tmp_path / f"{key}.out.jsonl", tokenizer) == trained_texts(output, tokenizer)
+
+
+def turn(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def test_several_files_and_directories(model, tmp_path):
+    (tmp_path / "more").mkdir()
+    rows = {
+        "b.jsonl": chat(1),
+        "more/a.jsonl": {"text": "How many?"},
+        "more/c.jsonl": {"prompt": "a", "completion": "b"},
+    }
+    sources = [write_rows(tmp_path / name, [row]) for name, row in rows.items()]
+    options = options_for(model, sources[0], tmp_path / "out.jsonl")
+    process_data(dataclasses.replace(options, input_file=(str(sources[0]), str(tmp_path / "more"))))
+    assert len(read_jsonl(tmp_path / "out.jsonl")) == 3
+    sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
+    assert [source["file"] for source in sidecar["sources"]] == ["b.jsonl", "a.jsonl", "c.jsonl"]
+    assert [source["format"] for source in sidecar["sources"]] == ["messages", "document", "completion"]
+    digests = [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources]
+    assert [source["sha256"] for source in sidecar["sources"]] == digests
+    assert set(sidecar["num_trained_by_role"]) == {"assistant", "completion", "document"}
+
+
+@pytest.mark.parametrize("block_size", [3, 4, 7, 64, 10_000])
+@pytest.mark.parametrize("ending", [".jsonl", ".arrow"])
+def test_blocks_are_cut_within_the_stream_of_documents(model, tokenizer, tmp_path, block_size, ending):
+    texts = ["How many are 12 and 30? 42", "a", "user assistant" * 30, "system " * 5] * 9
+    source = write_rows(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    process_data(options_for(model, source, tmp_path / f"out{ending}", block_size=block_size))
+    if ending == ".jsonl":
+        samples = read_jsonl(tmp_path / "out.jsonl")
+    else:
+        with pa.OSFile(str(tmp_path / "out.arrow")) as file:
+            samples = pa.ipc.open_file(file).read_all().to_pylist()
+    eos = tokenizer.eos_token_id
+    stream = [token for text in texts for token in [*tokenizer.encode(text), eos]]
+    assert [token for sample in samples for token in sample["input_ids"]] == stream
+    for sample in samples:
+        assert sample["labels"] == sample["input_ids"] and sample["input_ids"][0] != eos
+        assert sample["num_loss_counted_tokens"] == sample["len"] - 1 >= 1
+    for sample, following in pairwise(samples):  # only to keep an end of text from the start
+        is_short = sample["len"] == block_size - 1 and following["input_ids"][1] == eos
+        assert sample["len"] == block_size or is_short
+    assert sum(token == eos for sample in samples for token in sample["labels"][1:]) == len(texts)
+    sidecar = json.loads((tmp_path / f"out{ending}.meta.json").read_text())
+    assert sidecar["num_samples"] == len(samples) and sidecar["rows"]["kept"] == len(texts)
+    assert sidecar["num_tokens"] == len(stream) and sidecar["options"]["block_size"] == block_size
+
+
+def test_only_documents_are_cut(model, tmp_path):
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "pretrain", "content": "How?"}]}, chat(1)])
+    with pytest.raises(ValueError, match=r"in.jsonl:2: no document: --block-size cuts documents"):
+        process_data(options_for(model, source, tmp_path / "out.jsonl", block_size=8))
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".arrow", ".parquet"])
+def test_weights_are_a_column_where_some_row_has_them(model, tmp_path, monkeypatch, ending):
+    monkeypatch.setattr("data_files.CHUNK_ROWS", 2)
+    rows = [chat(i) for i in range(7)]
+    rows[4]["messages"][1]["weight"] = 0.25
+    for name, some in {"without": rows[:4], "with": rows}.items():
+        write_rows(tmp_path / f"{name}.jsonl", some)
+        process_data(options_for(model, tmp_path / f"{name}.jsonl", tmp_path / f"{name}.out{ending}"))
+        sidecar = json.loads((tmp_path / f"{name}.out{ending}.meta.json").read_text())
+        assert sidecar["has_loss_weights"] is (name == "with")
+    read = {".jsonl": read_jsonl, ".arrow": read_arrow, ".parquet": lambda path: pq.read_table(path).to_pylist()}[
+        ending
+    ]
+    samples = read(tmp_path / f"with.out{ending}")
+    plain = [{key: value for key, value in sample.items() if key != "loss_weights"} for sample in samples]
+    assert read(tmp_path / f"without.out{ending}") == plain[:4]
+    assert len(samples) == 7
+    for i, sample in enumerate(samples):
+        weight = 0.25 if i == 4 else 1.0
+        assert sample["loss_weights"] == [0.0 if label == IGNORED else weight for label in sample["labels"]]
+    if ending == ".arrow":
+        with pa.OSFile(str(tmp_path / "with.out.arrow")) as file:
+            reader = pa.ipc.open_file(file)
+            assert reader.schema.field("loss_weights").type == pa.list_(pa.float32())
+            assert [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)] == [2, 2, 2, 1]
+
+
+def read_arrow(path: Path) -> list[dict]:
+    with pa.OSFile(str(path)) as file:
+        return pa.ipc.open_file(file).read_all().to_pylist()
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory) -> Path:
+    """A tokenizer without chat template, and without special tokens of chats."""
+    tokenizer = train_tokenizer(["How many are 12 and 30? 42"] * 9, vocab_size=300)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    names = {"<|im_start|>": "<|unused|>", "<|im_end|>": "</s>"}
+    for token in state["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    state["model"]["vocab"] = {names.get(token, token): i for token, i in state["model"]["vocab"].items()}
+    backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
+    base = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    path = tmp_path_factory.mktemp("base")
+    base.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "stop"),
+    [
+        ("chatml", ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+        ("llama3", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"),
+        ("zephyr", [], "</s>"),
+        ("own.jinja", ["<|end|>"], "<|end|>"),
+    ],
+)
+def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatch, template, added, stop):
+    monkeypatch.chdir(tmp_path)
+    Path("own.jinja").write_text(CHATML_TEMPLATE.replace("<|im_end|>", "<|end|>").replace("<|im_start|>", "#"))
+    source = write_rows(tmp_path / "in.jsonl", [chat(5)])
+    options = options_for(base_model, source, tmp_path / "out.jsonl", chat_template=template)
+    if template == "own.jinja":
+        options = dataclasses.replace(options, add_special_tokens=("<|end|>",))
+    process_data(options)
+    sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
+    assert sidecar["tokenizer_dir"] == "out.jsonl.tokenizer"
+    saved = AutoTokenizer.from_pretrained(tmp_path / sidecar["tokenizer_dir"])
+    base = AutoTokenizer.from_pretrained(base_model)
+    assert sidecar["added_special_tokens"] == {token: len(base) + i for i, token in enumerate(added)}
+    assert len(saved) == len(base) + len(added)
+    assert sidecar["tokenizer_fingerprint"] == fingerprint_tokenizer(saved)
+    assert sidecar["chat_template_fingerprint"] == fingerprint_chat_template(saved)
+    assert sidecar["stop_token_id"] == saved.convert_tokens_to_ids(stop)
+    assert saved.eos_token == ("</s>" if template == "own.jinja" else stop)
+    assert trained_texts(tmp_path / "out.jsonl", saved) == ["5 42 42 42 42 42" + stop]
+    (sample,) = read_jsonl(tmp_path / "out.jsonl")
+    expected = saved.apply_chat_template(chat(5)["messages"], return_dict=True)["input_ids"]
+    assert sample["input_ids"] == expected
+
+    process_data(options_for(tmp_path / "out.jsonl.tokenizer", source, tmp_path / "out.jsonl"))  # as its own model
+    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["tokenizer_dir"] is None
+    assert not (tmp_path / "out.jsonl.tokenizer").exists(), "it belonged to the older run"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"chat_template": "chatnl"}, "--chat-template chatnl: allowed: chatml, llama3, zephyr, or a Jinja file"),
+        ({"chat_template": "broken.jinja"}, "chat template"),
+        ({"add_special_tokens": ("</s>",)}, "--add-special-tokens </s>: has no effect"),
+        ({"chat_template": "endless.jinja"}, "chat template"),
+    ],
+)
+def test_templates_and_tokens_that_are_refused(base_model, tmp_path, monkeypatch, options, reason):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("chat_rendering.RENDER_SECONDS", 0.3)
+    Path("broken.jinja").write_text("{% for message in messages %}")
+    loop = "{% for i in range(99999) %}"
+    Path("endless.jinja").write_text(loop * 3 + "{% endfor %}" * 3)
+    source = write_rows(tmp_path / "in.jsonl", [chat(1)])
+    before = names(tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        process_data(options_for(base_model, source, tmp_path / "out.jsonl", **options))
+    assert names(tmp_path) == before
+
+
+def test_input_files_and_tokens_can_be_lists_on_the_command_line_and_in_yaml(tmp_path):
+    config = tmp_path / "options.yaml"
+    config.write_text("input_file: [a.jsonl, b.jsonl]\nadd_special_tokens: <|a|>\noutput_file: o.arrow\n")
+    options = parse_options(ProcessDataOptions, ["--config", str(config), "--model-name-or-path", "m"])
+    assert options.input_file == ("a.jsonl", "b.jsonl") and options.add_special_tokens == ("<|a|>",)
+    flags = ["--input-file", "a", "b", "--output-file", "o.arrow", "--model-name-or-path", "m"]
+    assert parse_options(ProcessDataOptions, flags).input_file == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"block_size": 2}, "--block-size 2: must be at least 3"),
+        ({"block_size": 8, "max_sample_num_tokens": 9}, "--max-sample-num-tokens has no effect with --block-size"),
+        ({"block_size": 8, "format": "alpaca"}, "--block-size has no effect with --format alpaca"),
+        ({"preview": 0, "string_for_printing_masks": "x"}, "--string-for-printing-masks has no effect"),
+    ],
+)
+def test_options_that_contradict_each_other(options, problem):
+    (found,) = find_problems(options_for(Path("m"), Path("in.jsonl"), Path("out.jsonl"), **options))
+    assert found.startswith(problem)
 
 
 def start_long_run(model: Path, directory: Path) -> subprocess.Popen:

@@ -1,0 +1,221 @@
+"""Compares process_data.py with its bare cost and with `datasets.map`: rows per second and CPU time per row.
+
+    python benchmarks/tokenization.py                                  # generated chats of GSM8K's lengths
+    python benchmarks/tokenization.py --messages-file gsm8k.jsonl      # a file of one's own, ten times
+    python benchmarks/tokenization.py --model-name-or-path M           # with M's tokenizer and template
+
+bare:          render with the chat template, then `tokenizer(list_of_texts)`, 1,000 rows at a time; nothing is read,
+               masked or written
+process_data:  all that the script does: read, check, render, tokenize, mask, write Arrow, describe
+map ...:       `datasets.map(num_proc)` over JSON lines that renders, tokenizes and masks row by row: by the number of
+               tokens of the prompt, which is the usual way and tokenizes the prompt twice, or by offsets, the leanest
+
+All work with the same number of processes, load the tokenizer themselves, and take turns; the medians count.
+CPU time is of all processes of a way, so it is less disturbed by what else the machine does.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+
+import datasets
+from make_tiny_model import read_contents, train_tokenizer
+from transformers import AutoTokenizer
+
+from chat_masking import IGNORED
+from process_data import process_data
+from training_args import ProcessDataOptions
+
+CHUNK_ROWS = 1000
+NUM_GENERATED = 7473  # as many as GSM8K has for training, and about as long
+SENTENCE = (
+    "the of and to a how many much each day week has have buys sells costs apples eggs dollars hours then total left"
+    " twice half more than gives friends books pages miles minutes first second she he they altogether 3 12 25"
+)
+
+
+def generate_messages(path: Path) -> Path:
+    """A messages file whose questions and answers are about as long as GSM8K's."""
+    draw, words = random.Random(0), SENTENCE.split()
+
+    def write_text(median: float) -> str:
+        num_words = max(8, round(draw.lognormvariate(0, 0.4) * median))
+        return " ".join(draw.choices(words, k=num_words)).capitalize() + "."
+
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(NUM_GENERATED):
+            answer = "\n".join(write_text(16) for _ in range(draw.randint(2, 5))) + f"\n#### {draw.randint(1, 999)}"
+            messages = [{"role": "user", "content": write_text(45)}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def render_and_tokenize(model: str, conversations: list[list[dict[str, str]]], part: slice) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    conversations = conversations[part]
+    for start in range(0, len(conversations), CHUNK_ROWS):
+        texts = tokenizer.apply_chat_template(conversations[start : start + CHUNK_ROWS], tokenize=False)
+        tokenizer(texts, add_special_tokens=False)
+
+
+def run_bare(model: str, source: Path, work_dir: Path, num_proc: int, conversations: list[Any]) -> None:
+    bounds = [len(conversations) * i // num_proc for i in range(num_proc + 1)]
+    parts = [slice(start, end) for start, end in pairwise(bounds)]
+    run_all([(render_and_tokenize, (model, conversations, part)) for part in parts])
+
+
+def run_process_data(model: str, source: Path, work_dir: Path, num_proc: int, conversations: list[Any]) -> None:
+    options = ProcessDataOptions(
+        input_file=(str(source),),
+        output_file=str(work_dir / "out.arrow"),
+        model_name_or_path=model,
+        num_proc=num_proc,
+        preview=0,
+    )
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        process_data(options)
+
+
+def render(tokenizer: Any, messages: list[dict[str, str]], *, generation_prompt: bool = False) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+
+
+def mask_by_prompts(messages: list[dict[str, str]], tokenizer: Any) -> dict[str, Any]:
+    """Counts the tokens up to each answer's beginning and end, which tokenizes the text before it again."""
+    input_ids = tokenizer(render(tokenizer, messages), add_special_tokens=False)["input_ids"]
+    labels = [IGNORED] * len(input_ids)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = render(tokenizer, messages[:i], generation_prompt=True)
+            start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            end = len(input_ids)
+            if i < len(messages) - 1:
+                end = len(tokenizer(render(tokenizer, messages[: i + 1]), add_special_tokens=False)["input_ids"])
+            labels[start:end] = input_ids[start:end]
+    return as_row(input_ids, labels)
+
+
+def mask_by_offsets(messages: list[dict[str, str]], tokenizer: Any) -> dict[str, Any]:
+    """Counts characters up to each answer's beginning and end, which renders the text before it again."""
+    encoding = tokenizer(render(tokenizer, messages), add_special_tokens=False, return_offsets_mapping=True)
+    input_ids, labels = encoding["input_ids"], [IGNORED] * len(encoding["input_ids"])
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = len(render(tokenizer, messages[:i], generation_prompt=True))
+            end = len(render(tokenizer, messages[: i + 1]))
+            for at, (first, _) in enumerate(encoding["offset_mapping"]):
+                if start <= first < end:
+                    labels[at] = input_ids[at]
+    return as_row(input_ids, labels)
+
+
+def as_row(input_ids: list[int], labels: list[int]) -> dict[str, Any]:
+    num_targets = sum(label != IGNORED for label in labels[1:])
+    return {"input_ids": input_ids, "labels": labels, "len": len(input_ids), "num_loss_counted_tokens": num_targets}
+
+
+def run_datasets_map(
+    model: str, source: Path, work_dir: Path, num_proc: int, conversations: list[Any], *, mask: Callable[..., Any]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_json(str(source), cache_dir=str(work_dir / "cache"))
+    rows.map(
+        mask,
+        input_columns="messages",
+        fn_kwargs={"tokenizer": tokenizer},
+        num_proc=num_proc,
+        remove_columns=rows.column_names,
+    )
+
+
+WAYS = {
+    "bare": run_bare,
+    "process_data": run_process_data,
+    "map by prompts": partial(run_datasets_map, mask=mask_by_prompts),
+    "map by offsets": partial(run_datasets_map, mask=mask_by_offsets),
+}
+
+
+def run_all(calls: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+    """Each call in a forked process of its own, at once."""
+    processes = [multiprocessing.get_context("fork").Process(target=call, args=args) for call, args in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+
+
+def measure(way: str, model: str, source: Path, num_proc: int, conversations: list[Any]) -> tuple[float, float]:
+    """Wall-clock and CPU seconds of a run, with all its processes; imports are done before."""
+    with tempfile.TemporaryDirectory() as work_dir:
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        run_all([(WAYS[way], (model, source, Path(work_dir), num_proc, conversations))])
+        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def read_conversations(path: Path) -> Iterator[list[dict[str, str]]]:
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)["messages"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages-file", type=Path)
+    parser.add_argument("--model-name-or-path")
+    parser.add_argument("--num-repeats", type=int, default=10, help="how often the file is in the input")
+    parser.add_argument("--num-runs", type=int, default=3, help="of each way; the medians are shown")
+    parser.add_argument("--num-proc", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        once = arguments.messages_file or generate_messages(Path(directory, "generated.jsonl"))
+        source = Path(directory, "in.jsonl")
+        source.write_bytes(once.read_bytes() * arguments.num_repeats)
+        model = arguments.model_name_or_path
+        if model is None:
+            model = str(Path(directory, "model"))
+            train_tokenizer(read_contents(once), vocab_size=8000).save_pretrained(model)
+        conversations = list(read_conversations(source))
+        print(f"{len(conversations):,} rows of {once.name} x {arguments.num_repeats}, {arguments.num_proc} processes")
+        runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        for _ in range(arguments.num_runs):
+            for way, measured in runs.items():
+                measured.append(measure(way, model, source, arguments.num_proc, conversations))
+    report(runs, num_rows=len(conversations))
+
+
+def report(runs: dict[str, list[tuple[float, float]]], *, num_rows: int) -> None:
+    medians = {way: list(map(statistics.median, zip(*measured, strict=True))) for way, measured in runs.items()}
+    bare_wall, bare_cpu = medians["bare"]
+    print(f"{'':<14}{'rows/s':>10}{'x bare':>8}{'CPU us/row':>12}{'x bare':>8}")
+    for way, (wall, cpu) in medians.items():
+        speed = f"{way:<14}{num_rows / wall:>10,.0f}{wall / bare_wall:>8.2f}"
+        print(f"{speed}{1e6 * cpu / num_rows:>12,.0f}{cpu / bare_cpu:>8.2f}")
+    our_wall, our_cpu = medians["process_data"]
+    for way, (wall, cpu) in medians.items():
+        if way.startswith("map"):
+            print(f"process_data is {wall / our_wall:.2f} times as fast as {way}, {cpu / our_cpu:.2f} by CPU time")
+
+
+if __name__ == "__main__":
+    main()

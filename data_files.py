@@ -1,0 +1,342 @@
+"""Files of rows -> chunks of raw rows: .jsonl, .json, .parquet and .txt, also in gzip or zstd, and directories.
+
+Nothing is parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is passed over.
+"""
+
+import hashlib
+import io
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ENDINGS = (".jsonl", ".json", ".parquet", ".txt")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be compressed ({', '.join(COMPRESSIONS)})"
+CHUNK_ROWS = 1000  # and so the most rows of an Arrow record batch of the output
+CHUNK_BYTES = 4 << 20  # fewer rows where they are long: a token takes a worker some hundred bytes
+MAX_ROW_BYTES = 64 << 20
+BLOCK_BYTES = 1 << 20
+NUM_BYTES_SHOWN = 200  # of a row that is too long
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+Encoding = Literal["json", "text", "arrow"]
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """A row that was not read."""
+
+    beginning: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as it stands in its file; `number` counts rows, and is what a Parquet file has for a line."""
+
+    number: int
+    line: int
+    value: bytes | TooLong | dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """As messages say it; the elements of a JSON list can share a line."""
+        return str(self.line) if self.line == self.number else f"{self.line} (row {self.number})"
+
+
+Line = tuple[int, bytes | TooLong]  # its number, from 1, and what it holds
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some consecutive rows of a file, as they stand there."""
+
+    file: str  # as messages name it
+    first_row: int  # from 1, blank lines included
+    encoding: Encoding
+    lines: list[Line]  # of "json" and "text"
+    table: bytes  # of "arrow": an Arrow stream
+    num_bytes: int  # of the file that were read for it; of a compressed file those on disk
+
+    @property
+    def size(self) -> int:
+        """Bytes of its rows."""
+        return len(self.table) + sum(len(value) for _, value in self.lines if isinstance(value, bytes))
+
+
+@dataclass
+class Source:
+    """A file of rows. `sha256` and `format` are known when it was read."""
+
+    path: Path
+    name: str  # as messages and the sidecar name it: within the directory that was given, or the file's name
+    num_bytes: int
+    sha256: str | None = None
+    format: str | None = None
+
+    @property
+    def compression(self) -> str | None:
+        return COMPRESSIONS.get(self.path.suffix)
+
+    @property
+    def ending(self) -> str:
+        return data_ending(self.path)
+
+
+def data_ending(path: Path) -> str:
+    """The ending that says what a file holds: .jsonl of a.jsonl.gz."""
+    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
+
+
+def find_sources(inputs: Sequence[str]) -> list[Source]:
+    """The files that `inputs` name, in their order; those of a directory, and of directories in it, by name.
+
+    Raises ValueError for what is not there, cannot be read, or is named twice.
+    """
+    sources = []
+    for path in map(Path, inputs):
+        if path.is_dir():
+            sources += find_in_directory(path)
+        elif not path.is_file():
+            raise ValueError(f"--input-file {path}: no such file")
+        elif data_ending(path) not in ENDINGS:
+            raise ValueError(f"--input-file {path}: must end in {ENDINGS_IN_WORDS}")
+        else:
+            sources.append(Source(path, path.name, path.stat().st_size))
+    seen: set[Path] = set()
+    for source in sources:
+        if source.path.resolve() in seen:
+            raise ValueError(f"--input-file: {source.path} is named twice; its rows would be trained twice as often")
+        seen.add(source.path.resolve())
+    return sources
+
+
+def find_in_directory(directory: Path) -> list[Source]:
+    """The directory's data files, but hidden ones and what process_data.py wrote beside an output."""
+    files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
+    names = sorted(
+        path
+        for path in files
+        if data_ending(path) in ENDINGS
+        and not any(part.startswith(".") for part in path.parts)
+        and not path.name.endswith((".meta.json", ".rejected.jsonl"))
+    )
+    if not names:
+        raise ValueError(f"--input-file {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
+    return [Source(directory / name, name.as_posix(), (directory / name).stat().st_size) for name in names]
+
+
+class HashingReader(io.RawIOBase):
+    """A file that is read through once. Invariant: `digest` and `num_bytes` are of all bytes handed out so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.file.readinto(buffer)
+        self.digest.update(memoryview(buffer)[:count])
+        self.num_bytes += count
+        return count
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def read_chunks(source: Source) -> Iterator[Chunk]:
+    """The file's rows; ValueError where the file is damaged. Sets `source.sha256` at the end."""
+    with HashingReader(source.path) as raw:
+        try:
+            with open_decompressed(raw, source.compression) as stream:
+                if source.ending == ".parquet":
+                    yield from read_parquet(stream, source=source, is_file=source.compression is None)
+                else:
+                    yield from pack_lines(*read_lines(stream, source.ending), source=source, reader=raw)
+                while raw.read(BLOCK_BYTES):  # what was not needed is part of the file
+                    pass
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{source.path}: damaged, or not what its ending says: {error}") from None
+        source.sha256 = raw.digest.hexdigest()
+
+
+@contextmanager
+def open_decompressed(raw: HashingReader, compression: str | None) -> Iterator[BinaryIO]:
+    """A buffered stream of what the file holds."""
+    if compression is None:
+        yield io.BufferedReader(raw, BLOCK_BYTES)
+    else:
+        with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) as stream:
+            yield io.BufferedReader(stream, BLOCK_BYTES)
+
+
+def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]:
+    """How rows are written, and the rows. A .json file that does not begin with a list holds JSON lines."""
+    if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+        stream.read(len(BYTE_ORDER_MARK))
+    if ending == ".txt":
+        return "text", split_text(stream)
+    if ending == ".json" and stream.peek(BLOCK_BYTES).lstrip()[:1] == b"[":
+        return "json", split_json_list(stream)
+    return "json", split_lines(stream)
+
+
+def split_text(stream: BinaryIO) -> Iterator[Line]:
+    """A text file: one row."""
+    text = stream.read(MAX_ROW_BYTES + 1)
+    if len(text) <= MAX_ROW_BYTES:
+        yield 1, text
+    else:
+        rest = sum(map(len, iter(partial(stream.read, BLOCK_BYTES), b"")))
+        yield 1, TooLong(text[:NUM_BYTES_SHOWN], len(text) + rest)
+
+
+def split_lines(stream: BinaryIO) -> Iterator[Line]:
+    """Lines end at line feeds and nothing else. What is too long is passed over in pieces."""
+    number = 0
+    for line in iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""):
+        number += 1
+        if len(line) <= MAX_ROW_BYTES:
+            yield number, line
+            continue
+        beginning, num_bytes, piece = line[:NUM_BYTES_SHOWN], len(line), line[-1:]
+        del line
+        while piece and not piece.endswith(b"\n"):
+            piece = stream.readline(BLOCK_BYTES)
+            num_bytes += len(piece)
+        yield number, TooLong(beginning, num_bytes)
+
+
+OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
+INSIDE_STRING = re.compile(rb'["\\]')
+
+
+def split_json_list(stream: BinaryIO) -> Iterator[Line]:
+    """The elements of a JSON list, with the lines where they begin. Follows brackets and strings, checks nothing else.
+
+    What is no element (nothing between two commas, text after the list) is handed out too, to be refused as a row.
+    """
+    piece = ElementBuffer()
+    block = stream.read(BLOCK_BYTES)
+    start = at = block.index(b"[") + 1
+    piece.line += block[:start].count(b"\n")
+    depth, in_string, is_first, has_ended = 0, False, True, False
+    while block:
+        while not has_ended and (match := (INSIDE_STRING if in_string else OUTSIDE_STRING).search(block, at)):
+            at, mark = match.end(), match[0]
+            if mark == b"\\":
+                at += 1  # the character after it is no delimiter
+            elif mark == b'"':
+                in_string = not in_string
+            elif mark in b"[{":
+                depth += 1
+            elif depth > 0:
+                depth -= mark in b"]}"
+            else:
+                has_ended = mark != b","
+                piece.add(block[start : at - 1])
+                is_empty_list = is_first and has_ended
+                start, is_first = at, False
+                yield from piece.take(when_blank=b"" if is_empty_list else mark)
+        piece.add(block[start:])
+        at = max(at - len(block), 0)  # the character after a backslash may be the next block's first
+        start, block = 0, stream.read(BLOCK_BYTES)
+    yield from piece.take(when_blank=b"" if has_ended else b"[")
+
+
+class ElementBuffer:
+    """Collects the bytes of an element. Invariant: holds at most MAX_ROW_BYTES, and knows the line where they begin."""
+
+    def __init__(self) -> None:
+        self.line = 1
+        self.clear()
+
+    def clear(self) -> None:
+        self.held, self.num_bytes, self.num_newlines = bytearray(), 0, 0
+
+    def add(self, piece: bytes) -> None:
+        if not self.held:
+            stripped = piece.lstrip()
+            self.line += piece[: len(piece) - len(stripped)].count(b"\n")
+            piece = stripped
+        self.num_bytes += len(piece)
+        self.num_newlines += piece.count(b"\n")
+        self.held += piece
+        if self.num_bytes > MAX_ROW_BYTES:
+            del self.held[NUM_BYTES_SHOWN:]
+
+    def take(self, *, when_blank: bytes) -> Iterator[Line]:
+        """The element, or `when_blank` in its place, if that is anything."""
+        if self.num_bytes > MAX_ROW_BYTES:
+            yield self.line, TooLong(bytes(self.held), self.num_bytes)
+        elif self.held or when_blank:
+            yield self.line, bytes(self.held).rstrip() or when_blank
+        self.line += self.num_newlines
+        self.clear()
+
+
+def pack_lines(encoding: Encoding, lines: Iterator[Line], *, source: Source, reader: HashingReader) -> Iterator[Chunk]:
+    """Lines in chunks of at most CHUNK_ROWS, and fewer where they reach CHUNK_BYTES."""
+    chunk: list[Line] = []
+    num_bytes, first_row, num_read = 0, 1, 0
+
+    def finish() -> Chunk:
+        return Chunk(source.name, first_row, encoding, chunk, b"", reader.num_bytes - num_read)
+
+    for line in lines:
+        chunk.append(line)
+        num_bytes += len(line[1]) if isinstance(line[1], bytes) else 0
+        if len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
+            yield finish()
+            num_read, first_row = reader.num_bytes, first_row + len(chunk)
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield finish()
+
+
+def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:
+    """A Parquet file's rows. It is read from its end, so what is compressed is unpacked into a temporary file."""
+    with tempfile.TemporaryFile() as unpacked:
+        if not is_file:
+            shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)
+        table = pq.ParquetFile(source.path if is_file else unpacked, pre_buffer=False)
+        num_rows = table.metadata.num_rows
+        size = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
+        batch_size = min(CHUNK_ROWS, 1 + CHUNK_BYTES * num_rows // max(size, 1))
+        first_row = 1
+        for batch in table.iter_batches(batch_size=batch_size):
+            num_bytes = source.num_bytes * batch.num_rows // num_rows
+            yield Chunk(source.name, first_row, "arrow", [], to_stream(batch), num_bytes)
+            first_row += batch.num_rows
+
+
+def to_stream(batch: pa.RecordBatch) -> bytes:
+    """A record batch alone: pickled, it might take along the buffers that it is a slice of."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def iterate_rows(chunk: Chunk) -> Iterator[Row]:
+    """A chunk's rows as they stand in the file."""
+    if chunk.encoding == "arrow":
+        values = pa.ipc.open_stream(chunk.table).read_all().to_pylist()
+        lines = enumerate(values, start=chunk.first_row)
+    else:
+        lines = iter(chunk.lines)
+    for number, (line, value) in enumerate(lines, start=chunk.first_row):
+        yield Row(number, line, value)

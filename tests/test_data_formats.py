@@ -1,0 +1,340 @@
+"""Rows of every format and files of every kind: what they become, and what is refused with which reason."""
+
+import gzip
+import hashlib
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import data_files
+from chat_masking import Chat, Completion, Document
+from data_files import Chunk, find_sources, iterate_rows, read_chunks
+from data_formats import detect_format, parse_row, read_example, read_examples
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+READ_AS = [
+    ({"messages": [USER, ANSWER]}, Chat([USER, ANSWER])),
+    ({"messages": [USER, ANSWER], "unmask": True, "tools": [TOOL]}, Chat([USER, ANSWER], unmask=True, tools=[TOOL])),
+    ({"messages": [USER, ANSWER], "tools": json.dumps([TOOL])}, Chat([USER, ANSWER], tools=[TOOL])),
+    ({"messages": [USER, ANSWER], "tools": [], "prompt": "a", "text": "b"}, Chat([USER, ANSWER])),
+    ({"messages": [USER, ANSWER | {"weight": 0.5}]}, Chat([USER, ANSWER | {"weight": 0.5}])),
+    ({"messages": [USER, ANSWER | {"train": False}]}, Chat([USER, ANSWER | {"train": False}])),
+    (
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        Chat([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]),
+    ),
+    ({"messages": [{"role": "pretrain", "content": "a"}]}, Document("a")),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, Chat([USER, ANSWER])),
+    (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}], "system": "s"},
+        Chat([{"role": "system", "content": "s"}, USER, ANSWER | {"weight": 0}]),
+    ),
+    (
+        {
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "function_call", "value": json.dumps(CALL["function"])},
+                {"from": "observation", "value": "1"},
+            ]
+        },
+        Chat(
+            [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "1"},
+            ]
+        ),
+    ),
+    ({"instruction": "a", "output": "b"}, Chat([USER, ANSWER])),
+    ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, Chat([USER, ANSWER])),
+    ({"instruction": "a", "input": "c", "output": "b"}, Chat([{"role": "user", "content": "a\n\nc"}, ANSWER])),
+    ({"instruction": "a", "output": "b", "history": [["a", "b"]]}, Chat([USER, ANSWER, USER, ANSWER])),
+    ({"prompt": "a ", "completion": "b"}, Completion("a ", "b")),
+    ({"prompt": "a ", "generation": " b"}, Completion("a ", " b")),
+    ({"document": "a"}, Document("a")),
+    ({"text": "a"}, Document("a")),
+]
+
+
+def read_line(line: bytes, data_format: str, *, is_given: bool = False):
+    fields = parse_row(line, "json")
+    return None if fields is None else read_example(fields, data_format, is_given=is_given)
+
+
+@pytest.mark.parametrize(("row", "example"), READ_AS, ids=[json.dumps(row)[:60] for row, _ in READ_AS])
+def test_rows_and_what_they_become(row, example):
+    chunk = Chunk("in.jsonl", 1, "json", [(1, b"\n"), (2, b"{"), (3, json.dumps(row).encode())], b"", 0)
+    data_format = detect_format(chunk)
+    (_, blank), (_, broken), (_, read) = read_examples(chunk, data_format, is_given=False)
+    assert read == example
+    assert blank is None and isinstance(broken, ValueError)
+
+
+HOSTILE = [
+    (b'{"messages": [{"role": "us', "not JSON"),
+    (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "not UTF-8"),
+    (b"[1, 2]", "expected an object"),
+    (b"null", "expected an object"),
+    (b'"text"', "expected an object"),
+    (b"{}", "no messages row: its keys are []"),
+    (b'{"messages": null}', "no messages row"),
+    (b'{"prompt": "a", "completion": "b"}', "of another format than the file's: completion"),
+    (b'{"messages": []}', "'messages' has to be a list"),
+    (b'{"messages": "hi"}', "'messages' has to be a list"),
+    (b'{"messages": ["hi"]}', "message 1 is 'hi'"),
+    (b'{"messages": [{"role": "wizard", "content": "a"}]}', "the role 'wizard', allowed: system"),
+    (b'{"messages": [{"role": ["user"], "content": "a"}]}', "the role"),
+    (b'{"messages": [{"content": "a"}]}', "the role missing or null"),
+    (b'{"messages": [{"role": "user"}]}', "message 1 (user) has the content missing or null"),
+    (b'{"messages": [{"role": "user", "content": null}]}', "missing or null"),
+    (b'{"messages": [{"role": "user", "content": " \\n"}]}', "expected text"),
+    (b'{"messages": [{"role": "user", "content": 5}]}', "the content 5, expected text"),
+    (b'{"messages": [{"role": "user", "content": ["a"]}]}', "expected text"),
+    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "pretrain", "content": "a"}]}', "single message"),
+    (b'{"messages": [{"role": "pretrain", "content": 1}]}', "message 1 (pretrain): 'content' is 1, expected text"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}', "expected a list of objects"),
+    (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "missing or null"),
+    (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}', "only an assistant's message can have"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "function_call": {}}]}', "write it as 'tool_calls'"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' is {}, expected a list"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "tools": "{"}', "'tools': not JSON"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "unmask": "yes"}', "'unmask' is 'yes'"),
+    (b'{"messages": [{"role": "user", "content": "a\x00b"}]}', "not JSON"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}", "5000 digits"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}', "NaN is no JSON number"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "n": -Infinity}', "-Infinity is no JSON number"),
+    (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+    (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "the key 'role' is there twice"),
+    (b'{"conversations": ["a"]}', "turn 1 is 'a'"),
+    (b'{"conversations": [{"from": "cat", "value": "a"}]}', "turn 1 is from 'cat', allowed: system"),
+    (b'{"conversations": [{"from": "human"}]}', "message 1 (user) has the content missing or null"),
+    (b'{"conversations": [{"from": "function_call", "value": "{"}]}', "turn 1 (function_call): 'value': not JSON"),
+    (b'{"instruction": "a", "output": " "}', "'output' is ' ', expected text"),
+    (b'{"instruction": "a", "input": 1, "output": "b"}', "'input' is 1"),
+    (b'{"instruction": "a", "output": "b", "history": [["a"]]}', "'history' is"),
+    (b'{"prompt": [], "completion": "b"}', "'prompt' is [], expected text"),
+    (b'{"prompt": "a", "completion": ""}', "'completion' is '', expected text"),
+    (b'{"prompt": "a", "completion": "b", "generation": "c"}', "both 'completion' and 'generation'"),
+    (b'{"text": 5}', "'text' is 5, expected text"),
+    (b'{"text": "a", "document": "b"}', "both 'document' and 'text'"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), HOSTILE, ids=[reason for _, reason in HOSTILE])
+def test_hostile_rows_are_refused(line, reason):
+    formats = {b'{"conv': "sharegpt", b'{"inst': "alpaca", b'{"prom': "completion", b'{"text': "document"}
+    data_format = "messages" if "another format" in reason else formats.get(line[:6], "messages")
+    with pytest.raises(ValueError) as error:
+        read_line(line, data_format)
+    assert reason in str(error.value)
+
+
+def test_the_format_that_is_given_wins_over_what_a_row_looks_like():
+    row = b'{"messages": [], "text": "a"}'
+    assert read_line(row, "document", is_given=True) == Document("a")
+    with pytest.raises(ValueError, match="another format than the file's: messages"):
+        read_line(row, "document")
+    with pytest.raises(ValueError, match="'prompt' is missing or null, expected text"):
+        read_line(row, "completion", is_given=True)
+
+
+ROWS = [{"messages": [USER, {"role": "assistant", "content": f'{i} "\\[{{\u2028\n€'}]} for i in range(2500)]
+
+
+def write_lines(path: Path) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=bool(i % 2)) + "\n" for i, row in enumerate(ROWS)))
+
+
+def write_list(path: Path) -> None:
+    path.write_text("\n " + json.dumps(ROWS, indent=1, ensure_ascii=False))
+
+
+def write_parquet(path: Path) -> None:
+    rows = [row | {"unmask": None, "score": i} for i, row in enumerate(ROWS)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=700)
+
+
+WRITERS = {".jsonl": write_lines, ".json": write_list, ".parquet": write_parquet}
+
+
+def compress(path: Path, ending: str) -> Path:
+    content = path.read_bytes()
+    target = path.with_name(path.name + ending)
+    target.write_bytes(gzip.compress(content) if ending == ".gz" else pa.compress(content, "zstd", asbytes=True))
+    return target
+
+
+def read_all(*paths: Path) -> list:
+    """What every row of some files becomes, with its place."""
+    read = []
+    for source in find_sources([str(path) for path in paths]):
+        data_format = None
+        for chunk in read_chunks(source):
+            data_format = data_format or detect_format(chunk)
+            examples = read_examples(chunk, data_format, is_given=False)
+            read += [(f"{chunk.file}:{row.place}", example) for row, example in examples]
+        assert source.sha256 == hashlib.sha256(source.path.read_bytes()).hexdigest()
+    return read
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("ending", WRITERS)
+def test_every_kind_of_file_holds_the_same_rows(tmp_path, ending, compression):
+    path = tmp_path / f"in{ending}"
+    WRITERS[ending](path)
+    path = compress(path, compression) if compression else path
+    read = read_all(path)
+    assert [example for _, example in read] == [Chat(row["messages"]) for row in ROWS]
+    lines = {place.partition(":")[2] for place, _ in read}
+    assert len(lines) == len(ROWS)
+    if ending == ".json":
+        assert "3 (row 1)" in lines and "15 (row 2)" in lines
+    else:
+        assert lines == {str(number) for number in range(1, len(ROWS) + 1)}
+
+
+def test_progress_and_chunks_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_files, "CHUNK_BYTES", 10_000)
+    for ending, write in WRITERS.items():
+        write(tmp_path / f"in{ending}")
+        (source,) = find_sources([str(tmp_path / f"in{ending}")])
+        chunks = list(read_chunks(source))
+        assert max(chunk.size for chunk in chunks) < 2 * 10_000 and len(chunks) > 5
+        assert 0.95 * source.num_bytes < sum(chunk.num_bytes for chunk in chunks) <= source.num_bytes
+        assert [chunk.first_row for chunk in chunks[1:]] == [list(iterate_rows(c))[-1].number + 1 for c in chunks[:-1]]
+
+
+def test_json_lines_in_a_json_file(tmp_path):
+    write_lines(tmp_path / "in.json")
+    assert len(read_all(tmp_path / "in.json")) == len(ROWS)
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\n")
+    (tmp_path / "b.txt").write_bytes(b" \n")
+    read = read_all(tmp_path / "a.txt", tmp_path / "b.txt")
+    assert read == [
+        ("a.txt:1", Document("one\r\n\r\ntwo\n")),
+        ("b.txt:1", None),
+    ]
+
+
+def test_a_directory_is_read_by_name_without_what_is_no_data(tmp_path):
+    names = [
+        "b.jsonl",
+        "a.jsonl",
+        "deeper/c.jsonl",
+        ".hidden.jsonl",
+        ".git/d.jsonl",
+        "out.meta.json",
+        "out.rejected.jsonl",
+    ]
+    for name in [*names, "README.md"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    assert [place for place, _ in read_all(tmp_path)] == ["a.jsonl:1", "b.jsonl:1", "deeper/c.jsonl:1"]
+    with pytest.raises(ValueError, match=r"a.jsonl is named twice"):
+        find_sources([str(tmp_path), str(tmp_path / "a.jsonl")])
+    with pytest.raises(ValueError, match=r"README.md: must end in .jsonl, .json, .parquet or .txt"):
+        find_sources([str(tmp_path / "README.md")])
+
+
+def test_each_file_has_its_own_format(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('[]\n{"prompt": "a", "completion": "b"}\n')
+    (_, first), (_, second), (_, third), (_, fourth) = read_all(tmp_path)
+    assert first == Document("a") and fourth == Completion("a", "b")
+    assert "another format than the file's: completion, where the first row is document" in str(second)
+    assert "expected an object" in str(third)
+
+
+def read_values(path: Path) -> list:
+    """The raw values of a file's rows, with their lines."""
+    (source,) = find_sources([str(path)])
+    return [(row.line, row.value) for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("[]", []),
+        (" \n[\n]\n", []),
+        ('[{"a": "],\\""},\n{"b": [1, 2]}]', [(1, b'{"a": "],\\""}'), (2, b'{"b": [1, 2]}')]),
+        ("[1,,2]", [(1, b"1"), (1, b","), (1, b"2")]),
+        ("[1,\n]", [(1, b"1"), (2, b"]")]),
+        ('[1,\n\n{"a": [', [(1, b"1"), (3, b'{"a": [')]),
+        ("[1,", [(1, b"1"), (1, b"[")]),
+        ("[1]\n\nmore", [(1, b"1"), (3, b"more")]),
+        ('["a\\', [(1, b'"a\\')]),
+    ],
+)
+def test_elements_of_a_list_and_what_is_none(tmp_path, text, values):
+    (tmp_path / "in.json").write_text(text)
+    assert read_values(tmp_path / "in.json") == values
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.lists(JSON, min_size=1), st.sampled_from([None, 1]), st.booleans(), st.integers(1, 50))
+def test_a_list_is_split_as_it_would_be_parsed(values, indent, ascii_only, block_bytes):
+    class Blocks(io.BytesIO):
+        def read(self, size=-1):
+            return super().read(block_bytes)
+
+    text = json.dumps(values, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+    pieces = list(data_files.split_json_list(Blocks(text)))
+    assert [json.loads(piece) for _, piece in pieces] == values
+    lines = text.splitlines()
+    assert all(lines[number - 1].strip().startswith(piece[:1]) for number, piece in pieces) or indent is None
+
+
+def test_rows_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_files, "MAX_ROW_BYTES", 3 << 20)
+    long = json.dumps({"text": "a" * (30 << 20)})
+    (tmp_path / "in.jsonl").write_text(f'{long}\n{{"text": "b"}}\n{long}')
+    (tmp_path / "in.json").write_text(f'[{long},\n{{"text": "b"}},\n{long}]')
+    (tmp_path / "in.txt").write_text(long)
+    num_bytes = len(long)
+    del long
+    tracemalloc.start()
+    for name, extra in (("in.jsonl", 1), ("in.json", 0)):
+        (line, first), (_, second), (_, third) = read_values(tmp_path / name)
+        assert (first.num_bytes, third.num_bytes) == (num_bytes + extra, num_bytes)
+        assert first.beginning.startswith(b'{"text": "aaa') and line == 1
+        assert json.loads(second) == {"text": "b"}
+    ((_, text),) = read_values(tmp_path / "in.txt")
+    assert text.num_bytes == num_bytes
+    most_memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most_memory < 16 << 20
+    with pytest.raises(ValueError, match="bytes long, allowed: "):
+        parse_row(first, "json")
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst", "in.parquet", "in.parquet.gz"])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_damaged_files_are_refused(tmp_path, name, damage):
+    path = tmp_path / name.removesuffix(".gz").removesuffix(".zst")
+    WRITERS[path.suffix](path)
+    path = compress(path, Path(name).suffix) if Path(name).suffix != ".parquet" else path
+    content = bytearray(path.read_bytes())
+    content = content[:-9] if damage == "cut" else content[:4] + bytes(byte ^ 0x5A for byte in content[4:])
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}: damaged, or not what its ending says"):
+        read_all(path)
