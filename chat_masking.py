@@ -10,22 +10,17 @@ template marks itself what is generated ({% generation %}), the marks are taken 
 
 import hashlib
 import json
-import multiprocessing
-import os
 import re
-import signal
-import sys
-import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from chat_rendering import check_in_child, template_errors
 from chat_skeletons import (
     ASSISTANT,
     PLACEHOLDER,
@@ -47,9 +42,6 @@ PRETRAIN = "pretrain"
 SYSTEM_ROLES = ("system", "developer")
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has a shape of its own
-RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
-RENDER_BYTES = 4 << 30  # of memory, for trying a template
-TOO_MUCH_MEMORY = 3  # exit code
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
@@ -173,7 +165,7 @@ class Shape:
         pairs = enumerate(zip(self.messages, self.weights, strict=True))
         return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
 
-    @property
+    @cached_property
     def key(self) -> str:
         return f"{sorted(self.unmasked)} {self.outline.text} {self.tools!r}"
 
@@ -615,8 +607,9 @@ def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[li
 
 def find_stops(tokenizer: Any, stop_token_ids: Sequence[int]) -> Stops:
     """The tokenizer's special tokens (of two that begin alike, the longer is found) and those that end generation."""
-    known = {tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(list(stop_token_ids))} - {None}
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | known
+    added = tokenizer.added_tokens_decoder
+    known = {tokenizer.eos_token, *(added[id].content for id in stop_token_ids if id in added)} - {None}
+    special = {token.content for token in added.values() if token.special} | known
     longest_first = sorted(special, key=lambda token: (-len(token), token))
     pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
     return Stops(pattern, frozenset(known))
@@ -634,67 +627,6 @@ def check_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"contains half a character: the lone surrogate {text[error.start]!r}") from None
     return text
-
-
-@contextmanager
-def template_errors() -> Iterator[None]:
-    """A template is someone else's program, and can fail in any way: what it raises becomes a ValueError."""
-    try:
-        with time_limit(RENDER_SECONDS):
-            yield
-    except Exception as error:
-        raise ValueError(f"the chat template fails: {str(error) or type(error).__name__}") from None
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted,
-    which is where worker processes work; elsewhere there is no limit."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError(f"takes longer than {seconds:g} seconds")
-
-    handler = signal.signal(signal.SIGALRM, give_up)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
-        signal.signal(signal.SIGALRM, handler)
-
-
-def check_in_child(function: Callable[[], object]) -> None:
-    """Calls `function` in a process that can be ended, whatever it does: one operation on huge numbers or texts cannot
-    be interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
-    if sys.platform != "linux":
-        return
-
-    def run() -> None:
-        import resource  # not everywhere
-
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with open("/proc/self/statm") as memory:
-            used = int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + RENDER_BYTES,) * 2)
-        try:
-            function()
-        except MemoryError:
-            os._exit(TOO_MUCH_MEMORY)
-
-    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
-    child.start()
-    child.join(RENDER_SECONDS)
-    if child.is_alive():
-        child.kill()
-        child.join()
-        raise ValueError(f"the model's chat template cannot be used: takes longer than {RENDER_SECONDS:g} seconds")
-    if child.exitcode == TOO_MUCH_MEMORY:
-        raise ValueError(f"the model's chat template cannot be used: needs more than {RENDER_BYTES >> 30} GiB")
-    if child.exitcode != 0:
-        raise ValueError(f"the model's chat template cannot be used: ends its process with code {child.exitcode}")
 
 
 def attempt(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:

@@ -8,6 +8,7 @@ rendering, character by character; then it is known, not guessed, which of its c
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 ASSISTANT = "assistant"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 REASONING_OPENING = re.compile(r"<\|?think(?:ing)?\|?>")
+PROMPTED_REASONING = re.compile(REASONING_OPENING.pattern + r"\s*(?:</\|?think(?:ing)?\|?>\s*)?\Z")
 
 # Templates test their input: a text is letters and digits, as long as the ids that Mistral's templates accept; a
 # number is a number.
@@ -39,7 +41,7 @@ class Render(Protocol):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A text or number of a conversation. `padded`: whitespace around it would be allowed."""
+    """A text or number of a conversation."""
 
     message: int  # index into the messages
     kind: str  # content, reasoning, argument, number, id
@@ -143,59 +145,70 @@ WAYS_TO_WRITE = (str, dump_json, dump_ascii_json)  # as it is, or what stands be
 
 def make_outline(messages: list[Message], *, only: str | None = None) -> Outline:
     """Placeholders for the texts of all messages, or `only` of those with this role. Empty texts stay as they are,
-    because templates treat them like none; what is equal of ids stays equal."""
-    leaves: list[Leaf] = []
-    ids: dict[str, str] = {}
+    because templates treat them like none."""
+    holder = LeafHolder([], {})
+    held = [
+        holder.hold_message(message, i) if only is None or message["role"] == only else message
+        for i, message in enumerate(messages)
+    ]
+    if len(holder.leaves) > MAX_NUM_LEAVES:
+        raise ValueError(f"has {len(holder.leaves):,} texts, at most {MAX_NUM_LEAVES:,} can be told apart")
+    return Outline(held, holder.leaves)
 
-    def hold(value: Any, message: int, kind: str) -> Any:
-        if isinstance(value, str) and value:
-            if kind == "id" and value in ids:
-                return ids[value]
-            leaves.append(Leaf(message, kind, value))
-            placeholder = f"xQ{len(leaves) - 1:05}Qx"
-            if kind == "id":
-                ids[value] = placeholder
-            return placeholder
-        if isinstance(value, int | float) and not isinstance(value, bool) and kind == "argument":
-            leaves.append(Leaf(message, "number", value))
-            return int(f"7391{len(leaves) - 1:05}1937")
-        if isinstance(value, list) and kind == "argument":
-            return [hold(item, message, kind) for item in value]
-        if isinstance(value, dict) and kind == "argument":
-            return {key: hold(item, message, kind) for key, item in value.items()}
-        return value
 
-    def hold_call(call: Any, message: int) -> Any:
+@dataclass(frozen=True)
+class LeafHolder:
+    """Puts placeholders in place of texts, and keeps the texts. Ids that are equal get the same placeholder."""
+
+    leaves: list[Leaf]
+    ids: dict[str, str]
+
+    def hold_message(self, message: Message, i: int) -> Message:
+        held = {**message, "content": self.hold_text(message.get("content"), i, "content")}
+        if len(message) > 2:
+            for key in REASONING_KEYS:
+                if key in message and message["role"] == ASSISTANT:
+                    held[key] = self.hold_text(message[key], i, "reasoning")
+            if "tool_call_id" in message:
+                held["tool_call_id"] = self.hold_id(message["tool_call_id"], i)
+            if isinstance(message.get("tool_calls"), list):
+                held["tool_calls"] = [self.hold_call(call, i) for call in message["tool_calls"]]
+        return held
+
+    def hold_call(self, call: Any, i: int) -> Any:
         if not isinstance(call, dict):
             return call
         held = dict(call)
         if "id" in call:
-            held["id"] = hold(call["id"], message, "id")
+            held["id"] = self.hold_id(call["id"], i)
         if "arguments" in call:
-            held["arguments"] = hold(call["arguments"], message, "argument")
-        if isinstance(call.get("function"), dict):
-            held["function"] = hold_call(call["function"], message)
+            held["arguments"] = self.hold_argument(call["arguments"], i)
+        if "function" in call:
+            held["function"] = self.hold_call(call["function"], i)
         return held
 
-    def hold_message(message: Message, i: int) -> Message:
-        if only is not None and message["role"] != only:
-            return message
-        held = dict(message)
-        for key in held if len(held) > 2 else ("content",):
-            if key == "content":
-                held[key] = hold(message.get(key), i, "content")
-            elif key in REASONING_KEYS and message["role"] == ASSISTANT:
-                held[key] = hold(message[key], i, "reasoning")
-            elif key == "tool_call_id":
-                held[key] = hold(message[key], i, "id")
-            elif key == "tool_calls" and isinstance(message[key], list):
-                held[key] = [hold_call(call, i) for call in message[key]]
-        return held
+    def hold_argument(self, value: Any, i: int) -> Any:
+        if isinstance(value, dict):
+            return {key: self.hold_argument(item, i) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hold_argument(item, i) for item in value]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            self.leaves.append(Leaf(i, "number", value))
+            return int(f"7391{len(self.leaves) - 1:05}1937")
+        return self.hold_text(value, i, "argument")
 
-    held = [hold_message(message, i) for i, message in enumerate(messages)]
-    if len(leaves) > MAX_NUM_LEAVES:
-        raise ValueError(f"has {len(leaves):,} texts, at most {MAX_NUM_LEAVES:,} can be told apart")
-    return Outline(held, leaves)
+    def hold_id(self, value: Any, i: int) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in self.ids:
+            self.ids[value] = self.hold_text(value, i, "id")
+        return self.ids[value]
+
+    def hold_text(self, value: Any, i: int, kind: str) -> Any:
+        if not isinstance(value, str) or not value:
+            return value
+        self.leaves.append(Leaf(i, kind, value))
+        return f"xQ{len(self.leaves) - 1:05}Qx"
 
 
 def replace_placeholders(value: Any, exchange: Callable[[int, Any], Any]) -> Any:
@@ -228,9 +241,8 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
             return placeholder
         return f"{PADDING}{LETTER}{placeholder}{LETTER}{PADDING}"
 
-    padded = replace_placeholders(outline.messages, pad)
     order, literals = check_outline(outline, render=render, stops=stops)
-    padded_order, gaps = split_at_placeholders(render([padded])[0])
+    padded_order, gaps = split_at_placeholders(render([replace_placeholders(outline.messages, pad)])[0])
     if order != padded_order:
         raise ValueError("the chat template writes other texts, or in another order, where whitespace surrounds them")
     skeleton = Skeleton(literals, learn_slots(outline, order, literals, gaps), [])
@@ -238,8 +250,8 @@ def learn_skeleton(outline: Outline, *, unmasked: set[int], render: Render, stop
     for i, message in enumerate(outline.messages):
         if message["role"] == ASSISTANT:
             skeleton.turns.append(learner.learn_assistant_turn(i))
-        elif i in unmasked and any(outline.leaves[leaf].message == i for leaf in order):
-            skeleton.turns.append(learner.learn_other_turn(i))
+        elif i in unmasked:
+            skeleton.turns.extend(learner.learn_other_turn(i))
     return skeleton
 
 
@@ -247,14 +259,18 @@ def check_outline(outline: Outline, *, render: Render, stops: Stops) -> tuple[li
     """What `outline` is rendered to: leaves and literals. Raises ValueError if a text is missing or there twice."""
     check_rest(outline, stops)
     order, literals = split_at_placeholders(render([outline.messages])[0])
+    if any(leaf >= len(outline.leaves) for leaf in order):
+        raise ValueError("the chat template writes what looks like a placeholder used for masking")
     check_completeness(outline, order, render)
     return order, literals
 
 
 def check_rest(outline: Outline, stops: Stops) -> None:
     """Refuses what is no leaf, and yet looks like one or like a token that ends a turn."""
-    placeholders = PLACEHOLDER.findall(outline.text)
-    if len({a or b for a, b in placeholders}) != len(outline.leaves):
+    counts = Counter(int(a or b) for a, b in PLACEHOLDER.findall(outline.text))
+    if len(counts) != len(outline.leaves) or any(
+        counts[i] != 1 for i, leaf in enumerate(outline.leaves) if leaf.kind != "id"
+    ):
         raise ValueError("contains what looks like a placeholder used for masking")
     calls = [message["tool_calls"] for message in outline.messages if message.get("tool_calls")]
     if calls and (found := stops.special.search(json.dumps(calls, ensure_ascii=False, default=repr))):
@@ -345,7 +361,7 @@ class GenerationPrompt:
     @property
     def base(self) -> str:
         """The prompt up to where it opens the reasoning; some go on to close it, some turns go without."""
-        opening = REASONING_OPENING.search(self.text)
+        opening = PROMPTED_REASONING.search(self.text)
         base = self.text[: opening.start()] if opening else self.text
         return base if base.strip() else self.text
 
@@ -393,15 +409,18 @@ class TurnLearner:
         leaves = self.outline.leaves
         return next((k for k, leaf in enumerate(self.order) if leaves[leaf].message == message), None)
 
-    def learn_other_turn(self, message: int) -> Turn:
-        """Its texts and, if it has one, its end-of-turn token."""
-        first = self.first_slot(message)
-        assert first is not None
+    def learn_other_turn(self, message: int) -> list[Turn]:
+        """Its content and, if it has one, its end-of-turn token; no turn if it has no content."""
+        leaves = self.outline.leaves
+        slots = [k for k, i in enumerate(self.order) if (leaves[i].message, leaves[i].kind) == (message, "content")]
+        if not slots:
+            return []
+        (slot,) = slots
         cut_order, cut = split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])
-        literal = self.skeleton.literals[first + 1]
-        tokens = self.find_common_tokens(cut[-1], literal) if cut_order[-1:] == [self.order[first]] else []
+        literal = self.skeleton.literals[slot + 1]
+        tokens = self.find_common_tokens(cut[-1], literal) if cut_order[-1:] == [self.order[slot]] else []
         end = tokens[0].end() if tokens else 0
-        return Turn(message, (first, len(self.skeleton.literals[first])), (first + 1, end))
+        return [Turn(message, (slot, len(self.skeleton.literals[slot])), (slot + 1, end))]
 
     def learn_assistant_turn(self, message: int) -> Turn:
         cut = split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])
@@ -438,7 +457,7 @@ class TurnLearner:
             cut = split_at_placeholders(self.render([[*context, standing_in]])[0])
         at = len(cut[0]) - 1  # the content is the last text there is
         literal, prompt = cut[1][at], literals[-1]
-        if cut[0][:at][-1:] != order[-1:]:
+        if at < 0 or cut[0][at] in order or cut[0][:at][-1:] != order[-1:]:
             raise no_prompt(literal, prompt)
         if prompted == plain and literal[len(prompt) :].strip():
             raise ValueError(
@@ -473,23 +492,24 @@ class TurnLearner:
         last = self.order.index(own[-1], first) if own[-1] in self.order[first:] else None
         if last is None:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
-        literal = self.skeleton.literals[last + 1]
-        is_last = message == len(self.outline.messages) - 1
+        return last + 1, self.learn_end_in_literal(message, literals[-1], self.skeleton.literals[last + 1], own[-1])
+
+    def learn_end_in_literal(self, message: int, cut: str, literal: str, last_leaf: int) -> int:
+        """How much of `literal`, which follows the turn's last text, belongs to it; `cut` follows it if cut there."""
         turns = self.outline.messages[: message + 1]
-        if is_last:
-            end = self.find_end(literals[-1], self.render_continued(turns, own[-1]), is_last=True)
-        else:
-            end = self.find_end(literals[-1], literal, is_last=False)
-        if end is None and literal.startswith(literals[-1]) and not self.stops.special.search(literals[-1]):
+        is_last = len(turns) == len(self.outline.messages)
+        within = self.render_continued(turns, last_leaf) if is_last else literal
+        end = self.find_end(cut, within, is_last=is_last)
+        if end is None and not is_last and literal.startswith(cut) and not self.stops.special.search(cut):
             # no token ends this turn, but one would if a user followed
-            end = self.find_end(literals[-1], self.render_continued(turns, own[-1]), is_last=True)
+            end = self.find_end(cut, self.render_continued(turns, last_leaf), is_last=True)
         if end is None:
             raise ValueError(
                 f"the chat template writes no end-of-turn token after an assistant turn: {literal!r} within a"
-                f" conversation, {literals[-1]!r} at its end; if a token that begins the next turn ends generation, the"
-                " model's generation_config.json has to name it as eos_token_id"
+                f" conversation, {cut!r} at its end; if a token that begins the next turn ends generation, the model's"
+                " generation_config.json has to name it as eos_token_id"
             )
-        return last + 1, end
+        return end
 
     def find_end_of_silent_turn(self, message: int, start: tuple[int, int]) -> tuple[int, int]:
         """The end of a turn that has no text, only calls without arguments: behind the first token that is known to

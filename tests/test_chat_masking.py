@@ -12,7 +12,7 @@ from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-import chat_masking
+import chat_rendering
 from chat_masking import (
     IGNORED,
     Chat,
@@ -504,7 +504,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 
 
 def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
-    monkeypatch.setattr(chat_masking, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.2)
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(ValueError, match=r"takes longer than 0\.2 seconds"):
         with_template(base_tokenizer, CHATML_TEMPLATE + ENDLESS)
@@ -521,7 +521,7 @@ def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
     [("9 ** (9 ** 9)", r"takes longer than 0\.5 s"), ("'a' * 10 ** 10", "needs more than 4 GiB")],
 )
 def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypatch, bomb, reason):
-    monkeypatch.setattr(chat_masking, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.5)
     with pytest.raises(ValueError, match=reason):
         with_template(base_tokenizer, CHATML_TEMPLATE + "{{ (" + bomb + ") and '' }}")
 
@@ -628,6 +628,24 @@ def test_tool_calls_are_trained_as_the_template_writes_them(base_tokenizer):
     with_text = {**calls({"x": 1}), "content": "Wait."}
     text = 'Wait.<call id=a>{"name": "add", "arguments": {"x": 1}}</call><|im_end|>'
     assert trained_with_tools(masker, [QUESTION, with_text]) == [text]
+
+
+def test_unmasked_tools_and_silent_turns(base_tokenizer):
+    masker = with_template(base_tokenizer, TOOL_TEMPLATE)
+    result = {"role": "tool", "content": "sum: 5", "tool_call_id": "of no call"}
+    messages = [QUESTION, {"role": "assistant", "content": ""}, result, ANSWER]
+    assert trained_texts(masker, messages) == ["<|im_end|>", "Five.<|im_end|>"]
+    texts = ["How many?<|im_end|>", "<|im_end|>", 'sum: 5"<|im_end|>', "Five.<|im_end|>"]
+    assert trained_texts(masker, messages, unmask=True) == texts
+
+
+def test_scaffold_that_speaks_of_thinking_is_not_trained(base_tokenizer):
+    template = CHATML_TEMPLATE.replace("+ '<|im_end|>'", "+ (' Use <think>.' if m_is_user else '') + '<|im_end|>'")
+    template = template.replace("m_is_user", "message['role'] == 'user'")
+    for opening in ("", "<think>\n", "<think>\n\n</think>\n\n"):
+        masker = with_template(base_tokenizer, template.replace("assistant\n'", f"assistant\n{opening}'"))
+        texts = ["Five.<|im_end|>", "Five.<|im_end|>"]
+        assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == texts
 
 
 def test_ids_and_arguments_share_a_skeleton(base_tokenizer):

@@ -541,6 +541,62 @@ def test_any_contents(name, data):
         assert decode(ids) == text or (text.endswith(decode(ids)) and text in decode([*prompt[-1:], *ids]))
 
 
+def step(i: int, thought: str, **fields) -> list[dict]:
+    """A call with its reasoning, and its result."""
+    message = calling({"terms": f"{i}", "n": i})
+    message["tool_calls"][0]["id"] = f"abc{i:06}"
+    return [{**message, "reasoning_content": thought, **fields}, {**RESULT, "tool_call_id": f"abc{i:06}"}]
+
+
+def xml_call(i: int) -> str:
+    return XML_CALL.replace("2, 3", f"{i}").replace("\n2\n", f"\n{i}\n") + IM_END
+
+
+AGENT = [user(), *step(1, "A."), *step(2, "B."), assistant(reasoning_content="C.")]
+CALLS_OF_AGENT = {
+    "Qwen 3": [
+        *(f"<think>\n{thought}\n</think>\n\n" + QWEN_CALL.replace("2, 3", f"{i}").replace('"n": 2', f'"n": {i}')
+          for i, thought in ((1, "A."), (2, "B."))),
+        f"<think>\nC.\n</think>\n\nFive.{IM_END}",
+    ],
+    "Qwen 3.5": [
+        f"A.\n</think>\n\n{xml_call(1)}", f"B.\n</think>\n\n{xml_call(2)}", f"C.\n</think>\n\nFive.{IM_END}"
+    ],
+    "gpt-oss": [  # the reasoning of earlier steps is left out where an answer follows
+        *(OSS_CALL.replace("2, 3", f"{i}").replace('"n": 2', f'"n": {i}') for i in (1, 2)),
+        f"{ANALYSIS}C.{END}<|start|>assistant{FINAL}Five.<|return|>",
+    ],
+    "Mistral Tekken": [
+        *(f"[TOOL_CALLS]{MISTRAL_CALL}".replace("2, 3", f"{i}").replace('"n": 2', f'"n": {i}')
+          .replace("abc123def", f"abc{i:06}") for i in (1, 2)),
+        "Five.</s>",
+    ],
+    "GLM 4 MoE": [
+        *(GLM_CALL.replace("2, 3", f"{i}").replace("<arg_value>2<", f"<arg_value>{i}<")
+          .replace("<think>", f"<think>{thought}") for i, thought in ((1, "A."), (2, "B."))),
+        "\n<think>C.</think>\nFive.",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS_OF_AGENT if name in USABLE])
+def test_agents(name):
+    assert trained_texts(make_masker(name), AGENT, tools=[TOOL]) == CALLS_OF_AGENT[name]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ("Qwen 2.5", "Mistral Tekken", "gpt-oss", "GLM 4 MoE") if name in USABLE]
+)
+def test_calls_without_arguments(name):
+    """No text of the row stands in such a turn."""
+    family = FAMILIES[name]
+    call = family.trained["tools"][0].replace('"terms": "2, 3", "n": 2', "")
+    if name.startswith("GLM"):
+        call = "\n<think></think>\n<tool_call>add\n</tool_call><|observation|>"
+    messages = [user(), calling({}), RESULT, assistant(), *TURNS[2:]]
+    assert trained_texts(make_masker(name), messages, tools=[TOOL]) == [call, *family.trained["tools"][1:]]
+
+
 def test_deepseek_writes_arguments_that_are_text():
     if not TRL:
         pytest.skip("needs the package trl for its templates")

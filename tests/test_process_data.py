@@ -450,7 +450,7 @@ def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatc
 )
 def test_templates_and_tokens_that_are_refused(base_model, tmp_path, monkeypatch, options, reason):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("chat_masking.RENDER_SECONDS", 0.3)
+    monkeypatch.setattr("chat_rendering.RENDER_SECONDS", 0.3)
     Path("broken.jinja").write_text("{% for message in messages %}")
     loop = "{% for i in range(99999) %}"
     Path("endless.jinja").write_text(loop * 3 + "{% endfor %}" * 3)

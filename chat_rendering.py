@@ -1,0 +1,77 @@
+"""Limits for chat templates, which are other people's programs: their errors, time and memory.
+
+transformers runs them in jinja's sandbox, which keeps them from files and processes, but not from running for ever.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
+RENDER_BYTES = 4 << 30  # of memory, for trying a template
+TOO_MUCH_MEMORY = 3  # exit code
+
+
+@contextmanager
+def template_errors() -> Iterator[None]:
+    """A template is someone else's program, and can fail in any way: what it raises becomes a ValueError."""
+    try:
+        with time_limit(RENDER_SECONDS):
+            yield
+    except Exception as error:
+        raise ValueError(f"the chat template fails: {str(error) or type(error).__name__}") from None
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted,
+    which is where worker processes work; elsewhere there is no limit."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"takes longer than {seconds:g} seconds")
+
+    handler = signal.signal(signal.SIGALRM, give_up)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def check_in_child(function: Callable[[], object]) -> None:
+    """Calls `function` in a process that can be ended, whatever it does: one operation on huge numbers or texts cannot
+    be interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
+    if sys.platform != "linux":
+        return
+
+    def run() -> None:
+        import resource  # not everywhere
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with open("/proc/self/statm") as memory:
+            used = int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + RENDER_BYTES,) * 2)
+        try:
+            function()
+        except MemoryError:
+            os._exit(TOO_MUCH_MEMORY)
+
+    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    child.start()
+    child.join(RENDER_SECONDS)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        raise ValueError(f"the model's chat template cannot be used: takes longer than {RENDER_SECONDS:g} seconds")
+    if child.exitcode == TOO_MUCH_MEMORY:
+        raise ValueError(f"the model's chat template cannot be used: needs more than {RENDER_BYTES >> 30} GiB")
+    if child.exitcode != 0:
+        raise ValueError(f"the model's chat template cannot be used: ends its process with code {child.exitcode}")
