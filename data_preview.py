@@ -27,7 +27,14 @@ MAX_SEGMENT_CHARS = 800  # in the terminal, of a run of tokens that are trained,
 NUM_BINS = 36
 NUM_REASONS_ON_PAGE = 20
 
-TRAINED, SPECIAL, MASKED, RESET = "\033[32m", "\033[1;35m", "\033[2m", "\033[0m"
+# Colours by (is trained, is special): a stop token shows at once whether it is trained.
+COLOURS = {
+    (True, False): "\033[32m",
+    (True, True): "\033[1;7;32m",
+    (False, False): "\033[2m",
+    (False, True): "\033[35m",
+}
+RESET = "\033[0m"
 OPEN, CLOSE = "[[", "]]"  # around what is trained, where there are no colours
 # What a terminal would obey, not show: control characters, and those that turn the direction of writing.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -97,20 +104,20 @@ def format_sample(segments: Iterable[Segment], *, mask: str | None, in_colour: b
         if not is_trained and mask is not None:
             parts.append(mask)
             continue
-        colour = TRAINED if is_trained else MASKED
-        shown = format_segments(run, colour if in_colour else None)
+        shown = format_segments(run, in_colour=in_colour)
         weighted = "" if weight in (None, 1.0) else f"(weight {weight:g}) "
         has_brackets = is_trained and not in_colour and mask is None
         parts.append(f"{OPEN}{weighted}{shown}{CLOSE}" if has_brackets else weighted + shown)
     return "".join(parts)
 
 
-def format_segments(segments: Iterable[Segment], colour: str | None) -> str:
-    """Texts that a terminal can show, special tokens in their own colour."""
+def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
+    """Texts that a terminal can show."""
     shown = []
     for segment in segments:
         text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], fold(segment.text, MAX_SEGMENT_CHARS))
-        shown.append(text if colour is None else f"{SPECIAL if segment.is_special else colour}{text}{RESET}")
+        colour = COLOURS[segment.is_trained, segment.is_special]
+        shown.append(f"{colour}{text}{RESET}" if in_colour else text)
     return "".join(shown)
 
 

@@ -15,11 +15,9 @@ from make_tiny_model import train_tokenizer
 from chat_masking import IGNORED, Chat, ChatMasker
 from data_output import Sample
 from data_preview import (
-    MASKED,
+    COLOURS,
     NUM_BINS,
     RESET,
-    SPECIAL,
-    TRAINED,
     Segment,
     fold,
     format_sample,
@@ -70,8 +68,10 @@ def test_a_sample_without_and_with_colours(tokenizer, capsys):
     )
     start = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     assert plain == start + "[[42 \\x1b[2J\\u202e<|im_end|>]]\n"
-    stop = f"{SPECIAL}<|im_end|>{RESET}"
-    assert colours.endswith(f"{MASKED}assistant\n{RESET}{TRAINED}42 \\x1b[2J\\u202e{RESET}{stop}{MASKED}\n{RESET}")
+    stop = f"{COLOURS[True, True]}<|im_end|>{RESET}"
+    masked, trained = COLOURS[False, False], COLOURS[True, False]
+    assert colours.endswith(f"{masked}assistant\n{RESET}{trained}42 \\x1b[2J\\u202e{RESET}{stop}{masked}\n{RESET}")
+    assert len(set(COLOURS.values())) == 4
     masked = format_sample(split_segments(sample, tokenizer), mask="<|MASK|>", in_colour=False)
     assert masked == "<|MASK|>42 \\x1b[2J\\u202e<|im_end|><|MASK|>"
     print_samples([sample], tokenizer, mask=None)
