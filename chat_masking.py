@@ -35,6 +35,7 @@ from chat_skeletons import (
     make_outline,
     match_text,
 )
+from token_bytes import ByteEncoder, ByteEncoding
 
 IGNORED = -100  # label of a token that is not trained
 PRETRAIN = "pretrain"
@@ -211,6 +212,7 @@ class ChatMasker:
             )
         self.tokenizer = tokenizer
         self.stops = find_stops(tokenizer, stop_token_ids)
+        self.encoder = ByteEncoder(tokenizer)
         self.skeletons: dict[str, Skeleton] = {}
         self.checked_shapes: set[str] = set()  # the same for templates that mark what is generated
 
@@ -423,16 +425,7 @@ class ChatMasker:
     def encode(self, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
         """Tokenizes the texts in one call; errors among them stay where they are."""
         usable = [text for text in texts if isinstance(text, str)]
-        encodings = iter(())
-        if usable:
-            batch = self.tokenizer(
-                usable,
-                add_special_tokens=add_special_tokens,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,  # no warning about the model's maximal length
-            )
-            encodings = iter(batch.encodings)
+        encodings = iter(self.encoder.encode(usable, add_special_tokens=add_special_tokens))
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
     def check_template(self) -> list[str]:
@@ -590,6 +583,11 @@ def find_token(encoding: Any, at: int, num_tokens: int) -> int:
 
     Looks around the token that has the character; building the list of all offsets takes much longer.
     """
+    if isinstance(encoding, ByteEncoding):
+        token = encoding.find_start(at)
+        if token is not None:
+            return min(token, num_tokens)
+        encoding = encoding.slow
     token = encoding.char_to_token(at)
     if token is None:  # a character that no token has
         return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))

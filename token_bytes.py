@@ -1,0 +1,92 @@
+"""Encodes texts without having offsets computed, where the tokens' bytes tell where each token stands.
+
+For byte-level vocabularies a token is some bytes. If the bytes of a text's tokens are, in a row, the text's bytes, each
+token stands where its bytes do: nothing is assumed about normalizers, pre-tokenizers or the place of special tokens.
+Where they are not, and where a place that is asked for lies within a token, the text is encoded anew, with offsets.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+
+class ByteEncoder:
+    """Encodes with one tokenizer. Invariant: `token_bytes[i]` are the bytes of token i, if it is byte-level."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
+        self.backend = tokenizer.backend_tokenizer
+        self.token_bytes = find_token_bytes(tokenizer)
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
+        """What `encode_batch` gives, or for its purposes the same: `ids`, and where tokens stand."""
+        if self.token_bytes is None:
+            return self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        pairs = zip(texts, encoded, strict=True)
+        return [self.locate(text, encoding.ids, add_special_tokens) for text, encoding in pairs]
+
+    def locate(self, text: str, ids: list[int], add_special_tokens: bool) -> Any:
+        parts = [self.token_bytes[i] for i in ids]
+        if b"".join(parts) != text.encode():
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        return ByteEncoding(text, ids, parts, self.backend, add_special_tokens)
+
+
+class ByteEncoding:
+    """An encoding whose tokens' bytes are, in a row, its text's. Has the methods of `tokenizers.Encoding` in use."""
+
+    def __init__(self, text: str, ids: list[int], parts: list[bytes], backend: Any, add_special_tokens: bool) -> None:
+        self.text, self.ids, self.parts = text, ids, parts
+        self.backend, self.add_special_tokens = backend, add_special_tokens
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Bytes of the text up to the end of each token."""
+        return list(accumulate(map(len, self.parts)))
+
+    @cached_property
+    def slow(self) -> Any:
+        return self.backend.encode(self.text, add_special_tokens=self.add_special_tokens)
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        return self.slow.offsets
+
+    def find_start(self, at: int) -> int | None:
+        """The token that begins at character `at`; None if that is within a token."""
+        start = at if self.text.isascii() else len(self.text[:at].encode())
+        if start == 0:
+            return 0
+        token = bisect_left(self.ends, start)
+        return token + 1 if self.ends[token] == start else None
+
+
+def find_token_bytes(tokenizer: Any) -> list[bytes] | None:
+    """The bytes of every token by id; None if the vocabulary is not byte-level."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    decoder = state["decoder"] or {}
+    if "ByteLevel" not in {part["type"] for part in (decoder, *decoder.get("decoders", []))}:
+        return None
+    byte_of = {character: byte for byte, character in enumerate(list_byte_characters())}
+    added = {token_id: token.content.encode() for token_id, token in tokenizer.added_tokens_decoder.items()}
+    vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id not in added}
+    token_bytes = [b""] * (1 + max([*vocabulary, *added]))
+    for token_id, token in vocabulary.items():
+        token_bytes[token_id] = bytes(byte_of[character] for character in token if character in byte_of)
+    for token_id, content in added.items():
+        token_bytes[token_id] = content
+    return token_bytes
+
+
+def list_byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2): printable ones for themselves."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)}
+    others = (chr(256 + i) for i in range(256))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
