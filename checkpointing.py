@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -16,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from process_group import call_on_rank0
+from process_group import World, call_on_rank0
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -25,6 +26,7 @@ def export_model(
     model: PreTrainedModel,
     export_dir: Path,
     *,
+    world: World,
     generation_config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
@@ -36,6 +38,7 @@ def export_model(
     """
     weights = {name: weight for name, weight in gather_weights(model, dtype) if weight is not None}
     call_on_rank0(
+        world,
         lambda: write_export(
             weights,
             export_dir,
@@ -43,16 +46,23 @@ def export_model(
             generation_config=generation_config,
             tokenizer=tokenizer,
             dtype=dtype,
-        )
+        ),
     )
 
 
 def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | None]]:
-    """Each parameter, whole and in `dtype`, on rank 0's CPU; None on the other ranks. Tied parameters come once."""
+    """Each parameter, whole and in `dtype`, on rank 0's CPU; None on the other ranks. Tied parameters come once.
+
+    So do the buffers that belong to a checkpoint, as they are.
+    """
     is_rank0 = torch.distributed.get_rank() == 0
     for name, param in model.named_parameters():
         weight = param.detach().to(dtype).full_tensor()
         yield name, weight.cpu() if is_rank0 else None
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            yield name, buffer.cpu() if is_rank0 else None
 
 
 def write_export(
@@ -76,7 +86,7 @@ def write_export(
         for file in aside.iterdir():
             sync_file(file)
         os.replace(aside, export_dir)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot write the export {export_dir}: {error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
@@ -23,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from packed_attention import REGISTERED_PREFIX, check_layer_types, choose_backend, register_backends
+from packed_attention import check_layer_types, choose_backend, register_backends, registered_name
 from process_group import World, call_on_rank0
 from token_loss import sum_token_loss
 
@@ -31,9 +33,10 @@ from token_loss import sum_token_loss
 class PackedCausalLM(nn.Module):
     """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
 
-    def __init__(self, model: PreTrainedModel, *, compute_dtype: torch.dtype, use_liger_kernels: bool):
+    def __init__(self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, use_liger_kernels: bool):
         super().__init__()
         self.model = model
+        self.backend = backend  # of packed_attention
         self.compute_dtype = compute_dtype
         config = model.config
         self.softcap = getattr(config, "final_logit_softcapping", None)
@@ -62,7 +65,7 @@ class PackedCausalLM(nn.Module):
             hidden = hidden * self.logit_scale
         head = self.model.get_output_embeddings()
         targets = micro_batch.targets[micro_batch.trained_index]
-        if self.use_liger_kernels:
+        if self.use_liger_kernels and len(hidden) > 0:  # liger's kernel divides by the number of rows
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
             assert micro_batch.target_weights is None, "liger-kernel's loss cannot weight tokens"
@@ -84,20 +87,27 @@ class PackedCausalLM(nn.Module):
 
 
 def read_weights(model_name_or_path: str, *, vocab_size: int) -> dict[str, Tensor]:
-    """All parameters and buffers by name, on the CPU, in the data type they are stored in.
+    """All parameters and buffers by name, on the CPU.
 
-    Where the model has fewer than `vocab_size` embeddings (and rows of the head), the new ones are the mean of the old.
+    In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type. Where
+    the model has fewer than `vocab_size` embeddings (and rows of the head), the new ones are the mean of the old.
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            model_name_or_path, dtype="auto", use_safetensors=True, output_loading_info=True
+            model_name_or_path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model-name-or-path {model_name_or_path}: cannot load the weights: {error}") from None
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
         raise ValueError(
             f"--model-name-or-path {model_name_or_path}: the weights do not fit the config: {'; '.join(problems)}"
+        )
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
+        raise ValueError(
+            f"--model-name-or-path {model_name_or_path}: the config ties the head to the embedding, but the weights"
+            " hold two different ones: set tie_word_embeddings to false in config.json to train both"
         )
     if vocab_size > model.config.vocab_size:
         grow_vocabulary(model, vocab_size)
@@ -133,6 +143,16 @@ def load_config(model_name_or_path: str) -> PreTrainedConfig:
         raise ValueError(
             f"--model-name-or-path {model_name_or_path}: model type {config.model_type!r} has no causal language model"
         )
+    if getattr(config, "vocab_size", None) is None:
+        raise ValueError(
+            f"--model-name-or-path {model_name_or_path}: model type {config.model_type!r} is more than a language model"
+            " (it has several configs in one); give its text model alone"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"--model-name-or-path {model_name_or_path}: the weights are quantized, and cannot be trained as they are:"
+            " give the model before quantization"
+        )
     check_layer_types(config)
     return config
 
@@ -154,7 +174,7 @@ def build_model(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    apply_attention(model, attention, device=world.device, dtype=compute_dtype)
+    backend = apply_attention(model, attention, device=world.device, dtype=compute_dtype)
     if use_liger_kernels:
         apply_liger_kernels(model, world.device)
     blocks = find_blocks(model)
@@ -163,17 +183,22 @@ def build_model(
     if activation_checkpointing == "full":
         apply_activation_checkpointing(blocks)
     weights: dict[str, Tensor] = {}  # stays empty on the other ranks
-    call_on_rank0(lambda: weights.update(read_weights(model_name_or_path, vocab_size=config.vocab_size)))
-    packed_model = PackedCausalLM(model, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels)
+    call_on_rank0(world, lambda: weights.update(read_weights(model_name_or_path, vocab_size=config.vocab_size)))
+    packed_model = PackedCausalLM(
+        model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels
+    )
     apply_fsdp(packed_model, blocks, weights=weights, world=world)
     return packed_model.train()
 
 
-def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Routes the model's attention to a backend of packed_attention."""
+def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
+    """Routes the model's attention to a backend of packed_attention, and says to which."""
     register_backends()
     backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
-    model.set_attn_implementation(REGISTERED_PREFIX + backend)
+    model.set_attn_implementation(registered_name(backend))
+    if model.config._attn_implementation != registered_name(backend):
+        raise ValueError(f"model type {model.config.model_type!r}: its attention cannot be replaced by a packed one")
+    return backend
 
 
 def apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
@@ -222,19 +247,22 @@ def apply_fsdp(
     weights: dict[str, Tensor],
     world: World,
 ) -> None:
-    """Fills the meta model from rank 0's `weights` and shards it: each block, then all the rest as one group.
+    """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
 
-    Block by block, so that no rank but 0 ever holds more than one block unsharded. Master weights are fp32,
+    One after the other, so that no rank but 0 ever holds more than one of them unsharded. Master weights are fp32,
     compute is in the model's `compute_dtype`, gradients are reduced in fp32.
     """
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     names = {module: name for name, module in packed_model.model.named_modules()}
-    for unit in (*blocks, packed_model):
+    embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
+    is_tied = embedding.weight is head.weight
+    for unit in (*blocks, *([] if is_tied else [embedding]), packed_model):
         for module in unit.modules():
             fill_module(module, names.get(module, ""), weights=weights, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
-        fully_shard(unit, mesh=world.mesh, mp_policy=policy)
+        fully_shard(unit, mesh=world.mesh, mp_policy=policy, shard_placement_fn=choose_dim(world.world_size))
+    assert not weights, f"the model has no place for {', '.join(weights)}"
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed over ranks, not averaged: the loss is divided by the global number of tokens.
@@ -242,6 +270,16 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(packed_model, "hidden_states")
     register_fsdp_forward_method(packed_model, "reference")
+
+
+def choose_dim(world_size: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Shards the experts of a layer, stored as (experts, rows, columns), by rows if there are too few of them."""
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        by_rows = param.ndim == 3 and param.shape[0] % world_size != 0 and param.shape[1] % world_size == 0
+        return Shard(1) if by_rows else None
+
+    return placement
 
 
 def fill_module(module: nn.Module, name: str, *, weights: dict[str, Tensor], device: torch.device) -> None:
@@ -254,10 +292,11 @@ def fill_module(module: nn.Module, name: str, *, weights: dict[str, Tensor], dev
         if dist.get_rank() == 0:
             value.copy_(weights.pop(f"{name}.{key}"))
         dist.broadcast(value, src=0)
-        setattr(module, key, nn.Parameter(value) if isinstance(meta, nn.Parameter) else value)
+        setattr(module, key, nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value)
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # blocks compiled for all that is tried here would not compile again
 def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], *, device: torch.device) -> None:
     """Refuses a model whose packed sequences see each other or whose loss is not the model's own.
 

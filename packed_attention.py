@@ -21,13 +21,18 @@ BACKENDS: dict[str, set[str]] = {
     "sdpa": {"dropout"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
 }
-REGISTERED_PREFIX = "packed_"
+MAX_HEAD_SIZE = 256  # of FlashAttention's kernels
+
+
+def registered_name(backend: str) -> str:
+    """The backend's name in transformers, which would take one with "flash" or "sdpa" in it for its own."""
+    return f"packed_{list(BACKENDS).index(backend)}"
 
 
 def register_backends() -> None:
-    """Makes every backend available to transformers as an attention implementation named `packed_<backend>`."""
+    """Makes every backend available to transformers as an attention implementation."""
     for name, attend in zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_sdpa, attend_eager), strict=True):
-        AttentionInterface.register(REGISTERED_PREFIX + name, make_interface(name, attend))
+        AttentionInterface.register(registered_name(name), make_interface(name, attend))
 
 
 def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
@@ -40,7 +45,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         value: Tensor,  # (1, Hkv, T, D)
         attention_mask: None,
         *,
-        micro_batch: Any,
+        micro_batch: Any = None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
@@ -50,6 +55,8 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         position_bias: Tensor | None = None,
         **_not_about_attention,  # position_ids, cache flags and the like
     ) -> tuple[Tensor, None]:
+        if micro_batch is None:
+            raise ValueError(f"{type(module).__name__} is not told what is packed: its model hands no arguments on")
         extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux}
         extras = {feature: value for feature, value in extras.items() if value is not None}
         dropped = extras.keys() - BACKENDS[name]
@@ -185,8 +192,13 @@ def find_obstacle(
         return f"needs a CUDA device, this is {device.type}"
     if dtype != torch.bfloat16:
         return f"needs --compute-dtype bfloat16, given {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name(device)}"
     if getattr(config, "v_head_dim", None) is not None:
         return "needs one head size for queries, keys and values"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if (largest := max(head_size, getattr(config, "global_head_dim", None) or 0)) > MAX_HEAD_SIZE:
+        return f"allows heads of at most {MAX_HEAD_SIZE}, this model's have {largest}"
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     return None
@@ -199,4 +211,21 @@ def check_layer_types(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"model type {config.model_type!r} has layers of type {', '.join(sorted(unknown))}; packed sequences are"
             " kept apart only in full_attention and sliding_attention layers, so this model cannot be trained here"
+        )
+
+
+def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
+    """Refuses rotary embeddings that look at the longest sequence of a row, where that would change its neighbours.
+
+    `longest`: tokens of the longest sample. transformers switches "dynamic" and "longrope" to other frequencies for a
+    whole row as soon as one position is beyond the length that the model was first trained with.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    limit = limit or config.max_position_embeddings
+    if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
+        raise ValueError(
+            f"model type {config.model_type!r} has {rope['rope_type']} rotary embeddings, which change for a whole"
+            f" packed row when one sequence is longer than {limit}; the longest sample has {longest} tokens: leave out"
+            f" those longer than {limit} (--max-tokens-per-gpu {limit} --drop-overlong)"
         )

@@ -38,14 +38,13 @@ from data_formats import detect_format, one_line, read_examples
 from data_output import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
 from data_preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from data_report import DROPPED, Totals, describe_sources, print_report, report_progress
-from training_args import ProcessDataOptions, exit_with_message, parse_options
+from training_args import INTERRUPTED, ProcessDataOptions, exit_with_message, parse_options
 from worker_pool import run_in_order
 
 FORMAT_VERSION = 2
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10
 SEED = 42  # of the choice of samples shown
-INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
 @dataclass(frozen=True)

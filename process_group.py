@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Result = TypeVar("Result")
 
+# A rank that waits longer in a step waits for one that is gone.
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 # Long enough for rank 0 to write a 70B export to a slow disk while the other ranks wait.
-COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
+RANK0_TIMEOUT = datetime.timedelta(hours=1)
 
 log = logging.getLogger("mini_trainer")
 
@@ -27,6 +29,7 @@ class World:
     world_size: int
     device: torch.device
     mesh: DeviceMesh  # 1-D, over all ranks
+    control: dist.ProcessGroup  # gloo, on the CPU: for waiting on rank 0
 
 
 def init_world() -> World:
@@ -43,7 +46,8 @@ def init_world() -> World:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return World(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+    control = dist.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
+    return World(rank, world_size, device, init_device_mesh(device.type, (world_size,)), control)
 
 
 def setup_logging(level: str) -> None:
@@ -52,18 +56,18 @@ def setup_logging(level: str) -> None:
     log.setLevel(level if os.environ.get("RANK", "0") == "0" else "ERROR")
 
 
-def call_on_rank0(function: Callable[[], Result]) -> Result:
+def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
     """Calls `function` on rank 0 and gives every rank its result, or the same ValueError.
 
     The outcome travels as data, so that no rank waits for one that has already failed.
     """
     outcome: list[tuple[Literal["returned", "failed"], Result | str]] = [None]
-    if dist.get_rank() == 0:
+    if world.rank == 0:
         try:
             outcome = [("returned", function())]
         except (ValueError, OSError) as error:
             outcome = [("failed", str(error))]
-    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(outcome, src=0, group=world.control, device=torch.device("cpu"))
     kind, value = outcome[0]
     if kind == "failed":
         raise ValueError(value)

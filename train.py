@@ -8,7 +8,7 @@ On one node, and in one process:
 The script reads top to bottom: what is refused early, the model, the loop.
 """
 
-from training_args import SECONDS_TO_BE_ENDED, TrainOptions, exit_with_message, parse_options
+from training_args import INTERRUPTED, SECONDS_TO_BE_ENDED, TrainOptions, exit_with_message, parse_options
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from chat_masking import fingerprint_tokenizer
 from checkpointing import export_model
 from model_setup import build_model, check_model, load_config, load_generation_config
 from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
+from packed_attention import check_rope
 from process_group import World, call_on_rank0, init_world, log, setup_logging
 from sampler import Batch, TokenizedData, count_steps, iterate_batches, pack_samples, prefetch, read_sidecar
 from training_log import (
@@ -48,12 +50,16 @@ def train(options: TrainOptions, world: World) -> None:
     # What can be refused is refused before anything large is loaded.
     log.info(describe_run(options, world))
     output_dir = Path(options.output_dir)
-    call_on_rank0(lambda: check_output_dir(output_dir))
+    call_on_rank0(world, lambda: check_output_dir(output_dir))
     data = TokenizedData(options.data_path)
     num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
     config = load_config(options.model_name_or_path)
+    check_rope(config, longest=int(data.lengths[data.kept].max()))
     generation_config = load_generation_config(options.model_name_or_path, config)
-    tokenizer, config.vocab_size = choose_tokenizer(options, vocab_size=config.vocab_size)
+    sidecar = read_sidecar(options.data_path)
+    tokenizer, config.vocab_size = choose_tokenizer(options, sidecar, vocab_size=config.vocab_size)
+    if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
+        generation_config.eos_token_id = sidecar["stop_token_id"]  # of the chat template that the data brings
     if options.use_liger_kernels and data.has_weights:
         raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
     num_steps = count_steps(
@@ -88,7 +94,7 @@ def train(options: TrainOptions, world: World) -> None:
     check_model(model, pack_samples, device=world.device)
     log.info(
         f"model: {config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
-        f" {str(compute_dtype).removeprefix('torch.')} compute, {config._attn_implementation} attention,"
+        f" {str(compute_dtype).removeprefix('torch.')} compute, {model.backend} attention,"
         f" {'liger' if options.use_liger_kernels else 'chunked'} loss,"
         f" {options.activation_checkpointing} activation checkpointing"
         f"{', compiled blocks' if options.compile else ''}; packing and loss agree with the model's own forward pass"
@@ -104,7 +110,7 @@ def train(options: TrainOptions, world: World) -> None:
     device_flops = peak_flops(world.device, compute_dtype)
 
     # The loop.
-    call_on_rank0(lambda: create_output_dir(output_dir, options, world))
+    call_on_rank0(world, lambda: create_output_dir(output_dir, options, world))
     batches = iterate_batches(
         data,
         batch_size=options.batch_size,
@@ -170,6 +176,7 @@ def train(options: TrainOptions, world: World) -> None:
             export_model(
                 model.model,
                 output_dir / "hf_format" / f"samples_{num_samples}",
+                world=world,
                 generation_config=generation_config,
                 tokenizer=tokenizer,
                 dtype=getattr(torch, options.export_dtype),
@@ -178,14 +185,15 @@ def train(options: TrainOptions, world: World) -> None:
     training_log.close()
 
 
-def choose_tokenizer(options: TrainOptions, *, vocab_size: int) -> tuple[PreTrainedTokenizerBase, int]:
+def choose_tokenizer(
+    options: TrainOptions, sidecar: dict[str, Any] | None, *, vocab_size: int
+) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer that made the data, and how many embeddings the model needs for it.
 
     It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
     export carries it.
     """
     model_tokenizer = tokenizer = load_tokenizer(options.model_name_or_path)
-    sidecar = read_sidecar(options.data_path)
     if sidecar is None:
         log.warning(f"warning: no {options.data_path}.meta.json: cannot tell whether the data fits this tokenizer")
         return tokenizer, vocab_size
@@ -255,8 +263,10 @@ if __name__ == "__main__":
         train(options, init_world())
         dist.destroy_process_group()
         exit_code = 0
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message("interrupted", code=INTERRUPTED)
     except Exception:
         time.sleep(SECONDS_TO_BE_ENDED)  # another rank's end breaks this one's connections: let it speak alone
         traceback.print_exc()

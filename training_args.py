@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_origin
 
 BAD_INPUT = 2  # exit code for whatever the user can mend
+INTERRUPTED = 130  # what shells report for Ctrl-C
 SECONDS_TO_BE_ENDED = 3  # that torchrun has to end the other ranks when one has failed
 
 # Schedules that fall towards the end of the run, so the end has to be known.
@@ -181,32 +182,37 @@ def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
     if not isinstance(config, dict):
         raise ValueError(f"--config {path}: expected 'option: value' lines, got {type(config).__name__}")
     fields = {field.name: field.type for field in dataclasses.fields(options_class)}
-    flags = []
+    flags, problems = [], []
     for key, value in config.items():
         name = str(key).replace("-", "_")
-        if name not in fields or name == "config":
-            close = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(fields)}"
-            raise ValueError(f"--config {path}: unknown option {key!r}{hint}")
-        flags += flag_for(name, value, field_type=fields[name], path=path)
+        try:
+            if name not in fields or name == "config":
+                close = difflib.get_close_matches(name, fields, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(fields)}"
+                raise ValueError(f"unknown option {key!r}{hint}")
+            flags += flag_for(name, value, field_type=fields[name])
+        except ValueError as error:
+            problems.append(f"--config {path}: {error}")
+    if problems:
+        raise ValueError("\n  ".join(problems))
     return flags
 
 
-def flag_for(name: str, value: Any, *, field_type: Any, path: Path) -> list[str]:
+def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
     """`name: value` of the YAML file as command-line words."""
     flag, is_bool = "--" + name.replace("_", "-"), field_type is bool
     if is_bool != isinstance(value, bool):
         allowed = "true or false" if is_bool else "a value that is not true or false"
-        raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: {allowed}")
+        raise ValueError(f"{name}: given {value!r}, allowed: {allowed}")
     if is_bool:
         return [flag if value else flag.replace("--", "--no-", 1)]
     if get_origin(field_type) is tuple:
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(item, (dict, list)) for item in values):
-            raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: one value, or a list of values")
+            raise ValueError(f"{name}: given {value!r}, allowed: one value, or a list of values")
         return [flag, *map(str, values)]
     if isinstance(value, (dict, list)):
-        raise ValueError(f"--config {path}: {name}: given {value!r}, allowed: one value")
+        raise ValueError(f"{name}: given {value!r}, allowed: one value")
     return [f"{flag}={value}"]
 
 

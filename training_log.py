@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import platform
 import re
 import resource
@@ -38,25 +39,30 @@ PEAK_FLOPS = {
 class FlopCount:
     """FLOPs of forward and backward, counted as 6 per matrix weight and token, without recomputation.
 
-    The head counts for trained tokens only, since only they reach it; the embedding table not at all. Attention
-    counts causal scores and values over each sequence's real length. (Kaplan et al. 2020, arXiv 2001.08361, 2.1;
-    Chowdhery et al. 2022, arXiv 2204.02311, appendix B.)
+    The head counts for trained tokens only, since only they reach it; the embedding table not at all. Attention counts
+    scores and values of the pairs that a causal (and windowed) layer sees in each real sequence. (Kaplan et al. 2020,
+    arXiv 2001.08361, 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B.)
     """
 
     per_token: float
     per_loss_token: float
-    per_squared_length: float
+    per_pair: float  # a query and a key that it sees, in one layer
+    windows: tuple[int | None, ...]  # of each layer's attention; None: no window
 
     def of_batch(self, lengths: np.ndarray, num_loss_tokens: int) -> float:
         """FLOPs of one global batch; `lengths` (samples,) in tokens."""
         lengths = lengths.astype(float)
-        matrices = self.per_token * lengths.sum() + self.per_loss_token * num_loss_tokens
-        return matrices + self.per_squared_length * (lengths**2).sum()
+        flops = self.per_token * lengths.sum() + self.per_loss_token * num_loss_tokens
+        for window in set(self.windows):
+            seen = lengths if window is None else np.minimum(lengths, window)
+            num_pairs = (seen * (lengths - seen / 2)).sum()
+            flops += self.windows.count(window) * self.per_pair * num_pairs
+        return flops
 
     @property
     def attention_cost(self) -> float:
-        """c in a sequence's cost L + c·L², for the packer."""
-        return self.per_squared_length / self.per_token
+        """c in a sequence's cost L + c·L², for the packer; layers with a window grow with L alone."""
+        return self.windows.count(None) * self.per_pair / 2 / self.per_token
 
 
 def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
@@ -71,10 +77,13 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
             matrices += param.numel() * (active if param.ndim == 3 else 1)  # experts are stored as one 3-D tensor
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return FlopCount(
         per_token=6 * matrices,
         per_loss_token=6 * head.weight.numel(),
-        per_squared_length=6 * config.num_hidden_layers * num_heads * head_dim,
+        per_pair=12 * num_heads * head_dim,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
     )
 
 
@@ -255,6 +264,9 @@ def check_output_dir(output_dir: Path) -> None:
     """ValueError if the run's directory holds anything, which could be another run."""
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"--output-dir {output_dir} is not an empty directory: name a new one, or remove that run")
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"--output-dir {output_dir}: no permission to write in {existing}")
 
 
 def create_output_dir(output_dir: Path, options: Any, world: Any) -> None:

@@ -4,17 +4,22 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model
+from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    GPTJConfig,
     Llama4TextConfig,
+    LlamaConfig,
     MambaConfig,
     Qwen3NextConfig,
+    StableLmConfig,
 )
 
 import packed_attention
-from model_setup import build_model, check_model, load_config
+from model_setup import build_model, check_model, choose_dim, load_config
+from packed_attention import check_rope
 from sampler import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
@@ -113,6 +118,8 @@ REFUSED = {
         MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8),
         "linear_attention",
     ),
+    "gptj": (GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "cannot be replaced"),
+    "stablelm": (StableLmConfig(**SHAPE), "hands no arguments on"),
     "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
     "llama4": (Llama4TextConfig(**SHAPE, intermediate_size_mlp=48, num_local_experts=2), "chunked_attention"),
     "qwen3_next": (
@@ -190,3 +197,37 @@ def test_activation_checkpointing_keeps_less_for_backward(world, tmp_path):
             model(pack_samples(make_samples()))
         num_bytes[mode] = sum(saved)
     assert num_bytes["full"] < num_bytes["none"] / 2
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 256),  # max_position_embeddings
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, None),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}, None),
+    ],
+)
+def test_rotary_embeddings_that_look_at_the_whole_row_are_refused_beyond_their_limit(rope, limit):
+    config = LlamaConfig(**SHAPE, rope_parameters=rope)
+    check_rope(config, longest=256)
+    if limit is None:
+        check_rope(config, longest=10_000)
+    else:
+        with pytest.raises(ValueError, match=f"one sequence is longer than {limit}; the longest sample has 257"):
+            check_rope(config, longest=limit + 1)
+
+
+def test_transformers_takes_every_backend_by_its_name(world, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_model(FAMILIES["gpt_oss_sinks"], tmp_path))
+    packed_attention.register_backends()
+    for backend in packed_attention.BACKENDS:
+        model.set_attn_implementation(packed_attention.registered_name(backend))
+        assert model.config._attn_implementation == packed_attention.registered_name(backend)
+
+
+def test_experts_are_sharded_by_rows_where_there_are_too_few_of_them():
+    placement = choose_dim(3)
+    assert placement(torch.empty(4, 96, 32)) == Shard(1)
+    assert placement(torch.empty(6, 96, 32)) is None
+    assert placement(torch.empty(4, 32, 32)) is None  # uneven either way
+    assert placement(torch.empty(4, 96)) is None

@@ -1,0 +1,123 @@
+"""An untouched model is exported as it was loaded, whatever its family and however it was stored."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
+
+from checkpointing import export_model
+from model_setup import build_model, load_config, load_generation_config
+
+MODELS = FAMILIES | {
+    # routers with a buffer that belongs to the checkpoint
+    "deepseek_v3": DeepseekV3Config(
+        **SHAPE | dict(num_key_value_heads=4), moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1,
+        num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SHAPE, head_dim=8, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
+def build(path, world):
+    return build_model(
+        str(path), load_config(str(path)), world=world, compute_dtype=torch.float32, attention="auto",
+        activation_checkpointing="none", compile=False, use_liger_kernels=False,
+    )  # fmt: skip
+
+
+def export(path, export_dir, world, *, dtype=torch.float32):
+    model = build(path, world).model
+    export_model(
+        model,
+        export_dir,
+        world=world,
+        generation_config=load_generation_config(str(path), model.config),
+        tokenizer=AutoTokenizer.from_pretrained(path),
+        dtype=dtype,
+    )
+    return export_dir
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_an_export_gives_the_logits_of_the_model_it_was_loaded_from(family, world, tmp_path):
+    path = save_tokenizer(save_model(MODELS[family], tmp_path / "model"))
+    weights = load_file(path / "model.safetensors")
+    for name in weights:
+        if name.endswith("e_score_correction_bias"):
+            weights[name] = torch.randn_like(weights[name])
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    export_dir = export(path, tmp_path / "export", world)
+    source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    exported, report = AutoModelForCausalLM.from_pretrained(export_dir, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    prompt = torch.randint(3, VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(exported.eval()(prompt).logits, source(prompt).logits)
+    assert load_file(export_dir / "model.safetensors").keys() == weights.keys()
+
+
+def test_weights_stored_wider_than_the_config_says_are_not_rounded(world, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    exported = load_file(export(path, tmp_path / "export", world) / "model.safetensors")
+    for name, weight in load_file(path / "model.safetensors").items():
+        assert torch.equal(exported[name], weight), name
+
+
+def test_a_sharded_bf16_model_is_read_whole(world, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    sharded = tmp_path / "sharded"
+    model.save_pretrained(sharded, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    exported = load_file(
+        export(save_tokenizer(sharded), tmp_path / "export", world, dtype=torch.bfloat16) / "model.safetensors"
+    )
+    for name, weight in model.state_dict().items():
+        assert torch.equal(exported[name], weight), name
+
+
+def test_a_failed_write_is_one_message_and_leaves_nothing(world, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    (tmp_path / "hf_format").write_text("in the way")
+    with pytest.raises(ValueError, match="cannot write the export"):
+        export(path, tmp_path / "hf_format" / "samples_1", world)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["hf_format", "model"]
+
+
+def change_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_models_that_would_be_read_wrongly_are_refused(world, tmp_path):
+    tied = save_model(FAMILIES["llama"], tmp_path / "tied")
+    change_config(tied, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="hold two different ones"):
+        build(tied, world)
+    quantized = save_model(FAMILIES["llama"], tmp_path / "quantized")
+    change_config(quantized, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError, match="the weights are quantized"):
+        load_config(str(quantized))
+    incomplete = save_model(FAMILIES["llama"], tmp_path / "incomplete")
+    weights = load_file(incomplete / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, incomplete / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"do not fit the config.*model\.norm\.weight"):
+        build(incomplete, world)
+    (incomplete / "model.safetensors").write_bytes((tied / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot load the weights"):
+        build(incomplete, world)
+
+
+def test_several_configs_in_one_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 100}}))
+    with pytest.raises(ValueError, match="is more than a language model"):
+        load_config(str(tmp_path))
