@@ -221,9 +221,11 @@ def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
     whole row as soon as one position is beyond the length that the model was first trained with.
     """
     rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return
     limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     limit = limit or config.max_position_embeddings
-    if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
+    if longest > limit:
         raise ValueError(
             f"model type {config.model_type!r} has {rope['rope_type']} rotary embeddings, which change for a whole"
             f" packed row when one sequence is longer than {limit}; the longest sample has {longest} tokens: leave out"
