@@ -13,6 +13,7 @@ import platform
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -45,6 +46,8 @@ FORMAT_VERSION = 2
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10
 SEED = 42  # of the choice of samples shown
+
+interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def process_data(options: ProcessDataOptions) -> None:
             totals, reasons, has_weights = write_data(
                 aside[outputs.data], sources=sources, masker=masker, options=options, rejected_rows=rejected_rows
             )
+        check_interrupt()
         check_totals(totals, reasons, sources=sources, skip_invalid=options.skip_invalid)
         if not reasons:
             aside[outputs.rejected].unlink()
@@ -145,6 +149,7 @@ def write_data(
             cutter = BlockCutter(options.block_size, masker.tokenizer.eos_token_id)
             write_blocks = partial(cut_and_write, cutter=cutter, writer=writer, totals=totals, ending=ending)
         for task, result in results:
+            check_interrupt()
             totals.add(result.totals)
             if write_blocks is not None:
                 write_blocks(result.payload)
@@ -325,12 +330,20 @@ def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:
 
 
 def raise_interrupt(*_: object) -> NoReturn:
+    interrupted.set()
     raise KeyboardInterrupt
+
+
+def check_interrupt() -> None:
+    """Raises what a signal's handler raised in vain: in a finalizer or another callback, Python only prints it."""
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def main() -> None:
     options = parse_options(ProcessDataOptions)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --num-proc says how many cores are used
+    signal.signal(signal.SIGINT, raise_interrupt)
     signal.signal(signal.SIGTERM, raise_interrupt)
     sys.stdout.reconfigure(errors="backslashreplace")  # samples can hold what the terminal cannot show
     try:
