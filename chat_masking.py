@@ -248,8 +248,7 @@ class ChatMasker:
         """Chats: token ids as `apply_chat_template` gives them, labels by what the template wrote where."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                "the tokenizer has no chat template: use the model's instruct version, or put the template that"
-                " its chats shall have into chat_template.jinja beside the tokenizer"
+                "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
             )
         shapes = [attempt(make_shape, chat) for chat in chats]
         located = [

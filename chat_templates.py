@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_formats import one_line
+from training_args import check_model_path
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def load_tokenizer(model_name_or_path: str) -> Any:
     """The model's tokenizer as transformers loads it."""
     from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
 
+    check_model_path(model_name_or_path)
     try:
         return AutoTokenizer.from_pretrained(model_name_or_path)
     except Exception as error:  # reads files of any origin, and the network

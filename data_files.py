@@ -228,6 +228,7 @@ def split_json_list(stream: BinaryIO) -> Iterator[Line]:
     """The elements of a JSON list, with the lines where they begin. Follows brackets and strings, checks nothing else.
 
     What is no element (nothing between two commas, text after the list) is handed out too, to be refused as a row.
+    Raises OSError if the list does not end.
     """
     piece = ElementBuffer()
     block = stream.read(BLOCK_BYTES)
@@ -254,7 +255,9 @@ def split_json_list(stream: BinaryIO) -> Iterator[Line]:
         piece.add(block[start:])
         at = max(at - len(block), 0)  # the character after a backslash may be the next block's first
         start, block = 0, stream.read(BLOCK_BYTES)
-    yield from piece.take(when_blank=b"" if has_ended else b"[")
+    if not has_ended:
+        raise OSError("the list that it begins with has no end")
+    yield from piece.take(when_blank=b"")
 
 
 class ElementBuffer:

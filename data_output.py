@@ -148,7 +148,7 @@ class Outputs:
 
     @property
     def rejected(self) -> Path:
-        return self.data.with_name(f"{self.data.stem}.rejected.jsonl")
+        return self.data.with_name(f"{self.data.name}.rejected.jsonl")
 
     @property
     def tokenizer(self) -> Path:
@@ -165,6 +165,8 @@ class Outputs:
         for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"{flag} {path}: there is no directory {path.parent}; create it first")
+            if path is not None and not os.access(path.parent, os.W_OK):
+                raise ValueError(f"{flag} {path}: no permission to write in {path.parent}")
         for path in self.in_order:
             if path.is_dir() and path != self.tokenizer:
                 raise ValueError(f"{path}, which is to be written, is a directory; choose another name")

@@ -348,8 +348,10 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # samples can hold what the terminal cannot show
     try:
         process_data(options)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         exit_with_message(str(error))
+    except OSError as error:
+        exit_with_message(f"--output-file {options.output_file}: cannot be written whole, nothing is left: {error}")
     except KeyboardInterrupt:
         exit_with_message("interrupted; what was unfinished is removed", code=INTERRUPTED)
 

@@ -192,15 +192,21 @@ def list_views(chunk: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     return chunk.offsets.to_numpy(), chunk.values.to_numpy()
 
 
-def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
-    """What process_data.py recorded beside the data set; None where there is no such file."""
+def read_sidecar(data_path: str | Path, *, num_samples: int) -> dict[str, Any] | None:
+    """What process_data.py recorded beside the data set of `num_samples`; None where there is no such file."""
     path = Path(f"{data_path}.meta.json")
     try:
-        return json.loads(path.read_text())
+        sidecar = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+    if sidecar.get("num_samples", num_samples) != num_samples:
+        raise ValueError(
+            f"{path} belongs to another data set: it says {sidecar['num_samples']:,} samples, and {data_path} has"
+            f" {num_samples:,}; tokenize the data again with process_data.py"
+        )
+    return sidecar
 
 
 @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs

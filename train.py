@@ -8,7 +8,14 @@ On one node, and in one process:
 The script reads top to bottom: what is refused early, the model, the loop.
 """
 
-from training_args import INTERRUPTED, SECONDS_TO_BE_ENDED, TrainOptions, exit_with_message, parse_options
+from training_args import (
+    INTERRUPTED,
+    SECONDS_TO_BE_ENDED,
+    TrainOptions,
+    check_model_path,
+    exit_with_message,
+    parse_options,
+)
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
@@ -53,13 +60,14 @@ def train(options: TrainOptions, world: World) -> None:
     call_on_rank0(world, lambda: check_output_dir(output_dir))
     data = TokenizedData(options.data_path)
     num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
+    check_model_path(options.model_name_or_path)
     config = load_config(options.model_name_or_path)
     check_rope(config, longest=int(data.lengths[data.kept].max()))
     generation_config = load_generation_config(options.model_name_or_path, config)
-    sidecar = read_sidecar(options.data_path)
+    sidecar = read_sidecar(options.data_path, num_samples=len(data.lengths))
     tokenizer, config.vocab_size = choose_tokenizer(options, sidecar, vocab_size=config.vocab_size)
     if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
-        generation_config.eos_token_id = sidecar["stop_token_id"]  # of the chat template that the data brings
+        config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]  # of the data's chat template
     if options.use_liger_kernels and data.has_weights:
         raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
     num_steps = count_steps(
@@ -71,6 +79,14 @@ def train(options: TrainOptions, world: World) -> None:
         max_samples=options.max_samples,
         max_tokens=options.max_tokens,
     )
+    if options.batch_size > len(data.kept):
+        log.warning(
+            f"warning: --batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly"
+        )
+    if num_steps is not None and options.num_warmup_steps >= num_steps:
+        log.warning(
+            f"warning: --num-warmup-steps {options.num_warmup_steps}: the run ends before its peak learning rate"
+        )
     log.info(
         f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
         f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
@@ -198,7 +214,13 @@ def choose_tokenizer(
         log.warning(f"warning: no {options.data_path}.meta.json: cannot tell whether the data fits this tokenizer")
         return tokenizer, vocab_size
     if sidecar.get("tokenizer_dir") is not None:
-        tokenizer = load_tokenizer(str(Path(options.data_path).parent / sidecar["tokenizer_dir"]))
+        tokenizer_dir = Path(options.data_path).parent / sidecar["tokenizer_dir"]
+        if not tokenizer_dir.is_dir():
+            raise ValueError(
+                f"--data-path {options.data_path}: the directory {tokenizer_dir} with its tokenizer is missing: copy it"
+                " beside the data, or tokenize the data again with process_data.py"
+            )
+        tokenizer = load_tokenizer(str(tokenizer_dir))
         if len(tokenizer) > vocab_size:
             grown = -(-len(tokenizer) // 64) * 64
             log.info(
@@ -223,7 +245,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no usable tokenizer: {error}") from None
+        raise ValueError(f"--model-name-or-path {path}: no usable tokenizer: {error}") from None
 
 
 def derive_seed(seed: int, step: int, rank: int) -> int:

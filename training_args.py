@@ -143,6 +143,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
 
     argv = sys.argv[1:] if argv is None else argv
     try:
+        refuse_repeated_flags(argv, options_class)
         options = tyro.cli(
             options_class,
             args=read_config_as_flags(find_config(argv), options_class) + argv,
@@ -150,10 +151,19 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         )
         problems = find_problems(options)
         if problems:
-            raise ValueError("these options cannot be used together or have no effect:\n  " + "\n  ".join(problems))
+            raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))
     except ValueError as error:
         exit_with_message(str(error))
     return options
+
+
+def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
+    """Of two values for one option, one would be dropped without a word."""
+    names = [word.split("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
+    names = [name.removeprefix("no_") for name in names]
+    repeated = {field.name for field in dataclasses.fields(options_class) if names.count(field.name) > 1}
+    if repeated:
+        raise ValueError(f"given more than once: {', '.join(map(flag_name, sorted(repeated)))}")
 
 
 def find_config(argv: list[str]) -> Path | None:
@@ -173,8 +183,15 @@ def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
         return []
     import yaml
 
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if len(set(keys)) < len(keys):
+                raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
+            return super().construct_mapping(node, deep)
+
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -280,6 +297,14 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
     return problems
+
+
+def check_model_path(path: str) -> None:
+    """Refuses what can only be a path, and leads to no directory, before it is taken for a name on the hub."""
+    is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
+    if is_path and not os.path.isdir(path):
+        kind = "is a file" if os.path.isfile(path) else "there is no such directory"
+        raise ValueError(f"--model-name-or-path {path}: {kind}; give a model's directory, or its name on the hub")
 
 
 def flag_name(field_name: str) -> str:

@@ -61,6 +61,12 @@ def test_an_output_directory_that_holds_another_run(num_ranks, inputs, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["training_params.json"]
 
 
+def test_a_model_path_that_leads_nowhere(inputs, tmp_path):
+    check_refusal(train(inputs, tmp_path / "run", model_name_or_path=tmp_path / "none"), "there is no such directory")
+    config = inputs["model_name_or_path"] / "config.json"
+    check_refusal(train(inputs, tmp_path / "run", model_name_or_path=config), "is a file")
+
+
 def test_a_model_that_is_none(inputs, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "no_such_type"}')
@@ -78,6 +84,8 @@ def test_a_model_without_weights(inputs, tmp_path):
     [
         ({"tokenizer_fingerprint": "another"}, "was made with another tokenizer"),
         ({"max_token_id": VOCAB_SIZE}, f"holds token id {VOCAB_SIZE}, beyond the {VOCAB_SIZE} rows"),
+        ({"num_samples": 21}, "belongs to another data set: it says 21 samples"),
+        ({"tokenizer_dir": "data.arrow.tokenizer"}, "data.arrow.tokenizer with its tokenizer is missing"),
         ("not json", "cannot be read"),
     ],
 )

@@ -273,10 +273,7 @@ def read_values(path: Path) -> list:
         ('[{"a": "],\\""},\n{"b": [1, 2]}]', [(1, b'{"a": "],\\""}'), (2, b'{"b": [1, 2]}')]),
         ("[1,,2]", [(1, b"1"), (1, b","), (1, b"2")]),
         ("[1,\n]", [(1, b"1"), (2, b"]")]),
-        ('[1,\n\n{"a": [', [(1, b"1"), (3, b'{"a": [')]),
-        ("[1,", [(1, b"1"), (1, b"[")]),
         ("[1]\n\nmore", [(1, b"1"), (3, b"more")]),
-        ('["a\\', [(1, b'"a\\')]),
     ],
 )
 def test_elements_of_a_list_and_what_is_none(tmp_path, text, values):
@@ -325,6 +322,18 @@ def test_rows_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
     assert most_memory < 16 << 20
     with pytest.raises(ValueError, match="bytes long, allowed: "):
         parse_row(first, "json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[{"text": "a"}, {"text": "b"}', '[{"text": "a"}, {"text": "b"},', '[{"text": "a"', '["a\\', "[1,\n\n", "["],
+)
+def test_a_json_list_without_an_end_is_refused(tmp_path, text):
+    path = tmp_path / "cut.json"
+    path.write_text(text)
+    (source,) = find_sources([str(path)])
+    with pytest.raises(ValueError, match=r"cut\.json: damaged.*the list that it begins with has no end"):
+        list(read_chunks(source))
 
 
 @pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst", "in.parquet", "in.parquet.gz"])

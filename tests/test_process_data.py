@@ -195,7 +195,7 @@ def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
     tracemalloc.stop()
     assert most_memory < 3 * MAX_ROW_BYTES, "what is too long is not held"
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 2
-    rejected = read_jsonl(tmp_path / "out.rejected.jsonl")
+    rejected = read_jsonl(tmp_path / "out.jsonl.rejected.jsonl")
     assert [row["line"] for row in rejected] == list(range(2, len(HOSTILE_LINES) + 3))
     assert all(row["file"] == "in.jsonl" for row in rejected)
     assert all(reason in row["reason"] for row, reason in zip(rejected, HOSTILE_LINES.values(), strict=False))
@@ -221,7 +221,7 @@ def test_skip_invalid_goes_on_and_keeps_the_rejected_rows(model, tmp_path):
         ([chat(1)], {"output_file": "in.jsonl"}, "would overwrite the input"),
         ([chat(1)], {"output_file": "missing/out.jsonl"}, "there is no directory missing"),
         ([chat(1)], {"output_file": "directory.jsonl"}, "is a directory"),
-        ([chat(1)], {"model_name_or_path": "/missing/model"}, "no tokenizer"),
+        ([chat(1)], {"model_name_or_path": "/missing/model"}, "there is no such directory"),
     ],
 )
 def test_refusals_leave_everything_as_it_was(model, tmp_path, monkeypatch, rows, options, reason):
@@ -236,10 +236,10 @@ def test_refusals_leave_everything_as_it_was(model, tmp_path, monkeypatch, rows,
 
 
 def test_the_input_may_not_be_the_file_of_rejected_rows(model, tmp_path):
-    source = write_rows(tmp_path / "out.rejected.jsonl", [chat(1)])
+    source = write_rows(tmp_path / "out.jsonl.rejected.jsonl", [chat(1)])
     with pytest.raises(ValueError, match="would overwrite the input"):
         process_data(options_for(model, source, tmp_path / "out.jsonl"))
-    assert names(tmp_path) == {"out.rejected.jsonl"}
+    assert names(tmp_path) == {"out.jsonl.rejected.jsonl"}
 
 
 def test_without_a_chat_template_only_documents_are_tokenized(tokenizer, tmp_path):
@@ -253,7 +253,7 @@ def test_without_a_chat_template_only_documents_are_tokenized(tokenizer, tmp_pat
     assert sample["labels"] == sample["input_ids"]
     assert sample["num_loss_counted_tokens"] == sample["len"] - 1  # no token comes before the first
     source = write_rows(tmp_path / "in.jsonl", [document, chat(1)])
-    with pytest.raises(ValueError, match="no chat template: use"):
+    with pytest.raises(ValueError, match="no chat template: name one with --chat-template"):
         process_data(options_for(tmp_path / "model", source, tmp_path / "out2.jsonl", skip_invalid=True))
     assert "out2.jsonl" not in names(tmp_path)
 

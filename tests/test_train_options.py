@@ -177,6 +177,12 @@ def test_the_option_changes_what_it_says(option, run, base):
     assert effect(run(**changes), base)
 
 
+def test_what_is_surely_not_meant_is_said(run):
+    text = run(batch_size=NUM_SAMPLES + 1, num_warmup_steps=STEPS).text
+    assert f"draws the {NUM_SAMPLES} samples repeatedly" in text
+    assert "ends before its peak learning rate" in text
+
+
 def test_the_same_options_give_the_same_run(run, base):
     again = run()
     for name in ("loss", "grad_norm", "lr", "num_total_tokens", "grad_accum", "epoch"):

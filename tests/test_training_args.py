@@ -42,6 +42,8 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--batch-size", "many"], ["--batch-size", "many"]),
         (["--lr-scheduler", "triangle"], ["--lr-scheduler", "triangle", "cosine"]),
         (["--compile", "true"], ["true"]),
+        (["--max-steps", "6"], ["given more than once: --max-steps"]),
+        (["--no-compile", "--compile"], ["given more than once: --compile"]),
         (["--batch-size", "0"], ["--batch-size 0: must be at least 1"]),
         (["--max-grad-norm", "0"], ["--max-grad-norm 0", "None"]),
         (["--learning-rate", "nan"], ["--learning-rate nan"]),
@@ -76,6 +78,8 @@ def test_bad_flags_get_one_message_and_no_traceback(argv, reasons):
         ("- 1", "expected 'option: value' lines, got list"),
         ("", "expected 'option: value' lines, got NoneType"),
         ("a: [", "not valid YAML"),
+        ("seed: 1\nseed: 2", "a key is there twice among seed, seed"),
+        ("bach_size: 3\ncompile: 1", "compile: given 1, allowed: true or false"),  # both at once
         (None, "cannot be read"),
     ],
 )
