@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
 
 from checkpointing import export_model
-from model_setup import build_model, load_config, load_generation_config
+from model_setup import load_config, load_generation_config
 
 MODELS = FAMILIES | {
     # routers with a buffer that belongs to the checkpoint
@@ -23,13 +23,6 @@ MODELS = FAMILIES | {
         n_group=1, topk_group=1, first_k_dense_replace=1,
     ),
 }  # fmt: skip
-
-
-def build(path, world):
-    return build_model(
-        str(path), load_config(str(path)), world=world, compute_dtype=torch.float32, attention="auto",
-        activation_checkpointing="none", compile=False, use_liger_kernels=False,
-    )  # fmt: skip
 
 
 def export(path, export_dir, world, *, dtype=torch.float32):

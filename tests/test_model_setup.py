@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, save_model
 from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -18,24 +18,11 @@ from transformers import (
 )
 
 import packed_attention
-from model_setup import build_model, check_model, choose_dim, load_config
+from model_setup import check_model, choose_dim
 from packed_attention import check_rope
 from sampler import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
-
-
-def build(path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32):
-    return build_model(
-        str(path),
-        load_config(str(path)),
-        world=world,
-        compute_dtype=dtype,
-        attention=attention,
-        activation_checkpointing=activation_checkpointing,
-        compile=compile,
-        use_liger_kernels=False,
-    )
 
 
 def make_samples(seed: int = 0) -> list[Sample]:

@@ -23,6 +23,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from model_setup import build_model, load_config
+
 VOCAB_SIZE = 288
 
 SHAPE = dict(
@@ -86,3 +88,17 @@ def save_tokenizer(path: Path) -> Path:
     """Adds a byte-level tokenizer that has fewer than `VOCAB_SIZE` entries to a model directory."""
     train_tokenizer([], vocab_size=VOCAB_SIZE).save_pretrained(path)
     return path
+
+
+def build(path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32):
+    """The model at `path` as train.py builds it."""
+    return build_model(
+        str(path),
+        load_config(str(path)),
+        world=world,
+        compute_dtype=dtype,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        use_liger_kernels=False,
+    )
