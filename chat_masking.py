@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
@@ -42,6 +42,10 @@ PRETRAIN = "pretrain"
 SYSTEM_ROLES = ("system", "developer")
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has a shape of its own
+MISSING_STOP_TOKEN = (
+    "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
+    " trained (--allow-missing-stop-token)"
+)
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
@@ -110,17 +114,57 @@ NUM_REQUIRED_PROBES = 2  # the others a template can refuse
 
 
 @dataclass(frozen=True)
-class TokenizedChat:
-    """`input_ids` and unshifted `labels`, equally long.
+class Run:
+    """Tokens [start, end) of a row that are trained, whose they are, and how much they count."""
 
-    `loss_weights`: one per token, 0 where not trained; None unless a message of the row has a weight.
-    `num_trained_by_role`: trained tokens but the row's first, which nothing predicts, by who says them.
-    """
+    start: int
+    end: int
+    role: str
+    weight: float = 1.0
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens but the row's first, which nothing predicts."""
+        return self.end - max(self.start, 1)
+
+
+@dataclass(frozen=True)
+class TokenizedChat:
+    """Token ids, and which runs of them are trained, in order. `is_weighted`: a message of the row has a weight."""
 
     input_ids: list[int]
-    labels: list[int]
-    loss_weights: list[float] | None
-    num_trained_by_role: dict[str, int]
+    runs: list[Run]
+    is_weighted: bool = False
+
+    @property
+    def labels(self) -> list[int]:
+        """As many as tokens, unshifted, IGNORED where not trained."""
+        labels = [IGNORED] * len(self.input_ids)
+        for run in self.runs:
+            labels[run.start : run.end] = self.input_ids[run.start : run.end]
+        return labels
+
+    @property
+    def loss_weights(self) -> list[float] | None:
+        """One per token, 0 where not trained; None unless a message of the row has a weight."""
+        if not self.is_weighted:
+            return None
+        weights = [0.0] * len(self.input_ids)
+        for run in self.runs:
+            weights[run.start : run.end] = [run.weight] * (run.end - run.start)
+        return weights
+
+    @property
+    def num_loss_counted_tokens(self) -> int:
+        return sum(run.num_targets for run in self.runs)
+
+    @property
+    def num_trained_by_role(self) -> Counter[str]:
+        """Targets by who says them."""
+        counts: Counter[str] = Counter()
+        for run in self.runs:
+            counts[run.role] += run.num_targets
+        return +counts
 
 
 @dataclass(frozen=True)
@@ -152,12 +196,16 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Shape:
-    """A conversation without what is only for masking, its outline, and the weight of each message."""
+    """A conversation without what is only for masking, and the weight of each message.
+
+    `is_plain`: each message has a role and a text, and nothing else; so its outline follows from its roles, and is
+    not made for every row.
+    """
 
     messages: list[Message]
     weights: list[float]
-    outline: Outline
     tools: list[dict[str, Any]] | None
+    is_plain: bool
 
     @property
     def unmasked(self) -> set[int]:
@@ -166,8 +214,21 @@ class Shape:
         return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
 
     @cached_property
-    def key(self) -> str:
-        return f"{sorted(self.unmasked)} {self.outline.text} {self.tools!r}"
+    def outline(self) -> Outline:
+        return make_outline(self.messages)
+
+    @property
+    def values(self) -> list[Any]:
+        """What stands in the outline's leaves."""
+        if self.is_plain:
+            return [message["content"] for message in self.messages]
+        return [leaf.value for leaf in self.outline.leaves]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The same for conversations of the same outline."""
+        texts = [(*message, message["role"]) for message in self.messages] if self.is_plain else [self.outline.text]
+        return (*sorted(self.unmasked), *texts, repr(self.tools))
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:
@@ -187,12 +248,12 @@ def fingerprint_chat_template(tokenizer: Any) -> str | None:
     return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
 
-def load_stop_token_ids(model_name_or_path: str) -> list[int]:
+def load_stop_token_ids(model_dir: str) -> list[int]:
     """The tokens that end generation by the model's generation_config.json; none if it has no such file."""
     from transformers import GenerationConfig  # seconds to import
 
     try:
-        ids = GenerationConfig.from_pretrained(model_name_or_path).eos_token_id
+        ids = GenerationConfig.from_pretrained(model_dir).eos_token_id
     except OSError:
         return []
     return [ids] if isinstance(ids, int) else list(ids or [])
@@ -202,19 +263,22 @@ class ChatMasker:
     """Renders, tokenizes and masks with one tokenizer. Invariant: its skeletons were learned from its template.
 
     `stop_token_ids`: which tokens end generation besides the tokenizer's eos token (see `load_stop_token_ids`).
+    `allow_missing_stop_token`: where the template writes none after the assistant's turns, train their contents alone.
     """
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, *, stop_token_ids: Sequence[int] = (), allow_missing_stop_token: bool = False
+    ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} does not tell which characters a token covers, so masks cannot be"
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer = tokenizer
-        self.stops = find_stops(tokenizer, stop_token_ids)
+        self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
-        self.skeletons: dict[str, Skeleton] = {}
-        self.checked_shapes: set[str] = set()  # the same for templates that mark what is generated
+        self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
+        self.checked_shapes: set[tuple[Any, ...]] = set()  # the same for templates that mark what is generated
 
     @cached_property
     def template_tells_time(self) -> bool:
@@ -290,7 +354,9 @@ class ChatMasker:
         """Whose turn stands where in a rendered chat."""
         render = partial(self.render, tools=shape.tools)
         skeleton = self.find_skeleton(shape, render)
-        spans = attempt(match_text, text, shape.outline, skeleton, render=render)
+        spans = skeleton.find_spans(text, shape.values)
+        if spans is None:
+            spans = attempt(match_text, text, shape.outline, skeleton, render=render)
         if isinstance(spans, ValueError):
             spans = self.find_spans_alone(text, shape, render, spans)
         return spans
@@ -309,14 +375,15 @@ class ChatMasker:
 
     def find_skeleton(self, shape: Shape, render: Render) -> Skeleton:
         """Learned once per shape."""
-        if shape.key not in self.skeletons:
+        key = shape.key
+        if key not in self.skeletons:
             self.check_tools_are_written(shape, render)
             if len(self.skeletons) >= MAX_NUM_SKELETONS:
                 self.skeletons.clear()
-            self.skeletons[shape.key] = learn_skeleton(
+            self.skeletons[key] = learn_skeleton(
                 shape.outline, unmasked=shape.unmasked, render=render, stops=self.stops
             )
-        return self.skeletons[shape.key]
+        return self.skeletons[key]
 
     def check_marked_shape(self, shape: Shape) -> None:
         """Refuses, once per shape, a chat of which a template that marks its answers leaves something out."""
@@ -427,14 +494,17 @@ class ChatMasker:
         encodings = iter(self.encoder.encode(usable, add_special_tokens=add_special_tokens))
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
-    def check_template(self) -> list[str]:
-        """Raises ValueError for a template that cannot be masked with certainty, by known conversations. Returns what
-        there is to know about one that can.
+    def check_template(self, name: str = "the model's chat template") -> list[str]:
+        """Raises ValueError, with the template's name, for one that cannot be masked with certainty, by known
+        conversations. Returns what there is to know about one that can.
 
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
         notes: list[str] = []
-        check_in_child(self.render_probes)
+        try:
+            check_in_child(self.render_probes)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be used: {error}") from None
         for chat in PROBES:
             (tokenized,) = self.mask_chats([chat])
             if isinstance(tokenized, ValueError):
@@ -442,7 +512,11 @@ class ChatMasker:
             else:
                 problem = self.find_problem(tokenized, chat, notes)
             if problem is not None:
-                raise ValueError(f"the model's chat template cannot be used: {problem}; tried with {chat.messages}")
+                raise ValueError(f"{name} cannot be used: {problem}; tried with {chat.messages}")
+        if self.stops.may_be_missing:
+            if all(turn.has_stop for skeleton in self.skeletons.values() for turn in skeleton.turns):
+                raise ValueError(f"--allow-missing-stop-token has no effect: {name} writes a stop token")
+            notes.insert(0, MISSING_STOP_TOKEN)
         return list(dict.fromkeys(notes))
 
     def render_probes(self) -> None:
@@ -468,7 +542,7 @@ class ChatMasker:
             problem = self.find_problem_of_turn(ids, earlier, message)
             if problem is not None:
                 return problem
-            if not self.ends_with_special_token(ids):
+            if not self.ends_with_special_token(ids) and not self.stops.may_be_missing:
                 if message is not chat.messages[-1] or len(self.stops.known) < 2:
                     return f"{self.decode(ids)!r} is trained, which does not end with a special token"
                 notes.append(
@@ -512,10 +586,16 @@ def make_shape(chat: Chat) -> Shape:
             weights.append(read_weight(message, by_default))
         except ValueError as error:
             raise ValueError(f"message {number} ({message['role']}) {error}") from None
-        messages.append({key: value for key, value in message.items() if key not in ONLY_FOR_MASKING})
+        is_bare = message.keys().isdisjoint(ONLY_FOR_MASKING)
+        messages.append(message if is_bare else {key: message[key] for key in message if key not in ONLY_FOR_MASKING})
     if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
         raise ValueError("'tools' contain what looks like a placeholder used for masking")
-    return Shape(messages, weights, make_outline(messages), chat.tools)
+    is_plain = all(len(message) == 2 and is_text(message.get("content")) for message in messages)
+    return Shape(messages, weights, chat.tools, is_plain)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def read_weight(message: Message, by_default: bool) -> float:
@@ -551,7 +631,7 @@ def text_of(found: Located | ValueError) -> str | ValueError:
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
-    """Labels from passages: a token is trained if its first character is in one.
+    """Runs from passages: a token is trained if its first character is in one.
 
     A token that began before a passage is not trained: it holds text of the prompt, so after the prompt the model
     never has to say it. One that begins inside and reaches out is: a stop token that takes the line break with it.
@@ -564,17 +644,13 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
     if eos_token_id is not None:
         num_tokens -= input_ids[-1:] == [eos_token_id]
         input_ids = [*input_ids[:num_tokens], eos_token_id]
-    labels = [IGNORED] * len(input_ids)
-    weights = [0.0] * len(input_ids) if located.is_weighted else None
-    counts: Counter[str] = Counter()
+    runs = []
     for passage in located.passages:
         first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
         end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
-        labels[first:end] = input_ids[first:end]
-        counts[passage.role] += end - max(first, 1)
-        if weights is not None:
-            weights[first:end] = [passage.weight] * (end - first)
-    return TokenizedChat(input_ids, labels, weights, {role: count for role, count in counts.items() if count > 0})
+        if first < end:
+            runs.append(Run(first, end, passage.role, passage.weight))
+    return TokenizedChat(input_ids, runs, located.is_weighted)
 
 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:

@@ -70,8 +70,8 @@ def check_in_child(function: Callable[[], object]) -> None:
     if child.is_alive():
         child.kill()
         child.join()
-        raise ValueError(f"the model's chat template cannot be used: takes longer than {RENDER_SECONDS:g} seconds")
+        raise ValueError(f"takes longer than {RENDER_SECONDS:g} seconds")
     if child.exitcode == TOO_MUCH_MEMORY:
-        raise ValueError(f"the model's chat template cannot be used: needs more than {RENDER_BYTES >> 30} GiB")
+        raise ValueError(f"needs more than {RENDER_BYTES >> 30} GiB")
     if child.exitcode != 0:
-        raise ValueError(f"the model's chat template cannot be used: ends its process with code {child.exitcode}")
+        raise ValueError(f"ends its process with code {child.exitcode}")

@@ -62,10 +62,12 @@ class Outline:
 
 @dataclass(frozen=True)
 class Stops:
-    """Which tokens end turns: `special` matches any special token, `known` are those that end generation."""
+    """Which tokens end turns: `special` matches any special token, `known` are those that end generation. With
+    `may_be_missing` a turn without one ends where its content does."""
 
     special: re.Pattern[str]
     known: frozenset[str]
+    may_be_missing: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Turn:
     start: tuple[int, int]
     end: tuple[int, int]
     prompted: tuple[str, ...] = ()  # with what the generation prompt may already begin it; the first that fits counts
+    has_stop: bool = True
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,11 @@ class Skeleton:
                 pieces[2 * first] = self.literals[first][:offset]
                 pieces[2 * first + 1 : 2 * last] = [bodies[turn.message], *[""] * (2 * (last - first - 1))]
         return "".join(pieces), list(accumulate(map(len, pieces), initial=0))
+
+    def find_spans(self, text: str, values: Sequence[Any]) -> list[Span] | None:
+        """Where the turns stand in `text`; None unless it is what the skeleton has with `values` in the slots."""
+        expected, positions = self.lay_out(values, {})
+        return [self.span(turn, text, positions) for turn in self.turns] if text == expected else None
 
     def span(self, turn: Turn, text: str, positions: list[int]) -> Span:
         """Where in `text`, which was laid out with `positions`, the turn stands, without the generation prompt."""
@@ -429,7 +437,18 @@ class TurnLearner:
             start, rests = self.learn_first_start(first or 0)
         else:
             start, rests = self.learn_start(message, first, cut)
-        return Turn(message, start, self.learn_end(message, first, start, cut), rests)
+        end = self.learn_end(message, first, start, cut)
+        if end is not None:
+            return Turn(message, start, end, rests)
+        return Turn(message, start, (self.find_content(message) + 1, 0), rests, has_stop=False)
+
+    def find_content(self, message: int) -> int:
+        """The slot of the content of a turn that no token ends, so that it has to be the turn's end."""
+        leaves = self.outline.leaves
+        *_, last = [k for k, leaf in enumerate(self.order) if leaves[leaf].message == message]
+        if leaves[self.order[last]].kind != "content":
+            raise ValueError(f"message {message + 1} ends with tool calls, and the chat template writes no stop token")
+        return last
 
     def learn_start(
         self, message: int, first: int | None, cut: tuple[list[int], list[str]]
@@ -481,8 +500,8 @@ class TurnLearner:
 
     def learn_end(
         self, message: int, first: int | None, start: tuple[int, int], cut: tuple[list[int], list[str]]
-    ) -> tuple[int, int]:
-        """Where the turn ends: behind its end-of-turn token."""
+    ) -> tuple[int, int] | None:
+        """Where the turn ends: behind its end-of-turn token. None without one, if it may be missing."""
         if first is None:
             return self.find_end_of_silent_turn(message, start)
         order, literals = cut
@@ -492,9 +511,10 @@ class TurnLearner:
         last = self.order.index(own[-1], first) if own[-1] in self.order[first:] else None
         if last is None:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
-        return last + 1, self.learn_end_in_literal(message, literals[-1], self.skeleton.literals[last + 1], own[-1])
+        end = self.learn_end_in_literal(message, literals[-1], self.skeleton.literals[last + 1], own[-1])
+        return None if end is None else (last + 1, end)
 
-    def learn_end_in_literal(self, message: int, cut: str, literal: str, last_leaf: int) -> int:
+    def learn_end_in_literal(self, message: int, cut: str, literal: str, last_leaf: int) -> int | None:
         """How much of `literal`, which follows the turn's last text, belongs to it; `cut` follows it if cut there."""
         turns = self.outline.messages[: message + 1]
         is_last = len(turns) == len(self.outline.messages)
@@ -503,11 +523,12 @@ class TurnLearner:
         if end is None and not is_last and literal.startswith(cut) and not self.stops.special.search(cut):
             # no token ends this turn, but one would if a user followed
             end = self.find_end(cut, self.render_continued(turns, last_leaf), is_last=True)
-        if end is None:
+        if end is None and not self.stops.may_be_missing:
             raise ValueError(
                 f"the chat template writes no end-of-turn token after an assistant turn: {literal!r} within a"
                 f" conversation, {cut!r} at its end; if a token that begins the next turn ends generation, the model's"
-                " generation_config.json has to name it as eos_token_id"
+                " generation_config.json has to name it as eos_token_id; to train without, which does not teach the"
+                " model to stop, add --allow-missing-stop-token"
             )
         return end
 
@@ -585,18 +606,17 @@ def match_text(text: str, outline: Outline, skeleton: Skeleton, *, render: Rende
     for all other messages. Raises ValueError unless the whole then fits exactly.
     """
     values = [leaf.value for leaf in outline.leaves]
-    expected, positions = skeleton.lay_out(values, {})
-    if text != expected:
-        bodied, new_positions = skeleton.lay_out(values, read_bodies(text, outline, skeleton, render))
-        if bodied == text:
-            expected, positions = bodied, new_positions
-    if text != expected:
-        at = common_length(text, expected)
-        raise ValueError(
-            "the chat template changes the contents, so it is not certain what is trained: it writes"
-            f" {text[at : at + 40]!r} where {expected[at : at + 40]!r} would follow"
-        )
-    return [skeleton.span(turn, text, positions) for turn in skeleton.turns]
+    if (spans := skeleton.find_spans(text, values)) is not None:
+        return spans
+    bodied, positions = skeleton.lay_out(values, read_bodies(text, outline, skeleton, render))
+    if text == bodied:
+        return [skeleton.span(turn, text, positions) for turn in skeleton.turns]
+    expected, _ = skeleton.lay_out(values, {})
+    at = common_length(text, expected)
+    raise ValueError(
+        "the chat template changes the contents, so it is not certain what is trained: it writes"
+        f" {text[at : at + 40]!r} where {expected[at : at + 40]!r} would follow"
+    )
 
 
 def read_bodies(text: str, outline: Outline, skeleton: Skeleton, render: Render) -> dict[int, str]:

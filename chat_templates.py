@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from data_formats import one_line
-from training_args import check_model_path
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,17 @@ NAMED_TEMPLATES = {
 }
 
 
-def load_tokenizer(model_name_or_path: str) -> Any:
-    """The model's tokenizer as transformers loads it."""
+def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a directory that `find_model` found, as transformers loads it."""
     from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
 
-    check_model_path(model_name_or_path)
     try:
-        return AutoTokenizer.from_pretrained(model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # reads files of any origin, and the network
-        raise ValueError(f"--model-name-or-path {model_name_or_path}: no tokenizer: {one_line(error)}") from None
+        raise ValueError(f"--model-name-or-path {model_dir}: no usable tokenizer: {one_line(error)}") from None
+    if not trust_remote_code:
+        tokenizer.init_kwargs.pop("auto_map", None)  # what is saved would ask for code that is not there
+    return tokenizer
 
 
 def find_template(name_or_file: str) -> NamedTemplate:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from chat_masking import IGNORED
+from chat_masking import IGNORED, Run, TokenizedChat
 
 SCHEMA = pa.schema(
     {
@@ -31,33 +31,41 @@ Payload = pa.RecordBatch | bytes  # samples in the output's format; of JSON line
 
 @dataclass(frozen=True)
 class Sample:
-    """What becomes of a row, or of a block of documents. `labels` are unshifted, IGNORED where not trained."""
+    """What becomes of a row, or of a block of documents."""
 
     place: str  # where it comes from, as messages say it: file:line
-    input_ids: list[int]
-    labels: list[int]
-    loss_weights: list[float] | None = None  # as long as labels; None: 1 where trained
-
-    @cached_property
-    def num_loss_counted_tokens(self) -> int:
-        """Targets: the labels that some token comes before, so never the one at position 0."""
-        return len(self.labels) - 1 - self.labels[1:].count(IGNORED)
+    tokens: TokenizedChat
 
 
 def encode_samples(samples: Sequence[Sample], ending: str, *, has_weights: bool) -> Payload:
     """The samples as SCHEMA says, with a column `loss_weights` if any row has some."""
-    columns = {
-        "input_ids": [sample.input_ids for sample in samples],
-        "labels": [sample.labels for sample in samples],
-        "len": [len(sample.input_ids) for sample in samples],
-        "num_loss_counted_tokens": [sample.num_loss_counted_tokens for sample in samples],
+    if ending == ".jsonl":
+        return "".join(
+            json.dumps(make_json_row(sample.tokens, has_weights=has_weights)) + "\n" for sample in samples
+        ).encode()
+    bounds = np.cumsum([0, *(len(sample.tokens.input_ids) for sample in samples)], dtype=np.int32)
+    input_ids = np.fromiter(chain.from_iterable(sample.tokens.input_ids for sample in samples), np.int32)
+    labels, weights = np.full_like(input_ids, IGNORED), np.zeros(len(input_ids), np.float32)
+    for start, sample in zip(bounds.tolist(), samples, strict=False):
+        for run in sample.tokens.runs:
+            trained = slice(start + run.start, start + run.end)
+            labels[trained], weights[trained] = input_ids[trained], run.weight
+    lists = [input_ids, labels, weights] if has_weights else [input_ids, labels]
+    input_ids, labels, *weights = (pa.ListArray.from_arrays(bounds, values) for values in lists)
+    num_targets = pa.array([sample.tokens.num_loss_counted_tokens for sample in samples], pa.int32())
+    columns = [input_ids, labels, pa.array(np.diff(bounds)), num_targets, *weights]
+    return pa.RecordBatch.from_arrays(columns, schema=schema_for(has_weights=has_weights))
+
+
+def make_json_row(tokens: TokenizedChat, *, has_weights: bool) -> dict[str, Any]:
+    labels = tokens.labels
+    row = {
+        "input_ids": tokens.input_ids,
+        "labels": labels,
+        "len": len(labels),
+        "num_loss_counted_tokens": tokens.num_loss_counted_tokens,
     }
-    if has_weights:
-        columns["loss_weights"] = [sample.loss_weights or default_weights(sample.labels) for sample in samples]
-    if ending != ".jsonl":
-        return pa.RecordBatch.from_pydict(columns, schema=schema_for(has_weights=has_weights))
-    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return row | {"loss_weights": tokens.loss_weights or default_weights(labels)} if has_weights else row
 
 
 def schema_for(*, has_weights: bool) -> pa.Schema:
@@ -232,4 +240,4 @@ class BlockCutter:
 
     def make_sample(self, ids: list[int]) -> Sample:
         self.num_blocks += 1
-        return Sample(f"block {self.num_blocks:,}", ids, ids)
+        return Sample(f"block {self.num_blocks:,}", TokenizedChat(ids, [Run(0, len(ids), "document")]))

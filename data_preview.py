@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from chat_masking import IGNORED
+from chat_masking import IGNORED, TokenizedChat
 from data_output import Sample
 from data_report import DROPPED, Totals, percentile
 
@@ -50,20 +50,21 @@ class Segment:
     weight: float | None  # None where the sample has no weights, or the text is not trained
 
 
-def split_segments(sample: Sample, tokenizer: Any) -> list[Segment]:
-    """The sample's text in pieces."""
+def split_segments(tokens: TokenizedChat, tokenizer: Any) -> list[Segment]:
+    """The text in pieces."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    weights = sample.loss_weights or [None] * len(sample.labels)
+    input_ids, labels = tokens.input_ids, tokens.labels
+    weights = tokens.loss_weights or [None] * len(labels)
 
     def kind(index: int) -> tuple[bool, int | None, float | None]:
-        is_trained = sample.labels[index] != IGNORED
-        is_special = sample.input_ids[index] in special
+        is_trained = labels[index] != IGNORED
+        is_special = input_ids[index] in special
         return is_trained, index if is_special else None, weights[index] if is_trained else None
 
     segments = []
-    for (is_trained, special_at, weight), run in groupby(range(len(sample.labels)), key=kind):
+    for (is_trained, special_at, weight), run in groupby(range(len(labels)), key=kind):
         indices = list(run)
-        text = decode_run(tokenizer, sample.input_ids, indices[0], indices[-1] + 1)
+        text = decode_run(tokenizer, input_ids, indices[0], indices[-1] + 1)
         segments.append(Segment(text, is_trained, special_at is not None, weight))
     return segments
 
@@ -92,9 +93,9 @@ def print_samples(samples: Iterable[Sample], tokenizer: Any, *, mask: str | None
     """Prints each sample: in colours on a terminal, else with brackets; with `mask` for what is not trained."""
     in_colour = sys.stdout.isatty()
     for sample in samples:
-        num_tokens = f"{len(sample.input_ids):,} tokens, {sample.num_loss_counted_tokens:,} trained"
+        num_tokens = f"{len(sample.tokens.input_ids):,} tokens, {sample.tokens.num_loss_counted_tokens:,} trained"
         print(f"\n--- {sample.place}: {num_tokens}")
-        print(format_sample(split_segments(sample, tokenizer), mask=mask, in_colour=in_colour))
+        print(format_sample(split_segments(sample.tokens, tokenizer), mask=mask, in_colour=in_colour))
 
 
 def format_sample(segments: Iterable[Segment], *, mask: str | None, in_colour: bool) -> str:
@@ -144,7 +145,7 @@ def write_page(path: Path, totals: Totals, *, tokenizer: Any, title: str) -> Non
 def describe_sample(sample: Sample, tokenizer: Any) -> dict[str, Any]:
     """A sample for the page; of each part the text, if it is trained, if it is special, and its weight."""
     parts, num_chars = [], 0
-    for segment in split_segments(sample, tokenizer):
+    for segment in split_segments(sample.tokens, tokenizer):
         text = fold(segment.text, MAX_PAGE_SEGMENT_CHARS)
         num_chars += len(text)
         parts.append([text, int(segment.is_trained), int(segment.is_special), segment.weight])
@@ -153,8 +154,8 @@ def describe_sample(sample: Sample, tokenizer: Any) -> dict[str, Any]:
             break
     return {
         "place": sample.place,
-        "tokens": len(sample.input_ids),
-        "trained": sample.num_loss_counted_tokens,
+        "tokens": len(sample.tokens.input_ids),
+        "trained": sample.tokens.num_loss_counted_tokens,
         "parts": parts,
     }
 

@@ -44,9 +44,9 @@ class Totals:
         return [sample for _, sample in self.shown]
 
     def add_sample(self, sample: Sample, lot: float) -> None:
-        self.lengths[len(sample.input_ids)] += 1
-        self.num_loss_counted_tokens += sample.num_loss_counted_tokens
-        self.max_token_id = max(self.max_token_id, max(sample.input_ids))
+        self.lengths[len(sample.tokens.input_ids)] += 1
+        self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
+        self.max_token_id = max(self.max_token_id, max(sample.tokens.input_ids))
         self.shown.append((lot, sample))
         if len(self.shown) > 2 * self.num_shown:
             self.keep_shown()

@@ -39,7 +39,8 @@ from data_formats import detect_format, one_line, read_examples
 from data_output import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
 from data_preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from data_report import DROPPED, Totals, describe_sources, print_report, report_progress
-from training_args import INTERRUPTED, ProcessDataOptions, exit_with_message, parse_options
+from model_files import find_model
+from training_args import ExitCode, ProcessDataOptions, exit_with_message, parse_options
 from worker_pool import run_in_order
 
 FORMAT_VERSION = 2
@@ -73,10 +74,16 @@ def process_data(options: ProcessDataOptions) -> None:
     sources = find_sources(options.input_file)
     outputs = Outputs(Path(options.output_file), None if options.preview_html is None else Path(options.preview_html))
     outputs.check([source.path for source in sources])
-    tokenizer, added_tokens = prepare_tokenizer(options)
-    masker = ChatMasker(tokenizer, stop_token_ids=load_stop_token_ids(options.model_name_or_path))
-    # without a template, what is no chat can still be tokenized
-    notes = [] if tokenizer.chat_template is None else masker.check_template()
+    model_dir = find_model(
+        options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
+    )
+    tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
+    masker = ChatMasker(
+        tokenizer,
+        stop_token_ids=load_stop_token_ids(model_dir),
+        allow_missing_stop_token=options.allow_missing_stop_token,
+    )
+    notes = check_template(masker, options)
     start = time.perf_counter()
     with written_aside(outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
@@ -108,13 +115,23 @@ def changes_tokenizer(options: ProcessDataOptions) -> bool:
     return options.chat_template is not None or bool(options.add_special_tokens)
 
 
-def prepare_tokenizer(options: ProcessDataOptions) -> tuple[Any, dict[str, int]]:
+def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any, dict[str, int]]:
     """The model's tokenizer, changed as the options say, and the entries its vocabulary did not have."""
-    tokenizer = load_tokenizer(options.model_name_or_path)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
     if not changes_tokenizer(options):
         return tokenizer, {}
     added = change_tokenizer(tokenizer, template=options.chat_template, special_tokens=options.add_special_tokens)
     return tokenizer, added
+
+
+def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
+    """What there is to know about the template. Without one, what is no chat can still be tokenized."""
+    if masker.tokenizer.chat_template is not None:
+        given = options.chat_template
+        return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
+    if options.allow_missing_stop_token:
+        raise ValueError("--allow-missing-stop-token has no effect: the tokenizer has no chat template")
+    return []
 
 
 def write_data(
@@ -201,27 +218,29 @@ def process_chunk(
             examples.append(example)
     samples = []
     draw = random.Random(f"{SEED} {chunk.file} {chunk.first_row}").random
-    for row, masked in zip(rows, masker.mask(examples), strict=True):
-        if isinstance(masked, ValueError):
-            rejected[row.number] = one_line(masked)
+    for row, tokens in zip(rows, masker.mask(examples), strict=True):
+        if isinstance(tokens, ValueError):
+            rejected[row.number] = one_line(tokens)
             continue
-        sample = Sample(f"{chunk.file}:{row.place}", masked.input_ids, masked.labels, masked.loss_weights)
-        if max_sample_num_tokens is not None and len(sample.input_ids) > max_sample_num_tokens:
+        num_targets = tokens.num_loss_counted_tokens
+        if max_sample_num_tokens is not None and len(tokens.input_ids) > max_sample_num_tokens:
             totals.rows["too_long"] += 1
-        elif sample.num_loss_counted_tokens == 0:
+        elif num_targets == 0:
             totals.rows["nothing_trained"] += 1
         else:
             totals.rows["kept"] += 1
-            totals.trained_by_role.update(masked.num_trained_by_role)
+            for run in tokens.runs:
+                totals.trained_by_role[run.role] += run.num_targets
+            sample = Sample(f"{chunk.file}:{row.place}", tokens)
             samples.append(sample)
             if not cuts_blocks:
                 totals.add_sample(sample, draw())
     for reason in rejected.values():
         totals.add_invalid(reason)
     totals.rows["invalid"] += len(rejected)
-    has_weights = any(sample.loss_weights is not None for sample in samples)
+    has_weights = any(sample.tokens.is_weighted for sample in samples)
     if cuts_blocks:
-        payload = np.array([token for sample in samples for token in sample.input_ids], np.int32)
+        payload = np.array([token for sample in samples for token in sample.tokens.input_ids], np.int32)
     else:
         payload = encode_samples(samples, ending, has_weights=has_weights)
     return ChunkResult(payload, has_weights, totals, rejected)
@@ -301,6 +320,7 @@ def describe(
             "max_sample_num_tokens": options.max_sample_num_tokens,
             "block_size": options.block_size,
             "skip_invalid": options.skip_invalid,
+            "allow_missing_stop_token": options.allow_missing_stop_token,
         },
         "versions": {
             "python": platform.python_version(),
@@ -311,8 +331,8 @@ def describe(
 
 
 def find_stop_token(masker: ChatMasker) -> int | None:
-    """The token that ends an assistant's turn, where generation has to stop; None without a chat template."""
-    if masker.tokenizer.chat_template is None:
+    """The token that ends an assistant's turn, where generation has to stop; None if there is none."""
+    if masker.tokenizer.chat_template is None or masker.stops.may_be_missing:
         return None
     (masked,) = masker.mask([Chat([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])])
     return None if isinstance(masked, ValueError) else [label for label in masked.labels if label != IGNORED][-1]
@@ -353,7 +373,7 @@ def main() -> None:
     except OSError as error:
         exit_with_message(f"--output-file {options.output_file}: cannot be written whole, nothing is left: {error}")
     except KeyboardInterrupt:
-        exit_with_message("interrupted; what was unfinished is removed", code=INTERRUPTED)
+        exit_with_message("interrupted; what was unfinished is removed", code=ExitCode.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ Where they are not, and where a place that is asked for lies within a token, the
 """
 
 import json
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain, pairwise
 from typing import Any
+
+import numpy as np
 
 
 class ByteEncoder:
@@ -20,36 +21,40 @@ class ByteEncoder:
         tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
         self.backend = tokenizer.backend_tokenizer
         self.token_bytes = find_token_bytes(tokenizer)
+        self.num_bytes = np.fromiter(map(len, self.token_bytes or []), np.int64)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
         """What `encode_batch` gives, or for its purposes the same: `ids`, and where tokens stand."""
         if self.token_bytes is None:
             return self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         encoded = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        pairs = zip(texts, encoded, strict=True)
-        return [self.locate(text, encoding.ids, add_special_tokens) for text, encoding in pairs]
-
-    def locate(self, text: str, ids: list[int], add_special_tokens: bool) -> Any:
-        parts = [self.token_bytes[i] for i in ids]
-        if b"".join(parts) != text.encode():
-            return self.backend.encode(text, add_special_tokens=add_special_tokens)
-        return ByteEncoding(text, ids, parts, self.backend, add_special_tokens)
+        ids = [encoding.ids for encoding in encoded]
+        ends = np.cumsum(self.num_bytes[np.fromiter(chain.from_iterable(ids), np.int64)])  # of all texts in a row
+        bounds = np.cumsum([0, *map(len, ids)])
+        starts = np.concatenate([[0], ends])[bounds]
+        rows = zip(texts, ids, pairwise(bounds.tolist()), starts.tolist(), strict=False)
+        return [
+            ByteEncoding(text, row, ends[first:last], start, self.backend, add_special_tokens)
+            if b"".join(map(self.token_bytes.__getitem__, row)) == text.encode()
+            else self.backend.encode(text, add_special_tokens=add_special_tokens)
+            for text, row, (first, last), start in rows
+        ]
 
 
 class ByteEncoding:
-    """An encoding whose tokens' bytes are, in a row, its text's. Has the methods of `tokenizers.Encoding` in use."""
+    """An encoding whose tokens' bytes are, in a row, its text's. Has the methods of `tokenizers.Encoding` in use.
 
-    def __init__(self, text: str, ids: list[int], parts: list[bytes], backend: Any, add_special_tokens: bool) -> None:
-        self.text, self.ids, self.parts = text, ids, parts
+    `ends`: bytes up to the end of each token, of a longer text in which this one starts after `start` bytes.
+    """
+
+    def __init__(
+        self, text: str, ids: list[int], ends: np.ndarray, start: int, backend: Any, add_special_tokens: bool
+    ) -> None:
+        self.text, self.ids, self.ends, self.start = text, ids, ends, start
         self.backend, self.add_special_tokens = backend, add_special_tokens
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """Bytes of the text up to the end of each token."""
-        return list(accumulate(map(len, self.parts)))
 
     @cached_property
     def slow(self) -> Any:
@@ -61,11 +66,11 @@ class ByteEncoding:
 
     def find_start(self, at: int) -> int | None:
         """The token that begins at character `at`; None if that is within a token."""
-        start = at if self.text.isascii() else len(self.text[:at].encode())
-        if start == 0:
+        if at == 0:
             return 0
-        token = bisect_left(self.ends, start)
-        return token + 1 if self.ends[token] == start else None
+        end = self.start + (at if self.text.isascii() else len(self.text[:at].encode()))
+        token = int(self.ends.searchsorted(end))
+        return token + 1 if self.ends[token] == end else None
 
 
 def find_token_bytes(tokenizer: Any) -> list[bytes] | None:

@@ -6,7 +6,8 @@ Templates named `trl:` are read from the package trl, which ships them as files 
 others lie in tests/chat_templates. Each family gets a small tokenizer of its style with its special tokens.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -456,10 +457,40 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
 def test_template_is_checked_first(name):
     masker = make_masker(name)
     if name in REFUSED_TEMPLATES:
-        with pytest.raises(ValueError, match="no end-of-turn token"):
+        with pytest.raises(ValueError, match=r"no end-of-turn token .* add --allow-missing-stop-token"):
             masker.check_template()
     else:
         masker.check_template()
+
+
+WITHOUT_STOP = {
+    "Nemotron Mini": plain("", trims=True, tools=CALLS_LOST),
+    "Falcon 7B": plain("", before=" "),  # the prompt ends with the colon, so the model has to write the space
+}
+
+
+@pytest.mark.parametrize("special", [(), ("<extra_id_0>", "<extra_id_1>")])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", REFUSED_TEMPLATES)
+def test_missing_stop_token_allowed(name, case, special):
+    """Contents are trained, and nothing else."""
+    tokenizer = make_tokenizer(replace(FAMILIES[name], special=special))
+    masker, expected = ChatMasker(tokenizer, allow_missing_stop_token=True), WITHOUT_STOP[name][case]
+    assert any("NOT TAUGHT TO STOP" in note for note in masker.check_template())
+    if isinstance(expected, Refused):
+        with pytest.raises(ValueError, match=re.escape(expected.reason)):
+            trained_texts(masker, CASES[case], tools=[TOOL])
+    else:
+        assert trained_texts(masker, CASES[case]) == expected
+
+
+@pytest.mark.parametrize("name", ["ChatML", "Llama 2", "GLM 4 9B", "Vicuna"])
+def test_missing_stop_token_allowed_in_vain(name):
+    family = FAMILIES[name]
+    tokenizer = make_tokenizer(family)
+    stops = tokenizer.convert_tokens_to_ids(list(family.stops))
+    with pytest.raises(ValueError, match="--allow-missing-stop-token has no effect: mine writes a stop token"):
+        ChatMasker(tokenizer, stop_token_ids=stops, allow_missing_stop_token=True).check_template("mine")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -493,15 +524,14 @@ def test_any_characters(name, content):
     assert "".join(text.split()) == "".join(expected.split())
 
 
-@pytest.mark.parametrize("name", USABLE)
+def writes_bos(name: str) -> bool:
+    family = FAMILIES[name]
+    return family.bos not in (None, family.eos) and "bos_token" in read_template(family.template)
+
+
+@pytest.mark.parametrize("name", [name for name in USABLE if writes_bos(name)])
 def test_one_beginning_of_text(name):
     tokenizer = make_masker(name).tokenizer
-    if (
-        not tokenizer.bos_token
-        or "bos_token" not in tokenizer.chat_template
-        or tokenizer.bos_token == tokenizer.eos_token
-    ):
-        pytest.skip("writes none")
     (masked,) = make_masker(name).mask([Chat([user(), assistant()])])
     assert masked.input_ids.count(tokenizer.bos_token_id) == 1 and masked.input_ids[0] == tokenizer.bos_token_id
 

@@ -37,8 +37,8 @@ def tokenizer():
 
 def make_sample(tokenizer, question: str, answer: str, *, place: str = "in.jsonl:1", **extra) -> Sample:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **extra}]
-    (masked,) = ChatMasker(tokenizer).mask([Chat(messages)])
-    return Sample(place, masked.input_ids, masked.labels, masked.loss_weights)
+    (tokens,) = ChatMasker(tokenizer).mask([Chat(messages)])
+    return Sample(place, tokens)
 
 
 def make_totals(samples: list[Sample], **rows: int) -> Totals:
@@ -46,17 +46,17 @@ def make_totals(samples: list[Sample], **rows: int) -> Totals:
     totals.rows.update({"in": len(samples) + sum(rows.values()), "kept": len(samples)} | rows)
     for i, sample in enumerate(samples):
         totals.add_sample(sample, i)
-        totals.trained_by_role["assistant"] += sample.num_loss_counted_tokens
+        totals.trained_by_role["assistant"] += sample.tokens.num_loss_counted_tokens
     return totals
 
 
 @given(question=st.text(min_size=1), answer=st.text(min_size=1))
 def test_segments_are_the_sample_and_say_what_is_trained(tokenizer, question, answer):
     sample = make_sample(tokenizer, f"a{question}a", f"b{answer}b")
-    segments = split_segments(sample, tokenizer)
-    assert "".join(segment.text for segment in segments) == tokenizer.decode(sample.input_ids)
+    segments = split_segments(sample.tokens, tokenizer)
+    assert "".join(segment.text for segment in segments) == tokenizer.decode(sample.tokens.input_ids)
     trained = "".join(segment.text for segment in segments if segment.is_trained)
-    assert trained == tokenizer.decode([label for label in sample.labels if label != IGNORED])
+    assert trained == tokenizer.decode([label for label in sample.tokens.labels if label != IGNORED])
     special = [segment.text for segment in segments if segment.is_special]
     assert {"<|im_start|>", "<|im_end|>"} <= set(special)
 
@@ -64,7 +64,8 @@ def test_segments_are_the_sample_and_say_what_is_trained(tokenizer, question, an
 def test_a_sample_without_and_with_colours(tokenizer, capsys):
     sample = make_sample(tokenizer, "How many?", "42 \x1b[2J\u202e")
     (plain, colours) = (
-        format_sample(split_segments(sample, tokenizer), mask=None, in_colour=in_colour) for in_colour in (False, True)
+        format_sample(split_segments(sample.tokens, tokenizer), mask=None, in_colour=in_colour)
+        for in_colour in (False, True)
     )
     start = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     assert plain == start + "[[42 \\x1b[2J\\u202e<|im_end|>]]\n"
@@ -72,15 +73,15 @@ def test_a_sample_without_and_with_colours(tokenizer, capsys):
     masked, trained = COLOURS[False, False], COLOURS[True, False]
     assert colours.endswith(f"{masked}assistant\n{RESET}{trained}42 \\x1b[2J\\u202e{RESET}{stop}{masked}\n{RESET}")
     assert len(set(COLOURS.values())) == 4
-    masked = format_sample(split_segments(sample, tokenizer), mask="<|MASK|>", in_colour=False)
+    masked = format_sample(split_segments(sample.tokens, tokenizer), mask="<|MASK|>", in_colour=False)
     assert masked == "<|MASK|>42 \\x1b[2J\\u202e<|im_end|><|MASK|>"
     print_samples([sample], tokenizer, mask=None)
-    assert capsys.readouterr().out == f"\n--- in.jsonl:1: {len(sample.labels)} tokens, 10 trained\n{plain}\n"
+    assert capsys.readouterr().out == f"\n--- in.jsonl:1: {len(sample.tokens.labels)} tokens, 10 trained\n{plain}\n"
 
 
 def test_weights_are_shown(tokenizer):
     sample = make_sample(tokenizer, "How?", "42", weight=0.25)
-    shown = format_sample(split_segments(sample, tokenizer), mask="", in_colour=False)
+    shown = format_sample(split_segments(sample.tokens, tokenizer), mask="", in_colour=False)
     assert shown == "(weight 0.25) 42<|im_end|>"
 
 
@@ -134,10 +135,10 @@ def test_the_page_shows_the_report_and_every_sample(tokenizer, tmp_path):
     parser, shown = parse_page(tmp_path, totals, tokenizer)
     assert [sample["place"] for sample in shown] == [sample.place for sample in samples]
     for sample, there in zip(samples, shown, strict=True):
-        assert "".join(part[0] for part in there["parts"]) == tokenizer.decode(sample.input_ids)
+        assert "".join(part[0] for part in there["parts"]) == tokenizer.decode(sample.tokens.input_ids)
         trained = "".join(part[0] for part in there["parts"] if part[1])
-        assert trained == tokenizer.decode([label for label in sample.labels if label != IGNORED])
-        assert (there["tokens"], there["trained"]) == (len(sample.labels), sample.num_loss_counted_tokens)
+        assert trained == tokenizer.decode([label for label in sample.tokens.labels if label != IGNORED])
+        assert (there["tokens"], there["trained"]) == (len(sample.tokens.labels), sample.tokens.num_loss_counted_tokens)
     text = " ".join(parser.text.split())
     for words in ("dropped: too long 3", "trained: assistant", "2 message … has the role …", "rows 45"):
         assert words.replace(" ", "") in text.replace(" ", ""), words

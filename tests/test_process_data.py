@@ -263,8 +263,31 @@ def test_templates_that_cannot_be_masked_are_refused_first(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     tokenizer.chat_template = template
     source = write_rows(tmp_path / "in.jsonl", [b"not looked at"])
-    with pytest.raises(ValueError, match=r"chat template cannot be used: .* no end-of-turn token"):
+    with pytest.raises(ValueError, match=r"^the model's chat template cannot be used: .* no end-of-turn token"):
         process_data(options_for(tmp_path / "model", source, tmp_path / "out.jsonl"))
+    file = tmp_path / "mine.jinja"
+    for text, reason in ((CHATML_TEMPLATE.replace("<|im_end|>", ""), ".* no end-of-turn token"), ("{{ 1", ".* fails")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"^--chat-template {file} cannot be used: {reason}"):
+            process_data(options_for(tmp_path / "model", source, tmp_path / "out.jsonl", chat_template=str(file)))
+
+
+def test_a_template_without_a_stop_token_is_used_only_on_demand(model, tokenizer, tmp_path, capsys):
+    file = tmp_path / "mine.jinja"
+    file.write_text(CHATML_TEMPLATE.replace("<|im_end|>", ""))
+    source, output = write_rows(tmp_path / "in.jsonl", [chat(1)]), tmp_path / "out.jsonl"
+    process_data(options_for(model, source, output, chat_template=str(file), allow_missing_stop_token=True))
+    assert "note: THE MODEL IS NOT TAUGHT TO STOP" in capsys.readouterr().out
+    assert trained_texts(output, tokenizer) == [chat(1)["messages"][-1]["content"]]
+    sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
+    assert sidecar["stop_token_id"] is None and sidecar["options"]["allow_missing_stop_token"] is True
+    with pytest.raises(ValueError, match="--allow-missing-stop-token has no effect: the model's chat template writes"):
+        process_data(options_for(model, source, output, allow_missing_stop_token=True))
+    tokenizer.chat_template, template = None, tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "base")
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="--allow-missing-stop-token has no effect: the tokenizer has no chat"):
+        process_data(options_for(tmp_path / "base", source, output, allow_missing_stop_token=True))
 
 
 def trained_texts(path: Path, tokenizer) -> list[str]:
@@ -443,9 +466,12 @@ def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatc
     ("options", "reason"),
     [
         ({"chat_template": "chatnl"}, "--chat-template chatnl: allowed: chatml, llama3, zephyr, or a Jinja file"),
-        ({"chat_template": "broken.jinja"}, "chat template"),
+        ({"chat_template": "broken.jinja"}, "--chat-template broken.jinja cannot be used: "),
         ({"add_special_tokens": ("</s>",)}, "--add-special-tokens </s>: has no effect"),
-        ({"chat_template": "endless.jinja"}, "chat template"),
+        (
+            {"chat_template": "endless.jinja"},
+            "--chat-template endless.jinja cannot be used: takes longer than 0.3 seconds",
+        ),
     ],
 )
 def test_templates_and_tokens_that_are_refused(base_model, tmp_path, monkeypatch, options, reason):
@@ -476,6 +502,7 @@ def test_input_files_and_tokens_can_be_lists_on_the_command_line_and_in_yaml(tmp
         ({"block_size": 2}, "--block-size 2: must be at least 3"),
         ({"block_size": 8, "max_sample_num_tokens": 9}, "--max-sample-num-tokens has no effect with --block-size"),
         ({"block_size": 8, "format": "alpaca"}, "--block-size has no effect with --format alpaca"),
+        ({"preview": -1}, "--preview -1: must be at least 0"),
         ({"preview": 0, "string_for_printing_masks": "x"}, "--string-for-printing-masks has no effect"),
     ],
 )
