@@ -1,0 +1,379 @@
+"""How much of what it knows a model forgets while it learns: full fine-tuning, LoRA, and OSFT of both kinds.
+
+    OMP_NUM_THREADS=1 python benchmarks/continual_learning.py --output-dir runs/continual
+
+A small random model is trained on task A (continual_tasks.py, or `--task-a FILE` of chats), then on B with every method
+and learning rate, then on C from there with some of them: the same batches for each. Losses are those on held-out
+chats. Writes after each run what is known so far: results.json (what is there is not run again), results.md (tables),
+and in the end front.png. Needs peft and matplotlib, of the extra `dev`.
+"""
+
+import argparse
+import functools
+import io
+import itertools
+import json
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+from continual_tasks import make_tasks
+from make_tiny_model import save_tiny_model, train_tokenizer
+
+from checkpointing import export_model
+from model_setup import PackedCausalLM, apply_attention, build_model, find_blocks, load_config, load_generation_config
+from optimization import learning_rate_at
+from osft import OSFTSettings, find_osft_layers, find_targets, project_gradients, project_updates
+from osft_calibration import prepare_statistics, read_statistics
+from process_data import process_data
+from process_group import init_world, setup_logging
+from sampler import Batch, TokenizedData, iterate_batches
+from training_args import ProcessDataOptions
+
+METHODS: dict[str, dict] = {
+    "full": {},
+    "full linear": dict(only_linear=True),  # embeddings, norms, head frozen, as the others have them
+    "LoRA 4": dict(lora_rank=4),
+    "LoRA 32": dict(lora_rank=32),
+    "OSFT weights 0.1": dict(ratio=0.1),
+    "OSFT weights 0.25": dict(ratio=0.25),
+    "OSFT weights 0.5": dict(ratio=0.5),
+    "OSFT activations 0.25": dict(ratio=0.25, basis="activations"),
+    "OSFT activations 0.5": dict(ratio=0.5, basis="activations"),
+    "OSFT activations 0.75": dict(ratio=0.75, basis="activations"),
+    "OSFT activations 99 %": dict(keep_energy=0.99, basis="activations"),
+}
+LEARNING_RATES = {
+    "full": ["1e-4", "3e-4", "1e-3", "3e-3", "3e-5"],
+    "LoRA": ["1e-3", "3e-3", "1e-2", "3e-4", "1e-4"],
+    "OSFT": ["1e-3", "3e-3", "1e-2"],
+}
+IN_SEQUENCE = ("full", "LoRA 32", "OSFT weights 0.25", "OSFT activations 0.5")  # A, B, C
+MAX_TOKENS = 4096  # of a micro-batch
+WARMUP = 0.1  # share of a run's steps
+
+
+def prepare(args: argparse.Namespace, work: Path) -> None:
+    """Writes the tokenized data of all tasks, and a random model whose tokenizer knows task A's text alone."""
+    tasks = make_tasks(num_held_out=args.num_held_out, num_problems=4000)
+    for task, file in (("a", args.task_a), ("b", args.task_b), ("c", args.task_c)):
+        if file is not None:
+            chats = [json.loads(line) for line in Path(file).read_text().splitlines()]
+            tasks[task] = (chats[args.num_held_out :], chats[: args.num_held_out])
+    texts = (message["content"] for chat in tasks["a"][0] for message in chat["messages"])
+    tokenizer = train_tokenizer(texts, vocab_size=args.vocab_size)
+    save_tiny_model(
+        work / "random", tokenizer, hidden_size=args.hidden_size, num_layers=args.num_layers, seed=args.seed
+    )
+    for task, (trained, held_out) in tasks.items():
+        for part, chats in (("train", trained), ("held_out", held_out)):
+            source = work / f"{task}_{part}.jsonl"
+            source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+            options = ProcessDataOptions(
+                input_file=(str(source),), output_file=str(data_path(work, task, part)),
+                model_name_or_path=str(work / "random"), preview=0, num_proc=1,
+            )  # fmt: skip
+            with redirect_stdout(io.StringIO()):
+                process_data(options)
+
+
+def data_path(work: Path, task: str, part: str) -> Path:
+    return work / f"{task}_{part}.arrow"
+
+
+def build_lora(model_dir: Path, rank: int) -> PackedCausalLM:
+    """LoRA on every linear layer inside the blocks, alpha = 2 rank."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    backend = apply_attention(model, "auto", device=torch.device("cpu"), dtype=torch.float32)
+    head = model.get_output_embeddings()
+    targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
+    model = inject_adapter_in_model(config, model)
+    return PackedCausalLM(model, backend=backend, compute_dtype=torch.float32, use_liger_kernels=False).train()
+
+
+def save(model: PackedCausalLM, export_dir: Path, model_dir: Path) -> None:
+    """Writes the model as an ordinary one."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        export_model(
+            model.model, export_dir, world=init_worker.world, dtype=torch.float32,
+            generation_config=load_generation_config(str(model_dir), model.model.config),
+            tokenizer=AutoTokenizer.from_pretrained(model_dir),
+        )  # fmt: skip
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in list(model.model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            model.model.set_submodule(name, module.get_base_layer())
+    model.model.save_pretrained(export_dir)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(export_dir)
+
+
+def read_batches(path: Path, model: PackedCausalLM, **options: int | None) -> Iterator[Batch]:
+    data = TokenizedData(path)
+    data.fit_to(MAX_TOKENS, drop_overlong=True)
+    options["batch_size"] = options["batch_size"] or len(data.kept)
+    return iterate_batches(
+        data, max_tokens_per_gpu=MAX_TOKENS, attention_cost=0.0, rank=0, world_size=1, pin_memory=False,
+        vocab_size=model.model.config.vocab_size, **options,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def measure_loss(model: PackedCausalLM, path: Path) -> float:
+    """Mean cross-entropy over the trained tokens of a data set."""
+    batch = next(read_batches(path, model, batch_size=None, seed=0, num_steps=1))
+    return sum(model(micro_batch).item() for micro_batch in batch.micro_batches) / batch.num_loss_tokens
+
+
+def count_bytes(model: PackedCausalLM, optimizer: torch.optim.Optimizer) -> int:
+    """Weights, gradients and optimizer state."""
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def build(model_dir: Path, **options) -> PackedCausalLM:
+    options = dict(compile=False, activation_checkpointing="none") | options
+    return build_model(
+        str(model_dir), load_config(str(model_dir)), world=init_worker.world, compute_dtype=torch.float32,
+        attention="auto", use_liger_kernels=False, **options,
+    )  # fmt: skip
+
+
+def gather(work: Path, model: str, task: str, file: Path) -> None:
+    """Writes what `model` sees of a task's data, added to what the file holds unless it is there already."""
+    data = TokenizedData(data_path(work, task, "train"))
+    data.fit_to(MAX_TOKENS, drop_overlong=True)
+    prepare_statistics(
+        file, data, functools.partial(build, work / model), seed=0, max_tokens_per_gpu=MAX_TOKENS,
+        world=init_worker.world,
+    )  # fmt: skip
+
+
+def apply_method(work: Path, start: str, task: str, name: str, options: dict) -> PackedCausalLM:
+    """The export `start`, ready to be trained with a method on a task, in a run called `name`."""
+    if "lora_rank" in options:
+        return build_lora(work / start, options["lora_rank"])
+    if not options:
+        return build(work / start)
+    if "only_linear" in options:
+        model = build(work / start).requires_grad_(False)
+        for layer in find_targets(model.model, find_blocks(model.model), ()).values():
+            layer.weight.requires_grad_(True)
+        return model
+    statistics = None
+    if options.get("basis") == "activations":
+        file = work / "a.statistics.safetensors"  # gathered already
+        if task == "c":
+            file = shutil.copy(file, work / f"{name}.statistics.safetensors")
+            gather(work, start, "b", Path(file))
+        statistics = read_statistics(Path(file))
+    settings = OSFTSettings(
+        options.get("ratio"), options.get("keep_energy"), basis=options.get("basis", "weights"),
+        cache_dir=str(work / "cache"), statistics=statistics,
+    )  # fmt: skip
+    return build(work / start, osft=settings)
+
+
+def run(
+    work: Path, start: str, task: str, name: str, *, options: dict, lr: float, num_steps: int, batch_size: int,
+) -> dict[str, float]:  # fmt: skip
+    """Trains the export `start` on `task`, exports it as `name`, and returns losses, CPU seconds a step, and bytes."""
+    model = apply_method(work, start, task, name, options)
+    layers = find_osft_layers(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    batches = read_batches(data_path(work, task, "train"), model, batch_size=batch_size, seed=1, num_steps=num_steps)
+    seconds, num_bytes = [], 0
+    for batch in batches:
+        before = time.process_time()
+        for micro_batch in batch.micro_batches:
+            (model(micro_batch) / batch.num_loss_tokens).backward()
+        project_gradients(layers)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.param_groups[0]["lr"] = learning_rate_at(
+            batch.step, scheduler="cosine", peak=lr, num_warmup_steps=int(WARMUP * num_steps), num_steps=num_steps
+        )
+        optimizer.step()
+        project_updates(layers)
+        num_bytes = count_bytes(model, optimizer)
+        optimizer.zero_grad()
+        seconds.append(time.process_time() - before)
+    save(model, work / name, work / start)  # before FSDP gathers the weights for another forward pass
+    model.eval()
+    losses = {key: measure_loss(model, data_path(work, key, "held_out")) for key in "abc"}
+    return losses | dict(seconds=sorted(seconds)[len(seconds) // 2], bytes=num_bytes)
+
+
+def init_worker() -> None:
+    torch.set_num_threads(1)
+    setup_logging("ERROR")
+    disable_progress_bar()
+    init_worker.world = init_world()
+
+
+def find_front(points: dict[str, tuple[float, float]]) -> set[str]:
+    """Those that no other point beats on both axes."""
+    return {
+        name for name, (a, b) in points.items()
+        if not any(x <= a and y <= b and (x, y) != (a, b) for x, y in points.values())
+    }  # fmt: skip
+
+
+def loss_at(points: list[tuple[float, float]], most: float) -> float:
+    """The least loss on the new task at a loss of at most `most` on the old one.
+
+    `points` (old, new) are a method's runs from no learning on, joined by straight lines.
+    """
+    least = min(b for a, b in points if a <= most)
+    for (a, b), (next_a, next_b) in itertools.pairwise(points):
+        if (a <= most) != (next_a <= most):
+            least = min(least, b + (next_b - b) * (most - a) / (next_a - a))
+    return least
+
+
+def write_report(results: dict[str, dict], args: argparse.Namespace, path: Path) -> None:
+    start = results["a"]
+    runs = {tuple(name.split(" @ ")): r for name, r in results.items() if name.count(" @ ") == 1}
+    points = {name: (r["a"], r["b"]) for name, r in runs.items()}
+    lines = [f"Before task B: {start['a']:.3f} on A, {start['b']:.3f} on B.", ""]
+    lines += ["| method | learning rate | A | B | on its front |", "|---|---|---|---|---|"]
+    fronts = find_front(points)
+    for (method, lr), r in sorted(runs.items(), key=lambda item: (list(METHODS).index(item[0][0]), float(item[0][1]))):
+        lines.append(f"| {method} | {lr} | {r['a']:.3f} | {r['b']:.3f} | {'yes' if (method, lr) in fronts else ''} |")
+    levels = [float(level) for level in args.levels]
+    lines += ["", "Loss on B at no more forgetting (loss on A, less that before B) than:", ""]
+    lines += ["| method | " + " | ".join(map(str, levels)) + " |", "|---" * (len(levels) + 1) + "|"]
+    for method in METHODS:
+        own = sorted((float(lr), point) for (m, lr), point in points.items() if m == method)
+        if not own:
+            continue
+        own = [(start["a"], start["b"]), *(point for _, point in own)]
+        lines.append(f"| {method} | " + " | ".join(f"{loss_at(own, start['a'] + e):.3f}" for e in levels) + " |")
+    lines += ["", "| method | CPU seconds a step | weights, gradients, optimizer |", "|---|---|---|"]
+    for method in METHODS:
+        own = [r for (m, _), r in runs.items() if m == method]
+        if own:
+            seconds = sorted(r["seconds"] for r in own)[len(own) // 2]
+            lines.append(f"| {method} | {seconds:.3f} | {own[0]['bytes'] / 1e6:.1f} MB |")
+    of_three = {name: r for name, r in results.items() if name.count(" @ ") == 2}
+    if of_three:
+        lines += ["", "After A, B and C in sequence:", ""]
+        lines += ["| method | learning rate | A | B | C | mean |", "|---|---|---|---|---|---|"]
+        for name, r in of_three.items():
+            method, lr, _ = name.split(" @ ")
+            mean = (r["a"] + r["b"] + r["c"]) / 3
+            lines.append(f"| {method} | {lr} | {r['a']:.3f} | {r['b']:.3f} | {r['c']:.3f} | {mean:.3f} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def plot(results: dict[str, dict], path: Path) -> None:
+    """Every run as a point, the points of a method joined in the order of its learning rates."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5.5))
+    styles = {
+        "full": ("black", "o"), "LoRA": ("tab:orange", "s"), "OSFT weights": ("tab:blue", "^"),
+        "OSFT activations": ("tab:green", "D"),
+    }  # fmt: skip
+    for kind, (color, marker) in styles.items():
+        for method, line in zip([m for m in METHODS if m.startswith(kind)], ("-", "--", ":", "-."), strict=False):
+            names = [name for name in results if name.startswith(f"{method} @ ") and name.count(" @ ") == 1]
+            runs = [results[name] for name in sorted(names, key=lambda name: float(name.split(" @ ")[1]))]
+            axes.plot([r["b"] for r in runs], [r["a"] for r in runs], line, color=color, marker=marker, markersize=5,
+                      label=method)  # fmt: skip
+    axes.axhline(results["a"]["a"], color="grey", linewidth=0.8)
+    axes.set(xlabel="loss on the new task B", ylabel="loss on the old task A (grey: before B)")
+    axes.legend(fontsize=8, handlelength=4)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output-dir", required=True)
+    for task in "abc":
+        parser.add_argument(f"--task-{task}", help="chats (messages JSONL) in place of the project's own task")
+    parser.add_argument("--num-held-out", type=int, default=96)
+    parser.add_argument("--vocab-size", type=int, default=1024)
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps-a", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=60, help="on B, and on C")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--learning-rates", nargs="+", help="of all methods, in place of each one's own")
+    parser.add_argument("--levels", nargs="+", default=["0.02", "0.05", "0.1", "0.2", "0.5"], help="of forgetting")
+    parser.add_argument("--num-workers", type=int, default=2)
+    args = parser.parse_args()
+    work = Path(args.output_dir).absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    results_file = work / "results.json"
+    results = json.loads(results_file.read_text()) if results_file.exists() else {}
+    if not results:
+        prepare(args, work)
+
+    def keep(name: str, result: dict[str, float]) -> None:
+        results[name] = result
+        results_file.write_text(json.dumps(results, indent=1) + "\n")
+        print(name, {key: round(value, 3) for key, value in result.items()}, flush=True)
+        write_report(results, args, work / "results.md")
+
+    def rates_of(method: str) -> list[str]:
+        return args.learning_rates or LEARNING_RATES[method.split()[0]]
+
+    common = dict(num_steps=args.steps, batch_size=args.batch_size)
+    with ProcessPoolExecutor(args.num_workers, get_context("spawn"), init_worker) as pool:
+        if "a" not in results:
+            of_a = common | dict(num_steps=args.steps_a)
+            keep("a", pool.submit(run, work, "random", "a", "a", options={}, lr=3e-3, **of_a).result())
+        pool.submit(gather, work, "a", "a", work / "a.statistics.safetensors").result()
+        waiting = {}
+        rounds = itertools.zip_longest(*([f"{method} @ {lr}" for lr in rates_of(method)] for method in args.methods))
+        for name in filter(None, itertools.chain(*rounds)):
+            if name not in results:
+                method, lr = name.split(" @ ")
+                waiting[pool.submit(
+                    run, work, "a", "b", name, options=METHODS[method], lr=float(lr), **common
+                )] = name  # fmt: skip
+        for done in as_completed(waiting):
+            keep(waiting[done], done.result())
+        waiting = {}
+        for name in (f"{method} @ {lr} @ c" for method in IN_SEQUENCE for lr in rates_of(method)):
+            method, lr, _ = name.split(" @ ")
+            if name not in results and method in args.methods:
+                waiting[pool.submit(
+                    run, work, f"{method} @ {lr}", "c", name, options=METHODS[method], lr=float(lr),
+                    **common,
+                )] = name  # fmt: skip
+        for done in as_completed(waiting):
+            keep(waiting[done], done.result())
+    plot(results, work / "front.png")
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}: see {work}")
+
+
+if __name__ == "__main__":
+    main()
