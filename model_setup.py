@@ -6,6 +6,7 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 import functools
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,15 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
+from chat_masking import fingerprint_tokenizer
+from chat_templates import load_tokenizer
+from model_files import check_model_dir
+from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
 from packed_attention import check_layer_types, choose_backend, register_backends, registered_name
-from process_group import World, call_on_rank0
+from process_group import World, call_on_rank0, log
 from token_loss import sum_token_loss
 
 
@@ -86,7 +92,7 @@ class PackedCausalLM(nn.Module):
         return hidden, self.model(input_ids=input_ids, use_cache=False).logits
 
 
-def read_weights(model_name_or_path: str, *, vocab_size: int) -> dict[str, Tensor]:
+def read_weights(model_dir: str, *, vocab_size: int, trust_remote_code: bool) -> dict[str, Tensor]:
     """All parameters and buffers by name, on the CPU.
 
     In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type. Where
@@ -94,19 +100,21 @@ def read_weights(model_name_or_path: str, *, vocab_size: int) -> dict[str, Tenso
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            model_name_or_path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            model_dir,
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--model-name-or-path {model_name_or_path}: cannot load the weights: {error}") from None
+        raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
-        raise ValueError(
-            f"--model-name-or-path {model_name_or_path}: the weights do not fit the config: {'; '.join(problems)}"
-        )
+        raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
     head = model.get_output_embeddings()
     if model.config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
         raise ValueError(
-            f"--model-name-or-path {model_name_or_path}: the config ties the head to the embedding, but the weights"
+            f"--model-name-or-path {model_dir}: the config ties the head to the embedding, but the weights"
             " hold two different ones: set tie_word_embeddings to false in config.json to train both"
         )
     if vocab_size > model.config.vocab_size:
@@ -125,69 +133,139 @@ def grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
             rows[old_size:] = rows[:old_size].float().mean(dim=0).to(rows.dtype)
 
 
-def load_generation_config(model_name_or_path: str, config: PreTrainedConfig) -> GenerationConfig:
+def load_generation_config(model_dir: str, config: PreTrainedConfig) -> GenerationConfig:
     """How the model is to generate, which every export carries on; from the config where there is no such file."""
     try:
-        return GenerationConfig.from_pretrained(model_name_or_path)
+        return GenerationConfig.from_pretrained(model_dir)
     except OSError:
         return GenerationConfig.from_model_config(config)
 
 
-def load_config(model_name_or_path: str) -> PreTrainedConfig:
+def load_config(model_dir: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's config; ValueError if there is none or it is no causal language model."""
     try:
-        config = AutoConfig.from_pretrained(model_name_or_path)
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model-name-or-path {model_name_or_path}: no usable config: {error}") from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"--model-name-or-path {model_dir}: no usable config: {error}") from None
+    if not trust_remote_code:
+        vars(config).pop("auto_map", None)  # exports would ask for code that they do not have
+    is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not is_custom:
         raise ValueError(
-            f"--model-name-or-path {model_name_or_path}: model type {config.model_type!r} has no causal language model"
+            f"--model-name-or-path {model_dir}: model type {config.model_type!r} has no causal language model"
         )
     if getattr(config, "vocab_size", None) is None:
         raise ValueError(
-            f"--model-name-or-path {model_name_or_path}: model type {config.model_type!r} is more than a language model"
+            f"--model-name-or-path {model_dir}: model type {config.model_type!r} is more than a language model"
             " (it has several configs in one); give its text model alone"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"--model-name-or-path {model_name_or_path}: the weights are quantized, and cannot be trained as they are:"
+            f"--model-name-or-path {model_dir}: the weights are quantized, and cannot be trained as they are:"
             " give the model before quantization"
         )
     check_layer_types(config)
     return config
 
 
+def choose_tokenizer(
+    model_dir: str,
+    data_path: str,
+    sidecar: dict[str, Any] | None,
+    *,
+    vocab_size: int,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer that made the data, and how many embeddings the model needs for it.
+
+    It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
+    export carries it.
+    """
+    model_tokenizer = tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    if sidecar is None:
+        log.warning(f"warning: no {data_path}.meta.json: cannot tell whether the data fits this tokenizer")
+        return tokenizer, vocab_size
+    if sidecar.get("tokenizer_dir") is not None:
+        tokenizer_dir = Path(data_path).parent / sidecar["tokenizer_dir"]
+        if not tokenizer_dir.is_dir():
+            raise ValueError(
+                f"--data-path {data_path}: the directory {tokenizer_dir} with its tokenizer is missing: copy it"
+                " beside the data, or tokenize the data again with process_data.py"
+            )
+        check_model_dir(tokenizer_dir, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code)
+        if len(tokenizer) > vocab_size:
+            grown = -(-len(tokenizer) // 64) * 64
+            log.info(
+                f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens, each new one the mean"
+            )
+            vocab_size = grown
+    extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
+    if not extends or sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+        raise ValueError(
+            f"--data-path {data_path} was made with another tokenizer than --model-name-or-path's:"
+            " tokenize the data again with process_data.py and this model"
+        )
+    if sidecar["max_token_id"] >= vocab_size:
+        raise ValueError(
+            f"--data-path {data_path} holds token id {sidecar['max_token_id']}, beyond the {vocab_size} rows of"
+            " the model's embedding"
+        )
+    return tokenizer, vocab_size
+
+
 def build_model(
-    model_name_or_path: str,
+    model_dir: str,
     config: PreTrainedConfig,
     *,
+    trust_remote_code: bool = False,
     world: World,
     compute_dtype: torch.dtype,
     attention: str,
     activation_checkpointing: str,
     compile: bool,
     use_liger_kernels: bool,
+    osft: OSFTSettings | None = None,
+    progress: Callable[[str], None] = lambda where: None,
 ) -> PackedCausalLM:
-    """The model at `model_name_or_path`, sharded over `world.mesh`, in train mode.
+    """The model in `model_dir` (see model_files), sharded over `world.mesh`, in train mode; with `osft`, constrained.
 
-    Only rank 0 reads the weights; every other rank receives them block by block.
+    Only rank 0 reads the weights; every other rank receives them block by block. `progress` is told where a long
+    start is.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     backend = apply_attention(model, attention, device=world.device, dtype=compute_dtype)
     if use_liger_kernels:
         apply_liger_kernels(model, world.device)
     blocks = find_blocks(model)
+    osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
     if compile:
         apply_compile(blocks)
     if activation_checkpointing == "full":
         apply_activation_checkpointing(blocks)
     weights: dict[str, Tensor] = {}  # stays empty on the other ranks
-    call_on_rank0(world, lambda: weights.update(read_weights(model_name_or_path, vocab_size=config.vocab_size)))
+    call_on_rank0(
+        world,
+        lambda: weights.update(
+            read_weights(model_dir, vocab_size=config.vocab_size, trust_remote_code=trust_remote_code)
+        ),
+    )
+    subspaces: dict[str, Path] = {}
+    if osft is not None:
+        subspaces = apply_osft(
+            model,
+            osft_targets,
+            osft,
+            weights=weights,
+            compute_dtype=compute_dtype,
+            world=world,
+            progress=progress,
+        )
     packed_model = PackedCausalLM(
         model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels
     )
-    apply_fsdp(packed_model, blocks, weights=weights, world=world)
+    apply_fsdp(packed_model, blocks, weights=weights, subspaces=subspaces, world=world)
     return packed_model.train()
 
 
@@ -245,6 +323,7 @@ def apply_fsdp(
     blocks: nn.ModuleList,
     *,
     weights: dict[str, Tensor],
+    subspaces: dict[str, Path],
     world: World,
 ) -> None:
     """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
@@ -258,7 +337,10 @@ def apply_fsdp(
     is_tied = embedding.weight is head.weight
     for unit in (*blocks, *([] if is_tied else [embedding]), packed_model):
         for module in unit.modules():
-            fill_module(module, names.get(module, ""), weights=weights, device=world.device)
+            name = names.get(module, "")
+            if isinstance(module, OSFTLinear) and module.base.is_meta:
+                fill_layer(module, name, weights=weights, file=subspaces.get(name), world=world)
+            fill_module(module, name, weights=weights, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
         fully_shard(unit, mesh=world.mesh, mp_policy=policy, shard_placement_fn=choose_dim(world.world_size))

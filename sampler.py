@@ -56,6 +56,18 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class RunPosition:
+    """How far a run has come: steps taken, and samples and tokens trained in them."""
+
+    step: int = 0
+    num_samples: int = 0  # also the position in the stream
+    num_tokens: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.step:,} steps, {self.num_samples:,} samples and {self.num_tokens:,} tokens done"
+
+
+@dataclass(frozen=True)
 class Batch:
     """One optimizer step: what all ranks train together, and this rank's part of it."""
 
@@ -232,20 +244,27 @@ def count_steps(
     *,
     batch_size: int,
     seed: int,
+    start: RunPosition = RunPosition(),
     max_steps: int | None,
     max_epochs: int | None,
     max_samples: int | None,
     max_tokens: int | None,
 ) -> int | None:
-    """Steps until the first of the given ends is reached; None if none is given."""
+    """The run's steps, those before `start` included, until it reaches the first given end; None if none is given."""
     num_samples = [n for n in (max_samples, None if max_epochs is None else max_epochs * len(data.kept)) if n]
     if max_tokens is not None:
         epoch, rest = divmod(max_tokens, int(data.lengths[data.kept].sum(dtype=np.int64)))
         order = data.kept[permute_epoch(seed, epoch, len(data.kept))]
         in_epoch = int(np.searchsorted(np.cumsum(data.lengths[order], dtype=np.int64), rest)) + 1 if rest else 0
         num_samples.append(epoch * len(data.kept) + in_epoch)
-    ends = [-(-n // batch_size) for n in num_samples] + ([] if max_steps is None else [max_steps])
+    ends = [start.step + max(0, -(-(n - start.num_samples) // batch_size)) for n in num_samples]
+    ends += [] if max_steps is None else [max_steps]
     return min(ends, default=None)
+
+
+def derive_seed(seed: int, step: int, rank: int) -> int:
+    """One seed for each (seed, step, rank), so that there is no generator state to keep."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
 
 
 def iterate_batches(
@@ -253,6 +272,7 @@ def iterate_batches(
     *,
     batch_size: int,
     seed: int,
+    start: RunPosition = RunPosition(),
     num_steps: int | None,
     max_tokens_per_gpu: int,
     attention_cost: float,
@@ -261,10 +281,10 @@ def iterate_batches(
     vocab_size: int,
     pin_memory: bool,
 ) -> Iterator[Batch]:
-    """The global batches 0, 1, ... up to `num_steps` (None: without end), each with this rank's micro-batches."""
-    step = 0
+    """The global batches from `start` up to `num_steps` (None: without end), each with this rank's micro-batches."""
+    step, num_drawn = start.step, start.num_samples
     while num_steps is None or step < num_steps:
-        sample_ids = draw_samples(data, seed=seed, start=step * batch_size, count=batch_size)
+        sample_ids = draw_samples(data, seed=seed, start=num_drawn, count=batch_size)
         lengths = data.lengths[sample_ids]
         table = pack_batch(lengths, max_tokens_per_gpu, world_size, attention_cost)
         micro_batches = []
@@ -275,7 +295,7 @@ def iterate_batches(
         num_loss_tokens = int(data.num_loss_tokens[sample_ids].sum())
         data.release_pages()
         yield Batch(step, sample_ids, lengths, num_loss_tokens, table, micro_batches)
-        step += 1
+        step, num_drawn = step + 1, num_drawn + batch_size
 
 
 def idle_sample() -> Sample:

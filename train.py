@@ -8,43 +8,48 @@ On one node, and in one process:
 The script reads top to bottom: what is refused early, the model, the loop.
 """
 
-from training_args import (
-    INTERRUPTED,
-    SECONDS_TO_BE_ENDED,
-    TrainOptions,
-    check_model_path,
-    exit_with_message,
-    parse_options,
-)
+from run_control import Flag, RunControl, stop_reason
+from training_args import SCHEDULES_WITH_END, ExitCode, RunError, TrainOptions, parse_duration, parse_options
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
+    control = RunControl(hang_timeout=options.hang_timeout, max_seconds=parse_duration(options.max_time))
+    control.start()
 
-import os
-import sys
+import functools
 import time
-import traceback
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from chat_masking import fingerprint_tokenizer
-from checkpointing import export_model
-from model_setup import build_model, check_model, load_config, load_generation_config
+from checkpoint_files import has_checkpoints, remove_leftovers
+from checkpointing import Checkpointer, export_model
+from model_files import find_model, find_weights
+from model_setup import build_model, check_model, choose_tokenizer, load_config, load_generation_config
 from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
+from osft import OSFTSettings, describe_osft, find_osft_layers, measure_leak, project_gradients, project_updates
+from osft_calibration import open_calibration_data, prepare_statistics
 from packed_attention import check_rope
-from process_group import World, call_on_rank0, init_world, log, setup_logging
-from sampler import Batch, TokenizedData, count_steps, iterate_batches, pack_samples, prefetch, read_sidecar
+from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
+from run_record import check_output_dir, check_same_run, check_unused, identify_run, record_end, record_start
+from sampler import (
+    RunPosition,
+    TokenizedData,
+    count_steps,
+    derive_seed,
+    iterate_batches,
+    pack_samples,
+    prefetch,
+    read_sidecar,
+)
 from training_log import (
-    StepSums,
     TrainingLog,
-    check_output_dir,
     count_flops,
-    create_output_dir,
+    describe_bad_step,
+    describe_micro_batch,
     describe_run,
     measure_step,
     peak_flops,
@@ -52,28 +57,50 @@ from training_log import (
 )
 
 
-def train(options: TrainOptions, world: World) -> None:
-    """The run, from the files it reads to the last export."""
+def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str]:
+    """The run, from the files it reads to the last export; returns how it ended."""
     # What can be refused is refused before anything large is loaded.
-    log.info(describe_run(options, world))
     output_dir = Path(options.output_dir)
+    call_on_rank0(world, lambda: control.lock(output_dir))
     call_on_rank0(world, lambda: check_output_dir(output_dir))
+    checkpointer = Checkpointer(
+        output_dir / "checkpoints",
+        world=world,
+        num_kept=options.keep_checkpoints,
+        is_async=options.async_checkpoint,
+    )
+    if call_on_rank0(world, lambda: has_checkpoints(checkpointer.directory)):
+        control.own(output_dir)
+    checkpoint = checkpointer.choose(options.resume)
+    is_own = checkpoint is not None and checkpoint.path.absolute().parent == checkpointer.directory.absolute()
+    start = RunPosition(**checkpoint.state["position"]) if checkpoint else RunPosition()
+    log.info(f"resuming from {checkpoint.path}: {start}" if checkpoint else f"starting from step 0 in {output_dir}")
+    log.info(describe_run(options, world))
     data = TokenizedData(options.data_path)
     num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
-    check_model_path(options.model_name_or_path)
-    config = load_config(options.model_name_or_path)
+    trust = options.trust_remote_code
+    model_dir = find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
+    config = load_config(model_dir, trust_remote_code=trust)
     check_rope(config, longest=int(data.lengths[data.kept].max()))
-    generation_config = load_generation_config(options.model_name_or_path, config)
+    generation_config = load_generation_config(model_dir, config)
     sidecar = read_sidecar(options.data_path, num_samples=len(data.lengths))
-    tokenizer, config.vocab_size = choose_tokenizer(options, sidecar, vocab_size=config.vocab_size)
+    tokenizer, config.vocab_size = choose_tokenizer(
+        model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
+    )
     if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
         config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]  # of the data's chat template
+    calibration_data = None
+    if options.osft_calibration_data is not None:
+        calibration_data = open_calibration_data(
+            options.osft_calibration_data, tokenizer, max_tokens_per_gpu=options.max_tokens_per_gpu
+        )
     if options.use_liger_kernels and data.has_weights:
         raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
     num_steps = count_steps(
         data,
         batch_size=options.batch_size,
         seed=options.seed,
+        start=start,
         max_steps=options.max_steps,
         max_epochs=options.max_epochs,
         max_samples=options.max_samples,
@@ -91,29 +118,77 @@ def train(options: TrainOptions, world: World) -> None:
         f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
         f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.batch_size} samples"
+        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )
-
-    # The model.
+    call_on_rank0(world, lambda: find_weights(options.model_name_or_path, model_dir))
     on_cuda = world.device.type == "cuda"
     auto_dtype = "bfloat16" if on_cuda else "float32"
     compute_dtype = getattr(torch, auto_dtype if options.compute_dtype == "auto" else options.compute_dtype)
-    model = build_model(
-        options.model_name_or_path,
+    identity = call_on_rank0(
+        world,
+        lambda: identify_run(
+            options,
+            model_dir=model_dir,
+            data=data,
+            source=sidecar and sidecar.get("source"),
+            tokenizer=tokenizer,
+            compute_dtype=compute_dtype,
+            num_steps=num_steps if options.lr_scheduler in SCHEDULES_WITH_END else None,
+        ),
+    )
+    changes = []
+    if not is_own:
+        call_on_rank0(world, lambda: check_unused(output_dir, identity, resume=options.resume))
+        control.own(output_dir)
+    if checkpoint is not None:
+        changes = check_same_run(checkpoint, identity, allow_changes=options.allow_changed_options)
+    exports_dir = output_dir / "hf_format"
+    call_on_rank0(world, lambda: remove_leftovers(exports_dir))
+
+    # The model.
+    build = functools.partial(
+        build_model,
+        model_dir,
         config,
+        trust_remote_code=trust,
         world=world,
         compute_dtype=compute_dtype,
         attention=options.attention,
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,
         use_liger_kernels=options.use_liger_kernels,
+        progress=control.progress,
     )
+    statistics = None
+    if options.osft_statistics is not None or calibration_data is not None:
+        statistics = prepare_statistics(
+            None if options.osft_statistics is None else Path(options.osft_statistics),
+            calibration_data,
+            build,
+            seed=options.seed,
+            max_tokens_per_gpu=options.max_tokens_per_gpu,
+            world=world,
+        )
+    osft = OSFTSettings(
+        unfreeze_rank_ratio=options.osft_unfreeze_rank_ratio,
+        target_patterns=options.osft_target_patterns,
+        train_others=options.osft_train_others,
+        cache_dir=options.osft_cache_dir,
+        basis=options.osft_basis,
+        keep_energy=options.osft_keep_energy,
+        allocation=options.osft_rank_allocation,
+        statistics=statistics,
+    )
+    model = build(osft=osft if options.osft else None)
+    osft_layers = find_osft_layers(model)  # none without --osft
     check_model(model, pack_samples, device=world.device)
     log.info(
         f"model: {config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
         f" {str(compute_dtype).removeprefix('torch.')} compute, {model.backend} attention,"
         f" {'liger' if options.use_liger_kernels else 'chunked'} loss,"
         f" {options.activation_checkpointing} activation checkpointing"
-        f"{', compiled blocks' if options.compile else ''}; packing and loss agree with the model's own forward pass"
+        f"{', compiled blocks' if options.compile else ''}{describe_osft(osft_layers)};"
+        " packing and loss agree with the model's own forward pass"
     )
     optimizer = build_optimizer(
         model,
@@ -126,11 +201,25 @@ def train(options: TrainOptions, world: World) -> None:
     device_flops = peak_flops(world.device, compute_dtype)
 
     # The loop.
-    call_on_rank0(world, lambda: create_output_dir(output_dir, options, world))
+    if checkpoint is not None:
+        checkpointer.load(checkpoint, model, optimizer)
+    call_on_rank0(
+        world,
+        lambda: record_start(
+            output_dir,
+            options,
+            world,
+            identity=identity,
+            resumed_from=checkpoint and checkpoint.path,
+            first_step=start.step,
+            changes=changes,
+        ),
+    )
     batches = iterate_batches(
         data,
         batch_size=options.batch_size,
         seed=options.seed,
+        start=start,
         num_steps=num_steps,
         max_tokens_per_gpu=options.max_tokens_per_gpu,
         attention_cost=flops.attention_cost,
@@ -139,22 +228,55 @@ def train(options: TrainOptions, world: World) -> None:
         vocab_size=config.vocab_size,
         pin_memory=on_cuda,
     )
-    training_log = TrainingLog(output_dir, is_rank0=world.rank == 0, num_steps=num_steps)
-    num_tokens = 0
-    step_end = time.monotonic()
+    training_log = TrainingLog(output_dir, is_rank0=world.rank == 0, first_step=start.step, num_steps=num_steps)
+    position, stop = start, None
+
+    def is_due_now() -> bool:
+        return is_export_due(options, position, epoch_length=len(data.kept), is_last=position.step == num_steps)
+
+    def export_if_due() -> None:
+        is_due = is_due_now()
+        export_dir = exports_dir / f"samples_{position.num_samples}"
+        if is_due and not (position == start and call_on_rank0(world, export_dir.exists)):
+            with control.slow(f"the export after step {position.step}"):
+                export_model(
+                    model.model,
+                    export_dir,
+                    world=world,
+                    generation_config=generation_config,
+                    tokenizer=tokenizer,
+                    dtype=getattr(torch, options.export_dtype),
+                )
+
+    if checkpoint is not None:
+        export_if_due()  # unless the run got that far before it ended
+    last_save = step_end = time.monotonic()
+    seconds_between_saves = 60 * (options.checkpoint_every_minutes or float("inf"))
+    control.start_loop(steps_done=start.step)
     for batch in prefetch(batches):
         step_start = time.monotonic()
         torch.manual_seed(derive_seed(options.seed, batch.step, world.rank))  # dropout
         losses = []
-        for micro_batch in batch.micro_batches:
+        for k, micro_batch in enumerate(batch.micro_batches):
+            control.progress(describe_micro_batch(batch, k))
             loss_sum = model(micro_batch.to(world.device))
             (loss_sum / max(1, batch.num_loss_tokens)).backward()  # FSDP sums over ranks: see apply_fsdp
             losses.append(loss_sum.detach())
 
+        flags = control.flags() | (Flag.CHECKPOINT_UNDER_WAY if checkpointer.is_writing else 0)
+        if world.rank == 0 and time.monotonic() - last_save > seconds_between_saves:
+            flags |= Flag.CHECKPOINT_DUE
+        project_gradients(osft_layers)
         gradients = local_gradients(model)
-        sums = reduce_step(losses, gradients, device=world.device, data_wait_seconds=step_start - step_end)
+        sums = reduce_step(
+            losses,
+            gradients,
+            device=world.device,
+            data_wait_seconds=step_start - step_end,
+            flags=flags,
+        )
         if not sums.finite:
-            raise ValueError(describe_bad_step(batch, sums, options.data_path))
+            raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums, options.data_path))
         lr = learning_rate_at(
             batch.step,
             scheduler=options.lr_scheduler,
@@ -168,10 +290,14 @@ def train(options: TrainOptions, world: World) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+        project_updates(osft_layers)
         optimizer.zero_grad()
 
-        num_tokens += int(batch.lengths.sum())
-        num_samples = (batch.step + 1) * options.batch_size
+        position = RunPosition(
+            step=batch.step + 1,
+            num_samples=position.num_samples + options.batch_size,
+            num_tokens=position.num_tokens + int(batch.lengths.sum()),
+        )
         step_end = time.monotonic()
         training_log.write(
             measure_step(
@@ -179,97 +305,47 @@ def train(options: TrainOptions, world: World) -> None:
                 sums,
                 lr=lr,
                 seconds=step_end - step_start,
-                num_samples=num_samples,
-                num_tokens=num_tokens,
+                num_samples=position.num_samples,
+                num_tokens=position.num_tokens,
                 epoch_length=len(data.kept),
                 max_tokens_per_gpu=options.max_tokens_per_gpu,
                 flops=flops,
                 peak_flops=device_flops,
+                osft_leak=measure_leak(osft_layers) if options.osft and is_due_now() else None,
             )
         )
-        is_last = batch.step + 1 == num_steps
-        if is_export_due(options, num_samples=num_samples, epoch_length=len(data.kept), is_last=is_last):
-            export_model(
-                model.model,
-                output_dir / "hf_format" / f"samples_{num_samples}",
-                world=world,
-                generation_config=generation_config,
-                tokenizer=tokenizer,
-                dtype=getattr(torch, options.export_dtype),
-            )
-            step_end = time.monotonic()
+        control.step_done(position.step)
+        is_last = position.step == num_steps
+        stop = None if is_last else stop_reason(sums.flags)
+        if not sums.flags & Flag.CHECKPOINT_UNDER_WAY:
+            checkpointer.finish()
+        every = options.checkpoint_every_steps
+        is_due = every is not None and (position.step % every == 0 or is_last)
+        if is_due or stop is not None or sums.flags & Flag.CHECKPOINT_DUE:
+            training_log.flush_to_disk()
+            state = {"position": asdict(position), "identity": identity, "options": asdict(options), "changed": changes}
+            with control.slow(f"the checkpoint after step {position.step}"):
+                checkpointer.save(model, optimizer, step=position.step, state=state)
+            last_save = time.monotonic()
+        export_if_due()
+        if stop is not None:
+            break
+        step_end = time.monotonic()
+    with control.slow("the last checkpoint"):
+        checkpointer.finish()
     training_log.close()
+    if stop is not None:
+        code, reason = stop
+        return code, f"stopped after step {position.step}: {reason}; saved"
+    call_on_rank0(world, lambda: record_end(output_dir))
+    return ExitCode.DONE, "done"
 
 
-def choose_tokenizer(
-    options: TrainOptions, sidecar: dict[str, Any] | None, *, vocab_size: int
-) -> tuple[PreTrainedTokenizerBase, int]:
-    """The tokenizer that made the data, and how many embeddings the model needs for it.
-
-    It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
-    export carries it.
-    """
-    model_tokenizer = tokenizer = load_tokenizer(options.model_name_or_path)
-    if sidecar is None:
-        log.warning(f"warning: no {options.data_path}.meta.json: cannot tell whether the data fits this tokenizer")
-        return tokenizer, vocab_size
-    if sidecar.get("tokenizer_dir") is not None:
-        tokenizer_dir = Path(options.data_path).parent / sidecar["tokenizer_dir"]
-        if not tokenizer_dir.is_dir():
-            raise ValueError(
-                f"--data-path {options.data_path}: the directory {tokenizer_dir} with its tokenizer is missing: copy it"
-                " beside the data, or tokenize the data again with process_data.py"
-            )
-        tokenizer = load_tokenizer(str(tokenizer_dir))
-        if len(tokenizer) > vocab_size:
-            grown = -(-len(tokenizer) // 64) * 64
-            log.info(
-                f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens, each new one the mean"
-            )
-            vocab_size = grown
-    extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
-    if not extends or sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
-        raise ValueError(
-            f"--data-path {options.data_path} was made with another tokenizer than --model-name-or-path's:"
-            " tokenize the data again with process_data.py and this model"
-        )
-    if sidecar["max_token_id"] >= vocab_size:
-        raise ValueError(
-            f"--data-path {options.data_path} holds token id {sidecar['max_token_id']}, beyond the {vocab_size} rows of"
-            " the model's embedding"
-        )
-    return tokenizer, vocab_size
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model-name-or-path {path}: no usable tokenizer: {error}") from None
-
-
-def derive_seed(seed: int, step: int, rank: int) -> int:
-    """One seed for each (seed, step, rank), so that there is no generator state to keep."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
-
-
-def describe_bad_step(batch: Batch, sums: StepSums, data_path: str) -> str:
-    """Where a loss or gradient stopped being finite: step, ranks and rows of the data set."""
-    bad = sums.bad_micro_batches or [(k, rank) for k, ranks in enumerate(batch.table) for rank in range(len(ranks))]
-    rows = sorted(int(batch.sample_ids[i]) + 1 for k, rank in bad for i in batch.table[k][rank])
-    shown = ", ".join(map(str, rows[:20])) + (f" and {len(rows) - 20} more" if len(rows) > 20 else "")
-    return (
-        f"step {batch.step + 1}: the {'loss' if sums.bad_micro_batches else 'gradient'} is not finite (loss"
-        f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of {data_path}: {shown}"
-        f" (rank {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
-    )
-
-
-def is_export_due(options: TrainOptions, *, num_samples: int, epoch_length: int, is_last: bool) -> bool:
-    """Whether the step that brought the run to `num_samples` crossed one of the thresholds, or was the last."""
+def is_export_due(options: TrainOptions, position: RunPosition, *, epoch_length: int, is_last: bool) -> bool:
+    """Whether the step that brought the run to `position` crossed one of the thresholds, or was the last."""
 
     def crossed(every: int) -> bool:
-        return num_samples // every > (num_samples - options.batch_size) // every
+        return position.num_samples // every > (position.num_samples - options.batch_size) // every
 
     every = options.min_samples_per_checkpoint
     return (
@@ -282,19 +358,10 @@ def is_export_due(options: TrainOptions, *, num_samples: int, epoch_length: int,
 if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
-        train(options, init_world())
+        world = init_world(hang_timeout=options.hang_timeout)
+        connect_lifeline(world, control)
+        code, message = train(options, world, control)
         dist.destroy_process_group()
-        exit_code = 0
-    except (ValueError, OSError) as error:
-        exit_with_message(str(error))
-    except KeyboardInterrupt:
-        exit_with_message("interrupted", code=INTERRUPTED)
-    except Exception:
-        time.sleep(SECONDS_TO_BE_ENDED)  # another rank's end breaks this one's connections: let it speak alone
-        traceback.print_exc()
-        exit_code = 1
-    # Not sys.exit: a rank that failed must not wait for the others in an exit handler, and the interpreter's teardown
-    # races with native threads (gloo, Arrow), which now and then aborts a run that is done.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    except BaseException as error:  # whatever it is, the other ranks end with this one
+        control.fail(error)
+    control.finish(code, message)

@@ -5,16 +5,44 @@ Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 
 import dataclasses
 import difflib
+import math
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_origin
 
-BAD_INPUT = 2  # exit code for whatever the user can mend
-INTERRUPTED = 130  # what shells report for Ctrl-C
 SECONDS_TO_BE_ENDED = 3  # that torchrun has to end the other ranks when one has failed
+
+
+class ExitCode(IntEnum):
+    """How a script ended. train.py also writes it to exit.json, since torchrun itself always returns 1."""
+
+    DONE = 0
+    FAILED = 1  # a bug, ours or a library's: a traceback says where
+    BAD_INPUT = 2  # options, data or model that the user can mend
+    SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: start it again to go on
+    NO_VALID_CHECKPOINT = 4  # there are checkpoints, and none can be trusted
+    NON_FINITE = 5  # loss or gradient
+    HANG = 6  # a rank gave no sign of life, or none moved on
+    LOCKED = 7  # another run has the output directory
+    IO = 8  # a file could not be read or written
+    OUT_OF_MEMORY = 9
+    STOPPED_BY_USER = 10  # Ctrl-C or the stop file: not to be started again by itself
+    PEER_DIED = 11  # a rank, or its torchrun, was killed or crashed
+    INTERRUPTED = 130  # ended at once, without saving: Ctrl-C before the first step, or a second signal
+
+
+class RunError(ValueError):
+    """What ends a run with one message and an exit code of its own."""
+
+    def __init__(self, code: ExitCode, message: str):
+        super().__init__(message)
+        self.code = code
+
 
 # Schedules that fall towards the end of the run, so the end has to be known.
 SCHEDULES_WITH_END = ("linear", "cosine", "wsd")
@@ -26,10 +54,14 @@ class TrainOptions:
 
     model_name_or_path: str
     """Model directory or hub name, Hugging Face format."""
+    model_revision: str | None = None
+    """Of a model on the hub: branch, tag or commit; its main branch if not given."""
+    trust_remote_code: bool = False
+    """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
     data_path: str
     """Tokenized data set written by process_data.py: .arrow, .parquet or .jsonl."""
     output_dir: str
-    """New or empty directory for metrics, options and exported models."""
+    """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
     config: str | None = None
     """YAML file with any of these options; flags win over it."""
 
@@ -71,6 +103,49 @@ class TrainOptions:
     """Stop at the first step at which this many samples have been trained."""
     max_tokens: int | None = None
     """Stop at the first step at which this many tokens (trained or masked) have been read."""
+    max_time: str | None = None
+    """Stop, to be started again, after the step in which this time since the start has passed: minutes, or H:MM:SS."""
+    hang_timeout: int = 600
+    """End the run, with every rank's stacks in output-dir/errors, when a rank gives no sign of life or does not move on
+    for this many seconds. Must be more than the longest step takes; the first step, loading and saving have an hour."""
+
+    checkpoint_every_steps: int | None = None
+    """Write a checkpoint to resume from each time this many steps have been taken, and after the last one."""
+    checkpoint_every_minutes: float | None = 30.0
+    """Write a checkpoint to resume from when the last one, or the start, is this long ago; None: never by the clock."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, the newest ones."""
+    async_checkpoint: bool = False
+    """Train on while a copy of the state in CPU memory is written."""
+    resume: str = "auto"
+    """What to go on from. auto: the newest valid checkpoint of output-dir, if there is any; strict: the newest, which
+    has to be valid; none: nothing, in a new directory; or a checkpoint's directory."""
+    allow_changed_options: bool = False
+    """Go on from a checkpoint although data, model or options are no longer those it was made with; recorded."""
+
+    osft: bool = False
+    """Orthogonal subspace fine-tuning: keep each weight's most important directions exactly, train the rest
+    (docs/osft.md)."""
+    osft_unfreeze_rank_ratio: float | None = None
+    """Share of each layer's directions that trains, from 0 to 1; the others are kept."""
+    osft_target_patterns: tuple[str, ...] = ()
+    """Parts of the names of the layers to constrain, such as q_proj or mlp; none: every linear layer of the blocks."""
+    osft_train_others: bool = False
+    """Train embeddings, norms, biases and head too. What the kept directions protect, these can still change."""
+    osft_cache_dir: str = "~/.cache/mini_trainer/osft"
+    """Where decompositions are kept for the next start, by the weights' hash."""
+    osft_basis: Literal["weights", "activations"] = "weights"
+    """What tells the directions to keep: the weights' singular vectors, or the inputs that the layers see on the data
+    of earlier tasks."""
+    osft_calibration_data: str | None = None
+    """Tokenized data set of what must be remembered; a sample of it is read once."""
+    osft_statistics: str | None = None
+    """File of the earlier tasks' statistics, in place of their data; those of --osft-calibration-data are added."""
+    osft_keep_energy: float | None = None
+    """activations only: keep as many directions of each layer as carry this share of its inputs' energy, instead of
+    --osft-unfreeze-rank-ratio."""
+    osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
+    """importance: blocks that change their input less keep more, by the statistics; R is then the mean."""
 
     min_samples_per_checkpoint: int | None = None
     """Export the model each time another this many samples have been trained."""
@@ -106,6 +181,10 @@ class ProcessDataOptions:
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
+    model_revision: str | None = None
+    """Of a model on the hub: branch, tag or commit; its main branch if not given."""
+    trust_remote_code: bool = False
+    """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
     config: str | None = None
     """YAML file with any of these options; flags win over it."""
     format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
@@ -115,6 +194,9 @@ class ProcessDataOptions:
     needs, in the tokenizer directory beside the output, which training uses."""
     add_special_tokens: tuple[str, ...] = ()
     """Special tokens to add to the vocabulary; saved in the same directory."""
+    allow_missing_stop_token: bool = False
+    """Use a chat template that writes no stop token after the assistant's turns: their contents are trained, and the
+    model is not taught to stop."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
     block_size: int | None = None
@@ -137,7 +219,7 @@ Options = TypeVar("Options", TrainOptions, ProcessDataOptions)
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
     """Reads flags (`argv`, by default the command line) over the YAML file named by `--config`.
 
-    Prints one message and exits with `BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
+    Prints one message and exits with `ExitCode.BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
     """
     import tyro
 
@@ -190,6 +272,10 @@ def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
                 raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
             return super().construct_mapping(node, deep)
 
+    # YAML 1.1 reads 1:30:00 as the number 5400
+    times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+    UniqueKeyLoader.yaml_implicit_resolvers = resolvers | {d: [times, *resolvers[d]] for d in "0123456789"}
     try:
         config = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -247,7 +333,8 @@ def find_train_problems(o: TrainOptions) -> list[str]:
             problems.append(problem)
 
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
-                 "min_samples_per_checkpoint", "num_decay_steps"):  # fmt: skip
+                 "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
+                 "hang_timeout"):  # fmt: skip
         value = getattr(o, name)
         require(value is None or value >= 1, f"{flag_name(name)} {value}: must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
@@ -262,6 +349,17 @@ def find_train_problems(o: TrainOptions) -> list[str]:
     require(o.min_lr_ratio is None or 0 <= o.min_lr_ratio <= 1,
             f"--min-lr-ratio {o.min_lr_ratio}: must be from 0 to 1")  # fmt: skip
 
+    minutes = o.checkpoint_every_minutes
+    require(minutes is None or 0 < minutes < float("inf"),
+            f"--checkpoint-every-minutes {minutes}: must be above 0; None turns it off")  # fmt: skip
+    require(not o.allow_changed_options or o.resume != "none",
+            "--allow-changed-options has no effect with --resume none: nothing is resumed")  # fmt: skip
+
+    try:
+        parse_duration(o.max_time)
+    except ValueError as error:
+        problems.append(f"--max-time {error}")
+
     ends = [name for name in ("max_steps", "max_epochs", "max_samples", "max_tokens") if getattr(o, name) is not None]
     decays = o.lr_scheduler in SCHEDULES_WITH_END
     require(bool(ends) or not decays,
@@ -273,10 +371,49 @@ def find_train_problems(o: TrainOptions) -> list[str]:
             f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")  # fmt: skip
     require(o.num_warmup_steps == 0 or o.lr_scheduler != "constant",
             "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")  # fmt: skip
+    problems += find_osft_problems(o)
     exports_on_the_way = o.checkpoint_at_epoch or o.min_samples_per_checkpoint is not None
     require(exports_on_the_way or (o.save_final_checkpoint and bool(ends)),
             "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
             " or an end (--max-steps, ...) together with --save-final-checkpoint")  # fmt: skip
+    return problems
+
+
+def find_osft_problems(o: TrainOptions) -> list[str]:
+    """OSFT's options: without effect, missing, or out of range."""
+    fields = [field for field in dataclasses.fields(TrainOptions) if field.name.startswith("osft_")]
+    given = [flag_name(field.name) for field in fields if getattr(o, field.name) != field.default]
+    if not o.osft:
+        return [f"{', '.join(given)}: no effect without --osft"] if given else []
+    problems = []
+    ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
+    uses_activations = o.osft_basis == "activations"
+    needs_statistics = uses_activations or o.osft_rank_allocation == "importance"
+    has_statistics = o.osft_calibration_data is not None or o.osft_statistics is not None
+    if ratio is None and (energy is None or not uses_activations):
+        problems.append("--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1")
+    if ratio is not None and not 0 <= ratio <= 1:
+        problems.append(f"--osft-unfreeze-rank-ratio {ratio}: must be from 0 to 1")
+    if ratio == 0 and not o.osft_train_others:
+        problems.append(f"--osft-unfreeze-rank-ratio {ratio} without --osft-train-others trains nothing")
+    if energy is not None and not 0 < energy <= 1:
+        problems.append(f"--osft-keep-energy {energy}: must be above 0 and at most 1")
+    if energy is not None and not uses_activations:
+        problems.append("--osft-keep-energy has no effect with --osft-basis weights: it belongs to activations")
+    if energy is not None and ratio is not None:
+        problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both say how much to keep: give one")
+    if energy is not None and o.osft_rank_allocation == "importance":
+        problems.append("--osft-rank-allocation importance has no effect with --osft-keep-energy")
+    if needs_statistics and not has_statistics:
+        problems.append(
+            "--osft-basis activations and --osft-rank-allocation importance need --osft-calibration-data,"
+            " --osft-statistics, or both"
+        )
+    if has_statistics and not needs_statistics:
+        problems.append(
+            "--osft-calibration-data and --osft-statistics have no effect with --osft-basis weights and"
+            " --osft-rank-allocation uniform"
+        )
     return problems
 
 
@@ -299,6 +436,23 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     return problems
 
 
+def parse_duration(text: str | None) -> float | None:
+    """Seconds in '90' or '0.5' (minutes) or '1:30:00' (hours, minutes, seconds); None where there is no limit."""
+    if text is None:
+        return None
+    try:
+        if clock := re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text):
+            hours, minutes, rest = map(int, clock.groups())
+            seconds = 3600.0 * hours + 60 * minutes + rest
+        else:
+            seconds = 60 * float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{text}: must be minutes (90) above 0, or hours, minutes and seconds (1:30:00)")
+    return seconds
+
+
 def check_model_path(path: str) -> None:
     """Refuses what can only be a path, and leads to no directory, before it is taken for a name on the hub."""
     is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
@@ -311,7 +465,7 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def exit_with_message(message: str, *, code: int = BAD_INPUT) -> NoReturn:
+def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
     """Prints one message to stderr and ends this process with `code`.
 
     Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended

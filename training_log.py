@@ -1,14 +1,14 @@
 """What a step was: one reduction over ranks, one JSON line, one line on the console."""
 
+import functools
 import json
 import logging
 import math
+import operator
 import os
 import platform
 import re
 import resource
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -37,7 +37,7 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class FlopCount:
-    """FLOPs of forward and backward, counted as 6 per matrix weight and token, without recomputation.
+    """FLOPs of forward and backward, counted as 6 per matrix weight and token (4 if frozen), without recomputation.
 
     The head counts for trained tokens only, since only they reach it; the embedding table not at all. Attention counts
     scores and values of the pairs that a causal (and windowed) layer sees in each real sequence. (Kaplan et al. 2020,
@@ -71,17 +71,18 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     outside = {id(head.weight)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     active = (getattr(config, "num_experts_per_tok", None) or 1) / num_experts
-    matrices = 0.0
+    matrices = 0.0  # FLOPs per token
     for param in model.parameters():
         if param.ndim >= 2 and id(param) not in outside:
-            matrices += param.numel() * (active if param.ndim == 3 else 1)  # experts are stored as one 3-D tensor
+            share = active if param.ndim == 3 else 1  # experts are stored as one 3-D tensor
+            matrices += param.numel() * share * (6 if param.requires_grad else 4)
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return FlopCount(
-        per_token=6 * matrices,
-        per_loss_token=6 * head.weight.numel(),
+        per_token=matrices,
+        per_loss_token=(6 if head.weight.requires_grad else 4) * head.weight.numel(),
         per_pair=12 * num_heads * head_dim,
         windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
     )
@@ -118,6 +119,7 @@ class StepMetrics:
     rank_balance: float  # mean / max of the ranks' cost, over the micro-batches: 1 is perfect
     data_wait_seconds: float  # longest that a rank waited for its batch
     mfu: float | None  # model FLOP utilisation; null where the device's peak is unknown
+    osft_leak: float | None  # largest share of a layer's change in kept directions; null where nothing is exported
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class StepSums:
     peak_memory_bytes: float
     data_wait_seconds: float
     bad_micro_batches: list[tuple[int, int]]  # (k, rank) whose loss is not finite
+    flags: int  # of every rank, OR-ed: run_control.Flag
 
     @property
     def finite(self) -> bool:
@@ -136,13 +139,14 @@ class StepSums:
 
 
 def reduce_step(
-    losses: list[Tensor], gradients: list[Tensor], *, device: torch.device, data_wait_seconds: float
+    losses: list[Tensor], gradients: list[Tensor], *, device: torch.device, data_wait_seconds: float, flags: int = 0
 ) -> StepSums:
-    """The step's one collective and one host sync: every rank's micro-batch losses, gradient norm, memory and wait."""
+    """The step's one collective and one host sync: each rank's losses, gradient norm, memory, wait and flags."""
     own = [
         torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum(),  # fp32 sums lose 1e-5 on CPU
         torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync
         torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
+        torch.full((), flags, dtype=torch.float64, device=device),
     ]
     row = torch.stack(own + [loss.double() for loss in losses])
     rows = row.new_empty(dist.get_world_size(), len(row))
@@ -154,6 +158,7 @@ def reduce_step(
         grad_norm=rows[:, 0].sum().sqrt().item(),
         peak_memory_bytes=rows[:, 1].max().item(),
         data_wait_seconds=rows[:, 2].max().item(),
+        flags=functools.reduce(operator.or_, map(int, rows[:, 3].tolist())),
         bad_micro_batches=[(k, rank) for rank, k in (~losses_by_rank.isfinite()).nonzero().tolist()],
     )
 
@@ -170,6 +175,7 @@ def measure_step(
     max_tokens_per_gpu: int,
     flops: FlopCount,
     peak_flops: float | None,
+    osft_leak: float | None,
 ) -> StepMetrics:
     """The metrics of one step that took `seconds`, after which `num_samples` and `num_tokens` had been trained."""
     batch_tokens = int(batch.lengths.sum())
@@ -198,6 +204,7 @@ def measure_step(
         rank_balance=float(costs.mean(axis=1).sum() / costs.max(axis=1).sum()),
         data_wait_seconds=sums.data_wait_seconds,
         mfu=None if peak_flops is None else batch_flops / total_seconds / (peak_flops * world_size),
+        osft_leak=osft_leak,
     )
 
 
@@ -209,35 +216,75 @@ def peak_memory(device: torch.device) -> int:
 
 
 class TrainingLog:
-    """Rank 0's metrics file and console; on the other ranks it does nothing."""
+    """Rank 0's metrics file and console; on the other ranks it does nothing.
 
-    def __init__(self, output_dir: Path, *, is_rank0: bool, num_steps: int | None):
-        path = output_dir / "training_metrics_0.jsonl"
-        self.file = path.open("x", encoding="utf-8") if is_rank0 else None
-        self.num_steps = num_steps
+    A run that goes on after `first_step` steps keeps their lines, and takes the later ones again.
+    """
+
+    def __init__(self, output_dir: Path, *, is_rank0: bool, first_step: int, num_steps: int | None):
+        self.file = None
+        if is_rank0:
+            path = output_dir / "training_metrics_0.jsonl"
+            keep_steps(path, first_step)
+            self.file = path.open("a", encoding="utf-8")
+        self.first_step, self.num_steps = first_step, num_steps
         self.first_step_end = self.last_shown = time.monotonic()
 
     def write(self, metrics: StepMetrics) -> None:
-        """Appends the JSON line; shows the first and last step, and between them one every `SECONDS_BETWEEN_LINES`."""
+        """Appends the JSON line; shows the first and last step, and between them one every `SECONDS_BETWEEN_LINES`.
+
+        OSError naming the file if it cannot be written.
+        """
         if self.file is None:
             return
-        print(json.dumps(asdict(metrics)), file=self.file, flush=True)
+        try:
+            print(json.dumps(asdict(metrics)), file=self.file, flush=True)
+        except OSError as error:
+            raise OSError(f"cannot write {self.file.name}: {error}") from None
         now = time.monotonic()
-        if metrics.step == 1:
+        is_first = metrics.step == self.first_step + 1
+        if is_first:
             self.first_step_end = now
-        if metrics.step in (1, self.num_steps) or now - self.last_shown >= SECONDS_BETWEEN_LINES:
+        if is_first or metrics.step == self.num_steps or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
-            log.info(describe_step(metrics, num_steps=self.num_steps, seconds_since_first=now - self.first_step_end))
+            seconds_per_step = (now - self.first_step_end) / max(1, metrics.step - self.first_step - 1)
+            log.info(describe_step(metrics, num_steps=self.num_steps, seconds_per_step=seconds_per_step))
+
+    def flush_to_disk(self) -> None:
+        """For a checkpoint: the lines of its steps have to be there when it is."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
 
-def describe_step(m: StepMetrics, *, num_steps: int | None, seconds_since_first: float) -> str:
+def keep_steps(path: Path, num_steps: int) -> None:
+    """Cuts a metrics file after the line of step `num_steps`: what follows was trained after the checkpoint, or torn.
+
+    Warns of lines that are missing before it.
+    """
+    end, next_step = 0, 1
+    if path.exists():
+        with path.open("rb+") as file:
+            for line in file:
+                try:
+                    step = json.loads(line)["step"] if line.endswith(b"\n") else None
+                except (ValueError, KeyError, TypeError):
+                    step = None
+                if step != next_step or step > num_steps:
+                    break
+                end, next_step = end + len(line), step + 1
+            file.truncate(end)
+    if next_step <= num_steps:
+        log.warning(f"warning: {path}: no lines of steps {next_step} to {num_steps}, which the run took before")
+
+
+def describe_step(m: StepMetrics, *, num_steps: int | None, seconds_per_step: float) -> str:
     """The console's line for a step, with the time left where there is an end.
 
-    The first step compiles, so it neither counts for the time left nor names one.
+    `seconds_per_step` is 0 after the first step, which compiles, so it neither counts for the time left nor names one.
     """
     line = (
         f"step {m.step}{'' if num_steps is None else f'/{num_steps}'}  epoch {m.epoch:.2f}  loss {m.loss:.4f}"
@@ -245,10 +292,31 @@ def describe_step(m: StepMetrics, *, num_steps: int | None, seconds_since_first:
     )
     if m.mfu is not None:
         line += f"  mfu {m.mfu:.1%}"
-    if num_steps is not None and m.step > 1:
-        seconds = round(seconds_since_first / (m.step - 1) * (num_steps - m.step))
+    if num_steps is not None and seconds_per_step > 0:
+        seconds = round(seconds_per_step * (num_steps - m.step))
         line += f"  left {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
     return line
+
+
+def describe_micro_batch(batch: Any, k: int) -> str:
+    """Where the run is, for what has to be said when it stops moving or runs out of memory."""
+    lengths = batch.micro_batches[k].seq_lengths
+    return (
+        f"step {batch.step + 1}, micro-batch {k + 1} of {len(batch.micro_batches)} ({sum(lengths):,} tokens in"
+        f" {len(lengths)} samples, the longest {max(lengths):,})"
+    )
+
+
+def describe_bad_step(batch: Any, sums: StepSums, data_path: str) -> str:
+    """Where a loss or gradient stopped being finite: step, ranks and rows of the data set."""
+    bad = sums.bad_micro_batches or [(k, rank) for k, ranks in enumerate(batch.table) for rank in range(len(ranks))]
+    rows = sorted(int(batch.sample_ids[i]) + 1 for k, rank in bad for i in batch.table[k][rank])
+    shown = ", ".join(map(str, rows[:20])) + (f" and {len(rows) - 20} more" if len(rows) > 20 else "")
+    return (
+        f"step {batch.step + 1}: the {'loss' if sums.bad_micro_batches else 'gradient'} is not finite (loss"
+        f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of {data_path}: {shown}"
+        f" (rank {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
+    )
 
 
 def describe_run(options: Any, world: Any) -> str:
@@ -260,40 +328,9 @@ def describe_run(options: Any, world: Any) -> str:
     return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"
 
 
-def check_output_dir(output_dir: Path) -> None:
-    """ValueError if the run's directory holds anything, which could be another run."""
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"--output-dir {output_dir} is not an empty directory: name a new one, or remove that run")
-    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"--output-dir {output_dir}: no permission to write in {existing}")
-
-
-def create_output_dir(output_dir: Path, options: Any, world: Any) -> None:
-    """Makes the run's directory and writes training_params.json."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    params = {
-        "options": asdict(options),
-        "world_size": world.world_size,
-        "device": describe_device(world.device),
-        "versions": read_versions(),
-        "git_commit": read_git_commit(),
-        "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    (output_dir / "training_params.json").write_text(json.dumps(params, indent=2) + "\n")
-
-
 def read_versions() -> dict[str, str]:
     names = ("torch", "transformers", "datasets", "numba", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
-
-
-def read_git_commit() -> str | None:
-    """The commit of the checkout that this file is in; None where it is in none."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
 
 
 def describe_device(device: torch.device) -> str:

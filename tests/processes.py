@@ -1,9 +1,12 @@
 """Runs the project's scripts as their users do: in processes, under torchrun."""
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -42,3 +45,62 @@ def flags(**options: object) -> list[str]:
         flag = name.replace("_", "-")
         words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return words
+
+
+class Job:
+    """A training run in the background, whose processes can be found, signalled and waited for."""
+
+    def __init__(self, command: list[str], output_dir: Path, *, env: dict[str, str] | None = None):
+        self.output_dir, self.log = output_dir, output_dir.with_suffix(".log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=ENV | (env or {}), stdout=log, stderr=log)
+        self.ranks = {}
+
+    def wait_for_step(self, step: int, *, timeout: float = 120) -> None:
+        """Returns once the metrics file has `step` lines, at once for 0; then `ranks` has each rank's process id."""
+        metrics = self.output_dir / "training_metrics_0.jsonl"
+        deadline = time.monotonic() + timeout
+        while step > 0 and not (metrics.exists() and metrics.read_text().count("\n") >= step):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        self.find_ranks()
+
+    def find_ranks(self) -> None:
+        """Fills `ranks` with the processes that torchrun has started, or with this one process."""
+        for pid in list_children(self.process.pid):
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            self.ranks |= {int(word.removeprefix(b"RANK=")): pid for word in environ if word.startswith(b"RANK=")}
+        self.ranks = self.ranks or {0: self.process.pid}
+
+    def wait_until_gone(self, *, timeout: float = 100) -> None:
+        """Returns once no rank is left; torchrun may still be writing its report."""
+        deadline = time.monotonic() + timeout
+        while any(map(is_alive, self.ranks.values())):
+            assert time.monotonic() < deadline, f"still there after {timeout} s:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pid in self.ranks.values():
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def outcome(self) -> dict:
+        return json.loads((self.output_dir / "exit.json").read_text())
+
+
+def list_children(pid: int) -> list[int]:
+    """The processes that the main thread of process `pid` has started."""
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except FileNotFoundError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import train_here
 from safetensors.torch import load_file
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -18,7 +19,6 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_masking import fingerprint_tokenizer
-from train import train
 from training_args import TrainOptions
 
 NUM_SAMPLES = 30
@@ -40,6 +40,10 @@ class Run:
         return [row[name] for row in self.rows]
 
     @property
+    def checkpoints(self) -> set[str]:
+        return {path.name for path in self.output_dir.glob("checkpoints/*")}
+
+    @property
     def weights(self) -> dict[str, torch.Tensor]:
         return self.exports[max(self.exports, key=lambda name: int(name.removeprefix("samples_")))]
 
@@ -56,8 +60,12 @@ def paths(tmp_path_factory) -> dict[str, str]:
 def run(paths, world, tmp_path_factory):
     """Trains with `BASE` and the given changes and gathers what was left behind."""
 
+    cache_dir = tmp_path_factory.mktemp("osft")
+
     def start(**changes) -> Run:
         output_dir = Path(changes.pop("output_dir", tmp_path_factory.mktemp("run")))
+        if "osft" in changes:
+            changes["osft_cache_dir"] = str(cache_dir)
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
@@ -65,7 +73,7 @@ def run(paths, world, tmp_path_factory):
         log.addHandler(handler)
         log.setLevel(changes.get("logging_level", "INFO"))
         try:
-            train(TrainOptions(**(paths | BASE | dict(output_dir=str(output_dir)) | changes)), world)
+            train_here(world, **(paths | BASE | dict(output_dir=str(output_dir)) | changes))
         finally:
             log.removeHandler(handler)
         rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
@@ -134,6 +142,18 @@ EFFECTS = {
         dict(save_final_checkpoint=False, min_samples_per_checkpoint=24),
         lambda r, b: set(r.exports) == {"samples_24"} and set(b.exports) == {"samples_32"},
     ),
+    "checkpoint_every_steps": (
+        dict(checkpoint_every_steps=3),
+        lambda r, b: r.checkpoints == {"step_3", "step_4"} and b.checkpoints == set(),
+    ),
+    "checkpoint_every_minutes": (
+        dict(checkpoint_every_minutes=1e-6),
+        lambda r, b: r.checkpoints == {"step_3", "step_4"},
+    ),
+    "keep_checkpoints": (
+        dict(checkpoint_every_steps=1, keep_checkpoints=1),
+        lambda r, b: r.checkpoints == {"step_4"},
+    ),
     "export_dtype": (
         dict(export_dtype="float32"),
         lambda r, b: (
@@ -156,11 +176,40 @@ EFFECTS = {
         dict(compile=True),
         lambda r, b: "compiled blocks" in r.text and counters["stats"]["unique_graphs"] > 0,
     ),
+    "osft": (
+        dict(osft=True, osft_unfreeze_rank_ratio=0.5),
+        lambda r, b: 0 < r.rows[-1]["osft_leak"] < 1e-5 and b.rows[-1]["osft_leak"] is None,
+    ),
+    "osft_unfreeze_rank_ratio": (
+        dict(osft=True, osft_unfreeze_rank_ratio=1.0),
+        lambda r, b: "15,360 numbers train in place of 15,360" in r.text,
+    ),
+    "osft_target_patterns": (
+        dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_target_patterns=("mlp",)),
+        lambda r, b: "OSFT on 6 layers" in r.text and "OSFT" not in b.text,
+    ),
+    "osft_train_others": (
+        dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_train_others=True),
+        lambda r, b: not torch.equal(*(run.weights["model.embed_tokens.weight"] for run in (r, b))),
+    ),
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
 TESTED_ELSEWHERE = {
     "config",  # test_training_args.py
+    "osft_basis",  # these six in test_osft.py
+    "osft_calibration_data",
+    "osft_statistics",
+    "osft_keep_energy",
+    "osft_rank_allocation",
+    "osft_cache_dir",
+    "async_checkpoint",  # these: test_resume.py
+    "resume",
+    "allow_changed_options",
+    "hang_timeout",  # these: test_faults.py
+    "max_time",
     "use_liger_kernels",  # below: refused without a GPU
+    "model_revision",  # these: test_hostile_inputs.py
+    "trust_remote_code",
     "model_name_or_path",
     "data_path",
     "output_dir",

@@ -51,6 +51,21 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--min-lr-ratio", "0.1"], ["--min-lr-ratio has no effect"]),
         (["--lr-scheduler", "constant", "--num-warmup-steps", "3"], ["--num-warmup-steps has no effect"]),
         (["--num-decay-steps", "3"], ["--num-decay-steps has no effect"]),
+        (["--osft"], ["--osft needs --osft-unfreeze-rank-ratio"]),
+        (["--osft", "--osft-unfreeze-rank-ratio", "1.5"], ["--osft-unfreeze-rank-ratio 1.5: must be from 0 to 1"]),
+        (["--osft", "--osft-unfreeze-rank-ratio", "nan"], ["--osft-unfreeze-rank-ratio nan: must be from 0 to 1"]),
+        (["--osft", "--osft-unfreeze-rank-ratio", "0"], ["without --osft-train-others trains nothing"]),
+        (
+            ["--osft-unfreeze-rank-ratio", "0.5", "--osft-target-patterns", "mlp"],
+            ["--osft-unfreeze-rank-ratio, --osft-target-patterns: no effect without --osft"],
+        ),
+        (["--osft", "--osft-keep-energy", "0.9", "--osft-unfreeze-rank-ratio", "0.5"], ["belongs to activations"]),
+        (["--osft", "--osft-basis", "activations", "--osft-keep-energy", "0.9"], ["need --osft-calibration-data"]),
+        (["--osft", "--osft-basis", "activations", "--osft-keep-energy", "2"], ["--osft-keep-energy 2.0: must be"]),
+        (
+            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--osft-statistics", "f"],
+            ["have no effect with --osft-basis weights"],
+        ),
         (["--no-save-final-checkpoint"], ["never be written"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],

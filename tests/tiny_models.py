@@ -90,7 +90,9 @@ def save_tokenizer(path: Path) -> Path:
     return path
 
 
-def build(path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32):
+def build(
+    path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32, osft=None
+):
     """The model at `path` as train.py builds it."""
     return build_model(
         str(path),
@@ -101,4 +103,5 @@ def build(path, world, *, attention="auto", activation_checkpointing="none", com
         activation_checkpointing=activation_checkpointing,
         compile=compile,
         use_liger_kernels=False,
+        osft=osft,
     )

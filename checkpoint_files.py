@@ -1,0 +1,277 @@
+"""A checkpoint on disk: safetensors files, JSON, and a manifest by which every byte of them can be checked.
+
+    step_40/
+      rank_00000.safetensors ...   each rank's shards of weights and optimizer state
+      state.json                   the run's counters, options and fingerprints
+      manifest.json                written last: the tensors' layout, every file's size and SHA-256, and its own
+
+A checkpoint is written aside and becomes one by a single rename; what has its name is whole, or was damaged later.
+Nothing here is ever unpickled, and a name that the manifest gives is only compared, never followed.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+ASIDE = (".writing_", ".removing_")  # prefixes of what a killed run may leave
+DAMAGED = "damaged_"  # prefix of what cannot be trusted
+STEP_NAME = r"step_\d+"
+SPARE_BYTES = 64 << 20  # to leave free on the disk
+
+# https://github.com/huggingface/safetensors#format
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Writes `tensors` as a safetensors file, one after the other, and flushes it; returns its manifest entry.
+
+    Raises OSError where the disk does.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        writer = HashingWriter(file)
+        writer.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            writer.write(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+        return writer.finish()
+
+
+def write_json(path: Path, value: Any) -> dict[str, Any]:
+    """Writes and flushes a new JSON file; returns its entry for the manifest."""
+    with open(path, "xb") as file:
+        writer = HashingWriter(file)
+        writer.write(json.dumps(value, indent=1).encode())
+        return writer.finish()
+
+
+class HashingWriter:
+    """Writes to an open file, and knows size and SHA-256 of what was written."""
+
+    def __init__(self, file: Any):
+        self.file, self.sha256, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> None:
+        self.sha256.update(data)
+        self.file.write(data)
+        self.size += len(data)
+
+    def finish(self) -> dict[str, Any]:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return {"size": self.size, "sha256": self.sha256.hexdigest()}
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes manifest.json, with a checksum of its own content."""
+    write_json(directory / MANIFEST, manifest | {"sha256": hash_json(manifest)})
+
+
+def hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, once it agrees with itself and with the names and sizes of the directory's files.
+
+    ValueError, naming the file, if anything is missing, of another size, or too much.
+    """
+    manifest = read_json(directory / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != hash_json(manifest):
+        raise ValueError(f"{MANIFEST} is damaged")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
+    check_manifest(manifest)
+    found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(directory)}
+    del found[MANIFEST]
+    expected = manifest["files"]
+    for name in sorted(found.keys() | expected.keys()):
+        if name not in found:
+            raise ValueError(f"{name} is missing")
+        if name not in expected:
+            raise ValueError(f"{name} does not belong to it")
+        if not stat.S_ISREG(found[name].st_mode):
+            raise ValueError(f"{name} is no regular file")
+        if found[name].st_size != expected[name]["size"]:
+            raise ValueError(f"{name} has {found[name].st_size} bytes instead of {expected[name]['size']}")
+    return manifest
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    """ValueError if the manifest is not of the form that is written here; whoever changed it may have rehashed it."""
+    try:
+        num_shards = manifest["num_shards"]
+        names = {STATE, *map(shard_name, range(min(num_shards, len(manifest["files"]))))}
+        is_sound = num_shards >= 1 and manifest["files"].keys() == names
+        for entry in manifest["files"].values():
+            is_sound &= isinstance(entry["size"], int) and isinstance(entry["sha256"], str)
+        for layout in manifest["tensors"].values():
+            is_sound &= all(isinstance(length, int) and length >= 0 for length in layout["shape"])
+            is_sound &= layout["dim"] is None or layout["dim"] in range(len(layout["shape"]))
+            is_sound &= layout["dtype"] in DTYPES.values()
+    except (KeyError, TypeError, AttributeError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(f"{MANIFEST} is not of the form that train.py writes")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; ValueError naming it if it is missing or damaged."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None
+
+
+def check_hash(directory: Path, name: str, entry: dict[str, Any]) -> None:
+    """ValueError if the file's content is not what the manifest's entry says."""
+    if hash_file(directory / name) != entry:
+        raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    """A file's entry for the manifest."""
+    with open(path, "rb") as file:
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+class TensorReader:
+    """Reads any part of a checkpoint's tensors, whatever number of ranks wrote them."""
+
+    def __init__(self, directory: Path, manifest: dict[str, Any]):
+        self.directory, self.manifest, self._files = directory, manifest, {}
+
+    def read(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fills `target`, which is the box of the whole tensor `name` that begins at `offset`."""
+        layout, num_shards = self.manifest["tensors"][name], self.manifest["num_shards"]
+        dim, shape = layout["dim"], layout["shape"]
+        for shard in range(1 if dim is None else num_shards):
+            start, stop = [0] * len(shape), list(shape)
+            if dim is not None:
+                start[dim], stop[dim] = chunk_range(shape[dim], shard, num_shards)
+            low = [max(a, b) for a, b in zip(start, offset, strict=True)]
+            high = [min(a, b + n) for a, b, n in zip(stop, offset, target.shape, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            try:
+                if shard not in self._files:
+                    self._files[shard] = safe_open(self.directory / shard_name(shard), framework="pt")
+                file = self._files[shard]
+                part = file.get_slice(name)[slices(low, high, start)] if shape else file.get_tensor(name)
+                target[slices(low, high, offset)].copy_(part)
+            except (OSError, SafetensorError, RuntimeError, IndexError) as error:
+                raise ValueError(f"{self.directory / shard_name(shard)}: {name} cannot be read: {error}") from None
+
+
+def slices(low: list[int], high: list[int], origin: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def chunk_range(size: int, index: int, count: int) -> tuple[int, int]:
+    """Where part `index` of `count` begins and ends, as torch.chunk and FSDP2 divide `size`."""
+    length = -(-size // count)
+    return min(index * length, size), min((index + 1) * length, size)
+
+
+def shard_name(rank: int) -> str:
+    return f"rank_{rank:05}.safetensors"
+
+
+def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
+    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room."""
+    aside = target.parent / f"{ASIDE[0]}{target.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"cannot write {what} {target}: {error}") from None
+    free = shutil.disk_usage(aside).free
+    if free < needed_bytes + SPARE_BYTES:
+        aside.rmdir()
+        raise OSError(
+            f"no room for {what} {target}: it needs {needed_bytes:,} bytes (and {SPARE_BYTES:,} to spare), the disk has"
+            f" {free:,} free; free some, or lower --keep-checkpoints"
+        )
+    return aside
+
+
+def commit(aside: Path, target: Path) -> None:
+    """Makes `aside` the directory `target`: after this, and not before, it is there and whole."""
+    sync_dir(aside)
+    os.rename(aside, target)
+    sync_dir(target.parent)
+
+
+def sync_dir(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that keep directories in order themselves
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove(directory: Path) -> None:
+    """Removes a checkpoint; its name goes first, so that no half of it can be taken for one."""
+    aside = directory.parent / f"{ASIDE[1]}{directory.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(directory, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def set_aside(directory: Path) -> Path:
+    """Gives a damaged checkpoint a name under which it is never loaded; returns it."""
+    number = 0
+    while (target := directory.parent / f"{DAMAGED}{directory.name}{f'_{number}' if number else ''}").exists():
+        number += 1
+    os.rename(directory, target)
+    return target
+
+
+def find_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, newest first."""
+    paths = directory.iterdir() if directory.is_dir() else []
+    return sorted((path for path in paths if re.fullmatch(STEP_NAME, path.name)), key=step_of, reverse=True)
+
+
+def has_checkpoints(directory: Path) -> bool:
+    """Whether a run has left checkpoints here, damaged ones included."""
+    return bool(find_checkpoints(directory)) or any(directory.glob(f"{DAMAGED}*"))
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes what a run killed while it wrote or removed something has left in `directory`."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if path.name.startswith(ASIDE):
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,308 @@
+"""Model directories and templates of ill will: refused by name, before anything in them has been executed."""
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from processes import flags, run
+from safetensors.torch import load_file
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoTokenizer
+
+from chat_masking import ChatMasker
+from chat_templates import load_tokenizer
+from model_files import find_model, find_weights
+from model_setup import load_config
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+CUSTOM_MODEL = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({marker!r}).touch()
+class CustomConfig(LlamaConfig):
+    model_type = "custom"
+class CustomModel(LlamaForCausalLM):
+    config_class = CustomConfig
+"""
+CUSTOM_CLASSES = {"AutoConfig": "custom_model.CustomConfig", "AutoModelForCausalLM": "custom_model.CustomModel"}
+
+
+class Payload:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (Path.touch, (self.marker,))
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("models") / "model"))
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """A file that appears when something of the model is executed."""
+    return tmp_path / "executed"
+
+
+@pytest.fixture
+def model(good_model, marker, tmp_path) -> Path:
+    """A good model with the payload beside it, which nothing refers to."""
+    path = shutil.copytree(good_model, tmp_path / "model")
+    (path / "custom_model.py").write_text(CUSTOM_MODEL.format(marker=str(marker)))
+    return path
+
+
+def change(file: Path, **entries: object) -> None:
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | entries))
+
+
+def ask_for_custom_model(model: Path) -> None:
+    change(model / "config.json", model_type="custom", auto_map=CUSTOM_CLASSES)
+
+
+def keep_only_a_pickle(model: Path) -> None:
+    os.remove(model / "model.safetensors")
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(model.parent / "executed")))
+
+
+def shard(model: Path, name: str) -> None:
+    """One shard of that name, as the index calls it."""
+    os.rename(model / "model.safetensors", model / "shard.safetensors")
+    weight_map = dict.fromkeys(load_file(model / "shard.safetensors"), name)
+    change(model / "model.safetensors.index.json", metadata={}, weight_map=weight_map)
+
+
+def link_out(file: Path) -> None:
+    outside = shutil.move(file, file.parent.parent / "outside")
+    file.symlink_to(outside)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def overwrite(file: Path, content: bytes) -> None:
+    with file.open("r+b") as stream:
+        stream.write(content)
+
+
+HOSTILE = {
+    "custom classes": (ask_for_custom_model, "code of its own, .*: config.json .auto_map: custom_model.CustomConfig"),
+    "custom tokenizer": (
+        lambda model: change(
+            model / "tokenizer_config.json", tokenizer_class="Custom", auto_map={"AutoTokenizer": ["custom.T", None]}
+        ),
+        "code of its own, .*: tokenizer_config.json .auto_map: custom.T",
+    ),
+    "custom tokenizer, the old way": (
+        lambda model: change(model / "tokenizer_config.json", tokenizer_class="Custom", auto_map=["custom.T", None]),
+        "code of its own, .*: tokenizer_config.json",
+    ),
+    "another repository's classes": (
+        lambda model: change(model / "config.json", auto_map={"AutoConfig": "some/repo--custom.Config"}),
+        "config.json: auto_map names another repository's code",
+    ),
+    "custom generation": (lambda model: (model / "custom_generate").mkdir(), "code of its own, .*: custom_generate"),
+    "a kernel as attention": (
+        lambda model: change(model / "config.json", attn_implementation="some/kernel"),
+        "config.json: attn_implementation names a compiled kernel of the hub",
+    ),
+    "a kernel as attention, nested": (
+        lambda model: change(model / "config.json", text_config={"_attn_implementation": {"": "some/kernel"}}),
+        "config.json: _attn_implementation names a compiled kernel of the hub",
+    ),
+    "other weights": (
+        lambda model: change(model / "config.json", transformers_weights="adapter_model.bin"),
+        "config.json: transformers_weights names adapter_model.bin",
+    ),
+    "an adapter": (
+        lambda model: change(model / "adapter_config.json", base_model_name_or_path="some/repo"),
+        "adapter_config.json: an adapter is no model",
+    ),
+    "a config that is none": (
+        lambda model: (model / "config.json").write_text("[1]"),
+        "config.json: not a JSON object",
+    ),
+    "a config without end": (
+        lambda model: (model / "config.json").write_text("[" * 100_000),
+        "config.json: cannot be read",
+    ),
+    "a link out": (lambda model: link_out(model / "tokenizer.json"), "tokenizer.json: is no regular file"),
+    "a link to nowhere": (lambda model: (model / "x.json").symlink_to("gone"), "x.json: is no regular file"),
+    "a pipe": (lambda model: os.mkfifo(model / "chat_template.json"), "chat_template.json: is no regular file"),
+    "only a pickle": (keep_only_a_pickle, "only pytorch_model.bin. Pickles can run code .* convert it"),
+    "no weights": (lambda model: os.remove(model / "model.safetensors"), "model: no weights: there is neither"),
+    "weights above": (lambda model: shard(model, "../shard.safetensors"), "names '../shard.safetensors', which is no"),
+    "weights anywhere": (lambda model: shard(model, "/shard.safetensors"), "names '/shard.safetensors', which is no"),
+    "weights in a pickle": (lambda model: shard(model, "shard.bin"), "names 'shard.bin', which is no safetensors"),
+    "missing weights": (lambda model: shard(model, "none.safetensors"), "names none.safetensors, which is missing"),
+    "an index that is none": (
+        lambda model: (shard(model, "shard.safetensors"), (model / "model.safetensors.index.json").write_text("{}")),
+        "index.json: no index of weights",
+    ),
+    "linked weights": (lambda model: link_out(model / "model.safetensors"), "model.safetensors: is no regular file"),
+    "truncated weights": (lambda model: truncate(model / "model.safetensors"), "model.safetensors: damaged"),
+    "a header too large": (
+        lambda model: overwrite(model / "model.safetensors", b"\xff" * 7),
+        "model.safetensors: damaged",
+    ),
+    "a header that is none": (
+        lambda model: overwrite(model / "model.safetensors", b"\x10\0\0\0\0\0\0\0not any JSON at all"),
+        "model.safetensors: damaged",
+    ),
+}
+
+
+def find_all(model: Path, *, trust_remote_code: bool = False) -> str:
+    model_dir = find_model(str(model), revision=None, trust_remote_code=trust_remote_code)
+    find_weights(str(model), model_dir)
+    return model_dir
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_model_is_refused_by_name(case, model, marker):
+    spoil, reason = HOSTILE[case]
+    spoil(model)
+    with pytest.raises(ValueError, match=reason) as refusal:
+        find_all(model)
+    assert "\n" not in str(refusal.value)
+    assert not marker.exists()
+
+
+def test_code_that_transformers_has_itself_is_named_and_not_run(model, marker, caplog):
+    change(model / "config.json", auto_map=CUSTOM_CLASSES)
+    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["custom_model.CustomModel", None]})
+    with caplog.at_level("WARNING", logger="mini_trainer"):
+        find_all(model)
+    assert [record.getMessage().split(": ")[2].split()[0] for record in caplog.records] == [
+        "config.json",
+        "tokenizer_config.json",
+    ]
+    assert all("not run; transformers has the class itself" in record.getMessage() for record in caplog.records)
+    config = load_config(str(model))
+    assert type(config).__name__ == "LlamaConfig" and not hasattr(config, "auto_map")  # an export has no such code
+    load_tokenizer(str(model)).save_pretrained(model / "saved")
+    assert "auto_map" not in json.loads((model / "saved" / "tokenizer_config.json").read_text())
+    assert not marker.exists()
+
+
+def test_a_good_model_passes(model):
+    assert find_all(model) == str(model)
+    shard(model, "shard.safetensors")
+    assert find_all(model) == str(model)
+
+
+def test_loaders_run_nothing_even_unchecked(model, marker):
+    ask_for_custom_model(model)
+    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["custom_model.CustomModel", None]})
+    with pytest.raises(ValueError, match="no usable config"):
+        load_config(str(model))
+    load_tokenizer(str(model))  # a stock class takes the place of the custom one
+    assert not marker.exists()
+
+
+def test_what_trust_needs(model):
+    with pytest.raises(ValueError, match="--trust-remote-code has no effect: nothing in"):
+        find_all(model, trust_remote_code=True)
+    with pytest.raises(ValueError, match="--model-revision main has no effect"):
+        find_model(str(model), revision="main", trust_remote_code=False)
+    for revision in (None, "main", "0123456"):
+        with pytest.raises(ValueError, match=f"40 hexadecimal digits, not {revision}"):
+            find_model("some/repo", revision=revision, trust_remote_code=True)
+
+
+def test_a_model_on_the_hub(model, monkeypatch, tmp_path):
+    """As the hub's cache holds it, without network: files are links to the repository's blobs, and to nowhere else."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="some/repo: there is no such directory, and it cannot be had from the hub: "):
+        find_model("some/repo", revision=None, trust_remote_code=False)
+    repo = tmp_path / "cache" / "models--some--repo"
+    snapshot = repo / "snapshots" / COMMIT
+    shutil.copytree(model, repo / "blobs")
+    snapshot.mkdir(parents=True)
+    for file in (repo / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    assert find_model("some/repo", revision=None, trust_remote_code=False) == str(snapshot)
+    find_weights("some/repo", str(snapshot))
+    with pytest.raises(ValueError, match="cannot be had from the hub at --model-revision v2: "):
+        find_model("some/repo", revision="v2", trust_remote_code=False)
+    change(repo / "blobs" / "config.json", model_type="custom", auto_map=CUSTOM_CLASSES)
+    with pytest.raises(ValueError, match="code of its own"):
+        find_model("some/repo", revision=COMMIT, trust_remote_code=False)
+    assert find_model("some/repo", revision=COMMIT, trust_remote_code=True) == str(snapshot)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('touch ' ~ marker) }}",
+        "{{ lipsum.__globals__['os'].system('touch ' ~ marker) }}",
+        "{{ messages.__class__.__base__ }}{% include '/etc/passwd' %}",
+        "{{ ('%s' | attr('format')).__globals__ }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template, model, marker):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = f"{{% set marker = {str(marker)!r} %}}" + template
+    with pytest.raises(ValueError, match="template"):
+        ChatMasker(tokenizer).check_template()
+    assert not marker.exists()
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return write_samples(tmp_path / "data.arrow", make_samples(8, vocab_size=VOCAB_SIZE))
+
+
+def train(model: Path, data: Path, **options: object):
+    argv = flags(model_name_or_path=model, data_path=data, output_dir=model.parent / "run", max_steps=2, batch_size=4,
+                 **options)  # fmt: skip
+    return run([sys.executable, "train.py", *argv], env={"HF_MODULES_CACHE": str(model.parent / "modules")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", [ask_for_custom_model, keep_only_a_pickle])
+def test_training_refuses(spoil, model, marker, data):
+    spoil(model)
+    result = train(model, data)
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and str(model) in errors[0], result.stderr
+    assert "Traceback" not in result.stderr
+    assert not marker.exists()
+
+
+@pytest.mark.slow
+def test_process_data_refuses(model, marker, tmp_path):
+    ask_for_custom_model(model)
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    argv = flags(input_file=tmp_path / "chats.jsonl", output_file=tmp_path / "out.arrow", model_name_or_path=model)
+    result = run([sys.executable, "process_data.py", *argv])
+    assert result.returncode == 2
+    assert result.stderr.count("error: ") == 1 and "config.json" in result.stderr
+    assert not marker.exists()
+
+
+@pytest.mark.slow
+def test_training_never_renders_the_template_and_runs_code_that_is_trusted(model, marker, data):
+    ask_for_custom_model(model)
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    result = train(model, data, trust_remote_code=True)
+    assert result.returncode == 0, result.stderr
+    assert "warning: --trust-remote-code" in result.stderr
+    assert marker.exists()
+    (export,) = (model.parent / "run" / "hf_format").iterdir()
+    assert (export / "chat_template.jinja").read_text() == template

@@ -1,0 +1,585 @@
+"""OSFT keeps what it says it keeps, reaches everything else, and exports an ordinary model."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from in_process import train_here
+from processes import flags, run, torchrun
+from safetensors.torch import load_file
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from checkpointing import gather_weights
+from model_setup import check_model
+from optimization import build_optimizer, clip_gradients, local_gradients
+from osft import (
+    OSFTLinear,
+    OSFTSettings,
+    Statistics,
+    count_kept,
+    decompose,
+    fill_layer,
+    find_osft_layers,
+    make_subspace,
+    measure_leak,
+    oriented_shape,
+    prepare_subspaces,
+    project_gradients,
+    project_updates,
+    write_subspace,
+)
+from osft_calibration import prepare_statistics
+from sampler import TokenizedData, pack_samples
+
+LEAK = 1e-5
+SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}
+
+
+def random_matrix(out_features: int, in_features: int, seed: int = 0) -> torch.Tensor:
+    """A matrix whose singular values fall over three orders of magnitude, as those of trained ones do."""
+    generator = torch.Generator().manual_seed(seed)
+    U, _, Vh = torch.linalg.svd(
+        torch.randn(out_features, in_features, generator=generator, dtype=torch.float64), full_matrices=False
+    )
+    values = torch.logspace(1, -2, len(Vh), dtype=torch.float64)
+    return (U * values @ Vh).float()
+
+
+def make_layer(world, tmp_path, weight: torch.Tensor, ratio: float, *, conv1d: bool = False, bias=None):
+    """An OSFTLinear for `weight` (out, in), sharded by itself."""
+    with torch.device("meta"):
+        module = Conv1D(*weight.shape) if conv1d else nn.Linear(*weight.shape[::-1])
+    module.bias = None if bias is None else nn.Parameter(bias)
+    shape = oriented_shape(module, "weights")
+    layer = OSFTLinear(module, num_kept=count_kept(shape[1], ratio), basis="weights", compute_dtype=torch.float32)
+    stored = weight.T.contiguous() if conv1d else weight
+    matrix = weight if layer.on_input else weight.T.contiguous()
+    file = tmp_path / "subspace.safetensors"
+    write_subspace(file, make_subspace(matrix, device=world.device))
+    fill_layer(layer, "layer", weights={"layer.weight": stored}, file=file, world=world)
+    return fully_shard(layer, mesh=world.mesh)
+
+
+def kept_directions(weight: torch.Tensor, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """U_high and V_high of a weight, from its fp64 SVD; without those whose singular value is zero."""
+    U, S, Vh = torch.linalg.svd(weight.double(), full_matrices=False)
+    num_kept = min(count_kept(len(S), ratio), int(S.gt(1e-6 * S[0]).sum()))
+    return U[:, :num_kept], Vh[:num_kept].T
+
+
+def leak(update: torch.Tensor, weight: torch.Tensor, ratio: float) -> float:
+    U_high, V_high = kept_directions(weight, ratio)
+    update = update.double()
+    return (max((U_high.T @ update).norm(), (update @ V_high).norm()) / update.norm()).item()
+
+
+def free_part(matrix: torch.Tensor, weight: torch.Tensor, ratio: float) -> torch.Tensor:
+    """What of a matrix is a reachable update."""
+    U_high, V_high = kept_directions(weight, ratio)
+    matrix = matrix.double()
+    matrix = matrix - U_high @ (U_high.T @ matrix)
+    return (matrix - matrix @ V_high @ V_high.T).float()
+
+
+@pytest.mark.parametrize("shape", [(60, 40), (40, 40)])
+@pytest.mark.parametrize("spectrum", ["falling", "steep", "degenerate", "rank_deficient", "zero"])
+def test_subspaces_are_those_of_the_fp64_svd(shape, spectrum):
+    values = {
+        "falling": torch.logspace(1, -3, 40, dtype=torch.float64),
+        "steep": torch.logspace(0, -12, 40, dtype=torch.float64),
+        "degenerate": torch.tensor([5.0] * 13 + [2.0] * 17 + [1.0] * 10, dtype=torch.float64),
+        "rank_deficient": torch.tensor([3.0] * 5 + [2.0] * 5 + [0.0] * 30, dtype=torch.float64),
+        "zero": torch.zeros(40, dtype=torch.float64),
+    }[spectrum]
+    generator = torch.Generator().manual_seed(0)
+    U, _, Vh = torch.linalg.svd(torch.randn(*shape, generator=generator, dtype=torch.float64), full_matrices=False)
+    matrix = U * values @ Vh
+    basis, singular_values = decompose(matrix)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(40, dtype=torch.float64))
+    torch.testing.assert_close(singular_values, values, rtol=1e-6, atol=1e-12)
+    for k in range(1, 40):
+        if values[k - 1] > 1.1 * values[k] and values[k - 1] > 1e-10:  # else the subspace is not unique
+            kept = basis[:, :k]
+            error = (kept - Vh[:k].T @ (Vh[:k] @ kept)).norm()
+            assert error <= 1e-5, f"k = {k}: {error:.1e}"
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_untrained_it_is_the_layer_that_it_replaces_bitwise(shape, ratio, conv1d, world, tmp_path):
+    weight = random_matrix(*SHAPES[shape])
+    layer = make_layer(world, tmp_path, weight, ratio, conv1d=conv1d)
+    assert torch.equal(layer.merged_weight(torch.float32), weight.T if conv1d else weight)
+    x = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(layer(x), x @ weight.T)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.75])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_forward_and_backward_are_those_of_the_dense_layer(shape, ratio, has_bias, world, tmp_path):
+    weight = random_matrix(*SHAPES[shape])
+    bias = torch.randn(len(weight)) if has_bias else None
+    layer = make_layer(world, tmp_path, weight, ratio, bias=bias)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 7, weight.shape[1], generator=generator, requires_grad=True)
+    slope = torch.randn(3, 7, weight.shape[0], generator=generator)
+    with torch.no_grad():
+        coefficients = layer.coefficients.to_local()
+        coefficients.copy_(torch.randn(coefficients.shape, generator=generator) * 0.1)
+    dense = layer.merged_weight(torch.float32).requires_grad_()
+    output = layer(x)
+    (output * slope).sum().backward()
+    gradient, x.grad = x.grad, None
+    expected = nn.functional.linear(x, dense, bias)
+    (expected * slope).sum().backward()
+    for value, reference in ((output, expected), (gradient, x.grad)):
+        assert (value - reference).norm() <= 1e-6 * reference.norm()
+    d_matrix = dense.grad if layer.on_input else dense.grad.T  # of A
+    expected = d_matrix @ layer.V_low.full_tensor()
+    if layer.U_low is not None:
+        expected = layer.U_low.full_tensor().T @ expected
+    assert (layer.coefficients.grad.full_tensor() - expected).norm() <= 1e-6 * expected.norm()
+    assert layer.base.grad is None and layer.V_low.grad is None
+
+
+def learn(layer, target: torch.Tensor, *, steps: int = 400, weight_decay: float = 0.0) -> torch.Tensor:
+    """The layer's weight after AdamW has pulled it towards `target` (out, in)."""
+    optimizer = build_optimizer(layer, learning_rate=0.1, weight_decay=weight_decay, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5 * (1 + np.cos(np.pi * step / steps))
+        ((layer(torch.eye(target.shape[1])).T - target) ** 2).sum().backward()
+        project_gradients([layer])
+        optimizer.step()
+        project_updates([layer])
+        optimizer.zero_grad()
+    return layer.merged_weight(torch.float32)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_allowed_update_is_reached_and_no_other(shape, ratio, world, tmp_path):
+    weight = random_matrix(*SHAPES[shape])
+    wanted = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    allowed = free_part(wanted, weight, ratio)
+    update = learn(make_layer(world, tmp_path, weight, ratio), weight + allowed) - weight
+    assert (update - allowed).norm() <= 1e-3 * allowed.norm()
+    update = learn(make_layer(world, tmp_path, weight, ratio), weight + wanted) - weight
+    assert (update - allowed).norm() <= 1e-3 * allowed.norm()
+    if ratio < 1:
+        assert (update - wanted).norm() >= 0.1 * wanted.norm()
+        assert leak(update, weight, ratio) <= LEAK
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("spectrum", ["rank_deficient", "zero", "degenerate"])
+def test_weights_without_a_full_spectrum_are_trained_within_theirs(shape, spectrum, world, tmp_path):
+    out_features, in_features = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    weight = {
+        "rank_deficient": random_matrix(out_features, 5) @ random_matrix(5, in_features),
+        "zero": torch.zeros(out_features, in_features),
+        "degenerate": torch.eye(out_features, in_features),
+    }[spectrum]
+    wanted = torch.randn(weight.shape, generator=generator)
+    layer = make_layer(world, tmp_path, weight, 0.25)
+    update = learn(layer, weight + wanted, steps=50) - weight
+    assert update.isfinite().all() and update.norm() > 0
+    assert measure_leak([layer]) <= LEAK
+    if spectrum == "rank_deficient":
+        assert leak(update, weight, 0.25) <= LEAK
+
+
+def test_weight_decay_pulls_towards_the_start(world, tmp_path):
+    weight = random_matrix(48, 32)
+    target = weight + 10 * torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    free, decayed = (
+        learn(make_layer(world, tmp_path, weight, 0.5), target, weight_decay=decay) - weight for decay in (0.0, 20.0)
+    )
+    assert decayed.norm() < 0.7 * free.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_gradient_that_is_clipped_is_the_one_that_is_applied(shape, world, tmp_path):
+    weight = random_matrix(*SHAPES[shape])
+    layer = make_layer(world, tmp_path, weight, 0.25)
+    x = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(1))
+    layer(x).square().sum().backward()
+    project_gradients([layer])
+    dense = weight.clone().requires_grad_()
+    (x @ dense.T).square().sum().backward()
+    allowed = free_part(dense.grad, weight, 0.25)
+    assert layer.coefficients.grad.full_tensor().norm().item() == pytest.approx(allowed.norm().item(), rel=1e-5)
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+SAMPLES = [(np.array(ids), np.array(labels), None) for ids, labels in make_samples(6, vocab_size=VOCAB_SIZE)]
+
+
+def settings(tmp_path, ratio: float = 0.25, **changes) -> OSFTSettings:
+    return OSFTSettings(**dict(unfreeze_rank_ratio=ratio, cache_dir=str(tmp_path / "cache")) | changes)
+
+
+def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[float]:
+    """AdamW steps with weight decay and clipping, as train.py does them; their losses."""
+    layers = find_osft_layers(model)
+    optimizer = build_optimizer(model, learning_rate=learning_rate, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for _ in range(num_steps):
+        loss = model(pack_samples(SAMPLES)) / 100
+        loss.backward()
+        project_gradients(layers)
+        gradients = local_gradients(model)
+        norm = torch.stack(torch._foreach_norm(gradients)).norm().item()
+        clip_gradients(gradients, grad_norm=norm, max_grad_norm=0.5)
+        optimizer.step()
+        project_updates(layers)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path / "model")
+    model = build(path, world, osft=settings(tmp_path))
+    check_model(model, pack_samples, device=world.device)
+    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32)}
+    reference = AutoModelForCausalLM.from_pretrained(path)
+    assert before.keys() == dict(reference.named_parameters()).keys()
+    for name, param in reference.named_parameters():
+        assert torch.equal(before[name], param), name
+    losses = train_steps(model, 20)
+    assert losses[-1] < losses[0]
+
+    trained = {name for name, module in model.model.named_modules() if isinstance(module, OSFTLinear)}
+    assert trained and all(".0." in name or ".1." in name for name in trained)
+    after = dict(gather_weights(model.model, torch.float32))
+    for name, weight in after.items():
+        if name.removesuffix(".weight") in trained and name.endswith(".weight"):
+            assert leak(weight - before[name], before[name], 0.25) <= LEAK, name
+        else:
+            assert torch.equal(weight, before[name]), name
+    assert 0 < measure_leak(find_osft_layers(model)) <= LEAK
+    reference.load_state_dict(after, strict=False)
+    prompt = torch.randint(3, VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.model.set_attn_implementation("eager")
+        _, logits = model.eval().reference(prompt)
+        torch.testing.assert_close(logits, reference.eval()(prompt).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [dict(activation_checkpointing="full"), dict(compile=True)])
+def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_path):
+    path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
+    losses = [train_steps(build(path, world, osft=settings(tmp_path), **options), 5) for options in ({}, change)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_second_start_and_another_ratio_decompose_nothing(world, tmp_path, monkeypatch):
+    path = save_model(FAMILIES["gpt2"], tmp_path / "model")
+    first = dict(gather_weights(build(path, world, osft=settings(tmp_path)).model, torch.float32))
+    num_files = len(list((tmp_path / "cache").iterdir()))
+    monkeypatch.setattr("osft.make_subspace", None)
+    again = dict(gather_weights(build(path, world, osft=settings(tmp_path, 0.6)).model, torch.float32))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert len(list((tmp_path / "cache").iterdir())) == num_files == 8
+
+
+def test_a_long_start_shows_that_it_moves_on(world, tmp_path):
+    matrices, seen = {"a": random_matrix(8, 8), "b": random_matrix(12, 8), "c": random_matrix(9, 8)}, []
+    options = dict(dtype=torch.float32, cache_dir=tmp_path / "cache", world=world, progress=seen.append)
+    shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
+    prepare_subspaces(shapes, matrices.get, **options)
+    assert seen == [f"OSFT, after {done} of 3 decompositions" for done in range(3)]
+    prepare_subspaces(shapes, matrices.get, **options)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "train_others", "said"),
+    [("mixtral", False, "stay as they are"), ("gpt_oss_sinks", True, "train freely"), ("llama_tied_bias", False, None)],
+)
+def test_experts_that_are_not_covered_are_named_at_the_start(family, train_others, said, world, tmp_path, caplog):
+    path = save_model(FAMILIES[family], tmp_path / "model")
+    with caplog.at_level("WARNING", logger="mini_trainer"):
+        build(path, world, osft=settings(tmp_path, train_others=train_others))
+    assert (said is None and "experts" not in caplog.text) or f"hold experts as one: they {said}" in caplog.text
+
+
+def test_a_broken_cache_is_refused_with_the_file_to_remove(world, tmp_path):
+    path = save_model(FAMILIES["gpt2"], tmp_path / "model")
+    build(path, world, osft=settings(tmp_path))
+    file = next((tmp_path / "cache").iterdir())
+    file.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=f"cannot read {file}.*remove it"):
+        build(path, world, osft=settings(tmp_path))
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(ValueError, match="--osft-cache-dir"):
+        build(path, world, osft=settings(tmp_path, cache_dir=str(tmp_path / "a_file")))
+
+
+def test_only_what_the_patterns_name_is_trained(world, tmp_path):
+    path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
+    model = build(path, world, osft=settings(tmp_path, target_patterns=("q_proj", "1.mlp")))
+    trained = {name for name, param in model.model.named_parameters() if param.requires_grad}
+    names = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj")
+    assert trained == {f"model.layers.{name}.coefficients" for name in names}
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_the_weights_are_read(world, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"--osft-target-patterns embed_tokens: no linear layer.*q_proj"):
+        build(path, world, osft=settings(tmp_path, target_patterns=("mlp", "embed_tokens")))
+
+
+def test_without_free_directions_targets_stay_and_others_train(world, tmp_path):
+    path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
+    model = build(path, world, osft=settings(tmp_path, 0.0, train_others=True))
+    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32)}
+    train_steps(model, 3)
+    after = dict(gather_weights(model.model, torch.float32))
+    for name, weight in after.items():
+        is_target = "_proj.weight" in name
+        assert torch.equal(weight, before[name]) == is_target, name
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def train_command(root, output_dir, *, model, data, **options) -> list[str]:
+    return ["train.py", *flags(
+        model_name_or_path=model, data_path=data, output_dir=output_dir, batch_size=9, max_tokens_per_gpu=45,
+        max_steps=20, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, export_dtype="float32",
+        osft=True, osft_unfreeze_rank_ratio=0.25, osft_cache_dir=root / "cache", **options,
+    )]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_ranks_change_nothing_and_exports_keep_what_they_must(family, tmp_path):
+    model = save_tokenizer(save_model(FAMILIES[family], tmp_path / "model"))
+    data = write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE, max_len=40))
+    start = load_file(model / "model.safetensors")
+    rows, exports = {}, {}
+    for num_ranks in (1, 2, 4):
+        output_dir = tmp_path / f"run_{num_ranks}"
+        root = tmp_path / str(num_ranks)  # a cache of its own: every number of ranks decomposes
+        argv = train_command(root, output_dir, model=model, data=data)
+        result = run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv))
+        assert result.returncode == 0, result.stderr
+        rows[num_ranks] = [
+            json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()
+        ]
+        export_dir = output_dir / "hf_format" / "samples_180"
+        exports[num_ranks] = load_file(export_dir / "model.safetensors")
+        assert exports[num_ranks].keys() == start.keys()
+        _, report = AutoModelForCausalLM.from_pretrained(export_dir, output_loading_info=True)
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert [row["osft_leak"] is None for row in rows[num_ranks]] == [True] * 19 + [False]
+        assert 0 < rows[num_ranks][-1]["osft_leak"] <= LEAK
+    num_trained = 0
+    for name, weight in start.items():
+        for num_ranks, exported in exports.items():
+            update = exported[name] - weight
+            if update.norm() > 0:
+                num_trained += 1
+                assert leak(update, weight, 0.25) <= LEAK, f"{name} on {num_ranks} ranks"
+                assert (exported[name] - exports[1][name]).norm() <= 1e-2 * update.norm(), f"{name}, {num_ranks} ranks"
+    assert num_trained == 3 * {"qwen3": 14, "gpt2": 8}[family]
+    for num_ranks in (2, 4):
+        for row, expected in zip(rows[num_ranks], rows[1], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    # Task after task: the export is an ordinary model.
+    output_dir = tmp_path / "second"
+    result = run([sys.executable, *train_command(tmp_path, output_dir, model=export_dir, data=data)])
+    assert result.returncode == 0, result.stderr
+    second = load_file(output_dir / "hf_format" / "samples_180" / "model.safetensors")
+    for name, weight in exports[4].items():
+        if (second[name] - weight).norm() > 0:
+            assert leak(second[name] - weight, weight, 0.25) <= LEAK, name
+
+
+# -- directions from activations ---------------------------------------------------------------------------------------
+
+
+def watch(path, world, data, *, statistics_file=None, seed=0):
+    """Statistics of the model at `path` on `data`."""
+    return prepare_statistics(
+        statistics_file,
+        data,
+        lambda **options: build(path, world, **options),
+        seed=seed,
+        max_tokens_per_gpu=64,
+        world=world,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_are_the_covariances_of_what_the_layers_see(family, world, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path / "model")
+    samples = make_samples(12, vocab_size=VOCAB_SIZE)
+    statistics = watch(path, world, TokenizedData(write_samples(tmp_path / "data.arrow", samples)))
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    layers = {name: module for name, module in model.named_modules() if name in statistics.inputs}
+    seen = {name: [] for name in layers}
+    for name, module in layers.items():
+        module.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0].flatten(0, -2).double()))
+    with torch.no_grad():
+        for input_ids, _ in samples:
+            model(torch.tensor(input_ids)[None], use_cache=False)
+    assert layers
+    for name, inputs in seen.items():
+        inputs = torch.cat(inputs)
+        torch.testing.assert_close(statistics.covariance(name), inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-5)
+    assert len(statistics.similarities) == 2
+    assert np.mean([statistics.importance(block) for block in statistics.similarities]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2"])
+def test_outputs_on_kept_inputs_do_not_change(family, world, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path / "model")
+    statistics = watch(
+        path, world, TokenizedData(write_samples(tmp_path / "old.arrow", make_samples(12, vocab_size=VOCAB_SIZE)))
+    )
+    keep = settings(tmp_path, 0.4, basis="activations", statistics=statistics)
+    model = build(path, world, osft=keep)
+    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32)}
+    losses = train_steps(model, 20)
+    assert losses[-1] < losses[0]
+    after = dict(gather_weights(model.model, torch.float32))
+    for name in statistics.inputs:
+        update = (after[f"{name}.weight"] - before[f"{name}.weight"]).double()
+        update = update.T if family == "gpt2" else update  # (out, in)
+        values, vectors = torch.linalg.eigh(statistics.covariance(name))
+        num_kept = count_kept(len(values), 0.4)
+        assert update.norm() > 0
+        assert (update @ vectors[:, -num_kept:]).norm() <= LEAK * update.norm(), name
+        energy = (update @ statistics.covariance(name) @ update.T).trace()  # mean of |dW x|^2 over old inputs
+        assert energy <= 1.001 * update.norm() ** 2 * values[-num_kept - 1]
+    assert measure_leak(find_osft_layers(model)) <= LEAK
+
+
+def test_keep_energy_keeps_as_few_directions_as_carry_it(world, tmp_path):
+    path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
+    statistics = watch(
+        path, world, TokenizedData(write_samples(tmp_path / "old.arrow", make_samples(12, vocab_size=VOCAB_SIZE)))
+    )
+    keep = settings(tmp_path, None, keep_energy=0.9, basis="activations", statistics=statistics)
+    model = build(path, world, osft=keep).model
+    for name in statistics.inputs:
+        values = torch.linalg.eigvalsh(statistics.covariance(name)).flip(0)
+        shares = values.cumsum(0) / values.sum()
+        num_kept = model.get_submodule(name).num_kept
+        assert shares[num_kept - 1] >= 0.9 > (shares[num_kept - 2] if num_kept > 1 else 0)
+    with pytest.raises(ValueError, match=r"--osft-keep-energy 1.0: nothing is left to train"):
+        build(path, world, osft=dataclasses.replace(keep, keep_energy=1.0))
+
+
+def test_statistics_of_two_tasks_are_added_once_each(world, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path / "model")
+    file = tmp_path / "statistics.safetensors"
+    data = [
+        TokenizedData(write_samples(tmp_path / f"{i}.arrow", make_samples(12, vocab_size=VOCAB_SIZE, seed=i)))
+        for i in range(2)
+    ]
+    alone = [watch(path, world, one) for one in data]
+    for one in (*data, *data):
+        both = watch(path, world, one, statistics_file=file)
+    without_data = watch(path, world, None, statistics_file=file)
+    for name in both.inputs:
+        expected = alone[0].covariance(name) + alone[1].covariance(name)
+        for statistics in (both, without_data):
+            torch.testing.assert_close(statistics.covariance(name), expected)
+    other = save_model(FAMILIES["phi3"], tmp_path / "other")
+    with pytest.raises(ValueError, match="statistics of another model"):
+        build(other, world, osft=settings(tmp_path, basis="activations", statistics=both))
+    file.write_text("nothing")
+    for bad in (file, tmp_path / "missing.safetensors"):
+        with pytest.raises(ValueError, match=f"--osft-statistics {bad}"):
+            watch(path, world, None, statistics_file=bad)
+
+
+def test_important_blocks_keep_more(world, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path / "model")
+    statistics = Statistics(similarities={"model.layers.0": 0.6, "model.layers.1": 0.9}, inputs={}, data_hashes=["x"])
+    keep = settings(tmp_path, 0.5, allocation="importance", statistics=statistics)
+    model = build(path, world, osft=keep).model
+    # r = 0.1 + I (0.5 - 0.1) with I = 0.8 and 1.2: 0.42 and 0.58 of 32 directions
+    assert [model.model.layers[i].mlp.up_proj.num_kept for i in (0, 1)] == [13, 18]
+
+
+def test_data_of_another_tokenizer_is_refused_before_the_model_loads(tmp_path):
+    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    data = write_samples(tmp_path / "data.arrow", make_samples(12, vocab_size=VOCAB_SIZE))
+    sidecar = dict(tokenizer_fingerprint="of another", max_token_id=5)
+    (tmp_path / "old.arrow.meta.json").write_text(json.dumps(sidecar))
+    old = write_samples(tmp_path / "old.arrow", make_samples(12, vocab_size=VOCAB_SIZE))
+    (model / "model.safetensors").unlink()
+    argv = train_command(tmp_path, tmp_path / "run", model=model, data=data, osft_calibration_data=old,
+                         osft_basis="activations")  # fmt: skip
+    result = run([sys.executable, *argv])
+    assert result.returncode == 2
+    assert f"--osft-calibration-data {old} was made with another tokenizer" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family, world, tmp_path):
+    model = save_tokenizer(save_model(FAMILIES[family], tmp_path / "model"))
+    data = write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE))
+    common = dict(
+        model_name_or_path=str(model), data_path=str(data), batch_size=9, max_tokens_per_gpu=45, learning_rate=1e-2,
+        weight_decay=0.1, export_dtype="float32", osft=True, osft_unfreeze_rank_ratio=0.3,
+        osft_target_patterns=("attn", "mlp"), checkpoint_every_steps=1,
+    )  # fmt: skip
+    caches = iter(range(9))
+
+    def start(name: str, max_steps: int) -> dict[str, torch.Tensor]:
+        cache_dir = str(tmp_path / f"cache_{next(caches)}")  # decomposed anew: the checkpoint has the directions
+        output_dir = tmp_path / name
+        train_here(world, output_dir=str(output_dir), max_steps=max_steps, osft_cache_dir=cache_dir, **common)
+        return load_file(output_dir / "hf_format" / f"samples_{9 * max_steps}" / "model.safetensors")
+
+    whole = start("whole", 6)
+    start("parts", 2)
+    parts = start("parts", 6)
+    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+    leaks = [
+        json.loads((tmp_path / name / "training_metrics_0.jsonl").read_text().splitlines()[-1])["osft_leak"]
+        for name in ("whole", "parts")
+    ]
+    assert leaks[0] == leaks[1] and 0 < leaks[0] <= LEAK
+
+
+@pytest.mark.slow
+def test_a_run_that_moves_between_numbers_of_ranks_keeps_what_it_must(tmp_path):
+    model = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "model"))
+    data = write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE))
+    start = load_file(model / "model.safetensors")
+    for num_ranks, max_steps in ((4, 4), (1, 8), (2, 12)):
+        argv = train_command(
+            tmp_path / str(num_ranks), tmp_path / "run", model=model, data=data, checkpoint_every_steps=4
+        )
+        argv[argv.index("--max-steps") + 1] = str(max_steps)
+        result = run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv))
+        assert result.returncode == 0, result.stderr
+        exported = load_file(tmp_path / "run" / "hf_format" / f"samples_{9 * max_steps}" / "model.safetensors")
+        for name, weight in start.items():
+            if (exported[name] - weight).norm() > 0:
+                assert leak(exported[name] - weight, weight, 0.25) <= LEAK, f"{name} on {num_ranks} ranks"

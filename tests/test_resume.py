@@ -1,0 +1,397 @@
+"""A resumed run is the uninterrupted one, and a checkpoint that cannot be trusted is named and never used."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import train_here
+from processes import flags, torchrun
+from processes import run as run_process
+from safetensors.torch import load_file
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+
+from checkpoint_files import TensorReader, read_manifest, write_json, write_manifest
+from checkpointing import NoValidCheckpoint
+
+NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
+OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0,
+               checkpoint_every_steps=1, keep_checkpoints=9, export_dtype="float32")  # fmt: skip
+TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
+
+
+def make_inputs(root: Path, family: str) -> dict[str, str]:
+    model = save_tokenizer(save_model(FAMILIES[family], root / "model"))
+    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
+    return dict(model_name_or_path=str(model), data_path=str(data))
+
+
+@pytest.fixture
+def start(inputs, world, caplog):
+    """Trains in this process; returns the console's lines of this start."""
+
+    def run(output_dir: Path, **changes) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="mini_trainer"):
+            train_here(world, **(inputs | OPTIONS | dict(output_dir=str(output_dir)) | changes))
+        return caplog.messages
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, world, tmp_path_factory) -> Path:
+    """Six steps without interruption; their checkpoints and the last one's export are there."""
+    output_dir = tmp_path_factory.mktemp("finished") / "run"
+    train_here(world, **(inputs | OPTIONS | dict(output_dir=str(output_dir), max_steps=6)))
+    return output_dir
+
+
+def copy_until(finished: Path, step: int, output_dir: Path) -> Path:
+    """The run as it would lie there had it ended after `step`, while it was writing the next line of its metrics."""
+    shutil.copytree(finished, output_dir)
+    for path in (output_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(output_dir / "hf_format")
+    params = output_dir / "training_params.json"
+    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
+    metrics = output_dir / "training_metrics_0.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[: step + 1]) + lines[-1][:20])
+    return output_dir
+
+
+def read_rows(output_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def check_same(one: Path, other: Path, *, step: int) -> None:
+    """The checkpoints of `step`, all metrics and the export are the same, to the last bit."""
+    assert read_rows(one) == read_rows(other)
+    tensors = [load_checkpoint(path / "checkpoints" / f"step_{step}") for path in (one, other)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert any(name.startswith("optimizer/exp_avg_sq/") for name in tensors[0])
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+    for path in (one / "hf_format").iterdir():
+        weights = [
+            load_file(path / "model.safetensors"),
+            load_file(other / "hf_format" / path.name / "model.safetensors"),
+        ]
+        assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors, whole."""
+    manifest = read_manifest(path)
+    reader, tensors = TensorReader(path, manifest), {}
+    for name, layout in manifest["tensors"].items():
+        tensors[name] = torch.full(layout["shape"], float("nan"))
+        reader.read(tensors[name], name, [0] * len(layout["shape"]))
+    return tensors
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(step, is_async, start, finished, tmp_path):
+    output_dir = copy_until(finished, step, tmp_path / "run")
+    messages = start(output_dir, max_steps=6, async_checkpoint=is_async)
+    assert messages[0].startswith(
+        f"resuming from {output_dir}/checkpoints/step_{step}: {step} steps, {8 * step} samples"
+    )
+    check_same(finished, output_dir, step=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])  # 4 ranks shard mixtral's experts along another dimension
+def test_a_run_moves_between_numbers_of_ranks(family, world, tmp_path):
+    inputs = make_inputs(tmp_path, family) | dict(learning_rate=1e-3)  # more, and routing multiplies rounding errors
+    train_here(world, **(OPTIONS | inputs | dict(output_dir=str(tmp_path / "one"), max_steps=8)))
+    for num_ranks, max_steps in ((4, 2), (2, 4), (1, 6), (4, 8)):
+        changes = dict(output_dir=tmp_path / "many", max_steps=max_steps, max_tokens_per_gpu=41)
+        result = run_process(torchrun(num_ranks, "train.py", *flags(**(OPTIONS | inputs | changes))))
+        assert result.returncode == 0, result.stderr
+    one, many = read_rows(tmp_path / "one"), read_rows(tmp_path / "many")
+    for row, other in zip(one, many, strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5)
+        for name in ("num_samples", "num_total_tokens", "num_loss_counted_tokens", "total_tokens_accumulated"):
+            assert other[name] == row[name]
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_bit_for_bit(inputs, tmp_path):
+    for name, max_steps in (("whole", 5), ("parts", 2), ("parts", 5)):
+        argv = flags(**(inputs | OPTIONS | dict(output_dir=tmp_path / name, max_steps=max_steps)))
+        result = run_process(torchrun(2, "train.py", *argv))
+        assert result.returncode == 0, result.stderr
+    shutil.rmtree(tmp_path / "parts" / "hf_format" / "samples_16")  # the export at the end of the first part
+    check_same(tmp_path / "whole", tmp_path / "parts", step=5)
+
+
+def test_an_export_that_was_due_at_the_checkpoint_is_made_on_resume(start, finished, tmp_path):
+    output_dir = copy_until(finished, 6, tmp_path / "run")
+    start(output_dir, max_steps=6)
+    check_same(finished, output_dir, step=6)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 1
+    path.write_bytes(content)
+
+
+def zero_tail(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-512] + bytes(512))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+WEIGHTS = "rank_00000.safetensors"
+DAMAGES = {
+    "truncated": (WEIGHTS, truncate, "bytes instead of"),
+    "zero tail": (WEIGHTS, zero_tail, "SHA-256"),
+    "flipped bit": (WEIGHTS, flip_bit, "SHA-256"),
+    "no weights": (WEIGHTS, Path.unlink, "missing"),
+    "link": (WEIGHTS, lambda path: (path.rename(path.parent.parent / "elsewhere"), path.symlink_to("../elsewhere")),
+             "no regular file"),
+    "changed state": ("state.json", lambda path: path.write_text(path.read_text().replace(": 6", ": 7", 1)), "SHA-256"),
+    "stray file": (".metadata", lambda path: path.write_bytes(b"cos\nsystem\n(S'false'\ntR."), "does not belong"),
+    "no manifest": ("manifest.json", Path.unlink, "missing"),
+    "manifest is a pipe": ("manifest.json", lambda path: (path.unlink(), os.mkfifo(path)), "no regular file"),
+    "torn manifest": ("manifest.json", truncate, "damaged"),
+    "changed manifest": ("manifest.json", lambda path: path.write_text(path.read_text().replace("F32", "F64", 1)),
+                         "damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(damage, start, finished, tmp_path):
+    name, spoil, reason = DAMAGES[damage]
+    output_dir = copy_until(finished, 5, tmp_path / "run")
+    spoil(output_dir / "checkpoints" / "step_5" / name)
+    with pytest.raises(NoValidCheckpoint, match=f"strict: .*step_5 cannot be trusted: {name} .*{reason}"):
+        start(output_dir, max_steps=6, resume="strict")
+    with pytest.raises(NoValidCheckpoint, match=f"step_5: cannot be trusted: {name} .*{reason}"):
+        start(output_dir, max_steps=6, resume=str(output_dir / "checkpoints" / "step_5"))
+    messages = start(output_dir, max_steps=6)
+    assert name in messages[0] and reason in messages[0] and messages[0].endswith("set aside as damaged_step_5")
+    assert messages[1].startswith(f"resuming from {output_dir}/checkpoints/step_4")
+    check_same(finished, output_dir, step=6)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(start, finished, tmp_path):
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    (output_dir / "checkpoints" / "step_3").rename(output_dir / "checkpoints" / "step_5")
+    messages = start(output_dir, max_steps=6)
+    assert "state.json is of step 3, and the directory's name is step_5; set aside as damaged_step_5" in messages[0]
+    check_same(finished, output_dir, step=6)
+
+
+def test_a_file_under_the_name_of_a_checkpoint_is_set_aside(start, finished, tmp_path):
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    (output_dir / "checkpoints" / "step_9").touch()
+    assert "manifest.json is missing; set aside as damaged_step_9" in start(output_dir, max_steps=3)[0]
+
+
+def forge(directory: Path, **state: object) -> dict:
+    """Changes a checkpoint's state and removes its manifest, which the forger, too, can write; returns that."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    del manifest["sha256"]
+    (directory / "manifest.json").unlink()
+    content = json.loads((directory / "state.json").read_text()) | state
+    (directory / "state.json").unlink()
+    manifest["files"]["state.json"] = write_json(directory / "state.json", content)
+    return manifest
+
+
+@pytest.mark.parametrize("position", [None, dict(step="1"), dict(step=-1), dict(steps=1), [1, 2]])
+def test_a_state_that_was_forged_is_refused(position, start, finished, tmp_path):
+    output_dir = copy_until(finished, 1, tmp_path / "run")
+    directory = output_dir / "checkpoints" / "step_1"
+    write_manifest(directory, forge(directory, position=position))
+    with pytest.raises(NoValidCheckpoint, match=r"only damaged_step_1"):
+        start(output_dir, max_steps=6)
+
+
+def test_a_manifest_that_was_forged_is_refused(start, finished, tmp_path):
+    output_dir = copy_until(finished, 1, tmp_path / "run")
+    directory = output_dir / "checkpoints" / "step_1"
+    manifest = forge(directory)
+    manifest["files"]["../../../etc/passwd"] = manifest["files"].pop(WEIGHTS)
+    write_manifest(directory, manifest)
+    with pytest.raises(NoValidCheckpoint, match="no checkpoint is left that can be trusted, only damaged_step_1"):
+        start(output_dir, max_steps=6)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_zero(start, finished, tmp_path):
+    output_dir = copy_until(finished, 2, tmp_path / "run")
+    for step in (1, 2):
+        flip_bit(output_dir / "checkpoints" / f"step_{step}" / WEIGHTS)
+    for _ in range(2):
+        with pytest.raises(NoValidCheckpoint, match="only damaged_step_1, damaged_step_2; to start from zero, name"):
+            start(output_dir, max_steps=6)
+
+
+CHANGES = {
+    "data": dict(drop_overlong=True, max_tokens_per_gpu=38),
+    "seed": dict(seed=1),
+    "batch-size": dict(batch_size=9),
+    "learning-rate": dict(learning_rate=2e-2),
+    "number of steps": dict(max_steps=7),
+    "compute-dtype": dict(compute_dtype="bfloat16"),
+    "weight-decay": dict(weight_decay=0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def decaying(inputs, world, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("decaying") / "run"
+    options = OPTIONS | dict(lr_scheduler="linear", max_steps=2, output_dir=str(output_dir))
+    train_here(world, **(inputs | options))
+    shutil.rmtree(output_dir / "checkpoints" / "step_2")
+    return output_dir
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_changed_run_is_refused_by_name_and_recorded_where_it_is_allowed(changed, start, decaying, tmp_path):
+    output_dir = shutil.copytree(decaying, tmp_path / "run")
+    options = dict(lr_scheduler="linear", max_steps=2) | CHANGES[changed]
+    with pytest.raises(ValueError, match=f"step_1 was made with other {changed}"):
+        start(output_dir, **options)
+    start(output_dir, **options, allow_changed_options=True)
+    params = json.loads((output_dir / "training_params.json").read_text())
+    assert [len(start["changed_options"]) for start in params["starts"]] == [0, 1]
+    assert params["changed_options"][0].startswith(changed)
+
+
+@pytest.mark.parametrize("changed", ["model", "tokenizer", "chat template", "data"])
+def test_changed_inputs_are_refused_by_name(changed, start, decaying, inputs, tmp_path):
+    output_dir = shutil.copytree(decaying, tmp_path / "run")
+    model, data = tmp_path / "model", tmp_path / "data.arrow"
+    shutil.copytree(inputs["model_name_or_path"], model)
+    shutil.copy(inputs["data_path"], data)
+    if changed == "model":
+        save_model(FAMILIES["llama_tied_bias"], model, seed=1)
+    elif changed == "tokenizer":
+        tokenizer = json.loads((model / "tokenizer.json").read_text())
+        tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | dict(id=VOCAB_SIZE - 1, content="<new>"))
+        (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    elif changed == "chat template":
+        (model / "chat_template.jinja").write_text("{{ messages }}")
+    else:
+        write_samples(data, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, seed=1))
+    with pytest.raises(ValueError, match=f"step_1 was made with other {changed}: give"):
+        start(output_dir, lr_scheduler="linear", max_steps=2, model_name_or_path=str(model), data_path=str(data))
+
+
+def test_what_does_not_change_the_numbers_may_change(start, finished, tmp_path):
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    start(output_dir, max_steps=6, activation_checkpointing="none", keep_checkpoints=1)
+    assert read_rows(output_dir) == read_rows(finished)
+
+
+def test_the_newest_valid_checkpoints_are_kept_and_nothing_else(start, finished, tmp_path):
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    truncate(output_dir / "checkpoints" / "step_2" / WEIGHTS)  # not counted, but left for whoever wants to look
+    (output_dir / "checkpoints" / ".writing_step_9").mkdir()
+    start(output_dir, max_steps=4, keep_checkpoints=3)
+    names = sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+    assert names == ["step_1", "step_2", "step_3", "step_4"]
+    start(output_dir, max_steps=5, keep_checkpoints=2)
+    assert sorted(path.name for path in (output_dir / "checkpoints").iterdir()) == ["step_4", "step_5"]
+
+
+def test_an_older_checkpoint_starts_another_run_but_not_in_the_same_directory(start, finished, tmp_path):
+    older = finished / "checkpoints" / "step_2"
+    with pytest.raises(
+        ValueError, match=r"newer checkpoints \(step_6, step_5, step_4, step_3\).*name a new --output-dir"
+    ):
+        start(finished, max_steps=6, resume=str(older))
+    start(tmp_path / "other", max_steps=6, resume=str(older))
+    tensors = [load_checkpoint(path / "checkpoints" / "step_6") for path in (finished, tmp_path / "other")]
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+
+
+def test_another_run_is_never_written_into(start, finished, tmp_path):
+    with pytest.raises(ValueError, match=r"is not an empty directory.*--resume none does not go on with"):
+        start(copy_until(finished, 2, tmp_path / "unfinished"), max_steps=6, resume="none")
+    begun = copy_until(finished, 0, tmp_path / "begun")
+    with pytest.raises(
+        ValueError, match=r"not an empty directory.*without a checkpoint, and other seed \(42 before, now 7\)"
+    ):
+        start(begun, max_steps=6, seed=7)
+
+
+def test_a_checkpoint_of_any_name_is_taken_by_its_path_but_into_no_other_run(start, finished, tmp_path):
+    best = shutil.copytree(finished / "checkpoints" / "step_2", tmp_path / "best")
+    messages = start(tmp_path / "other", max_steps=3, resume=str(best))
+    assert messages[0].startswith(f"resuming from {best}: 2 steps")
+    with pytest.raises(ValueError, match=r"holds newer checkpoints \(step_3\)"):
+        start(tmp_path / "other", max_steps=6, resume=str(best))
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    metrics = (tmp_path / "other" / "training_metrics_0.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="is not an empty directory: it holds a finished run"):
+        start(tmp_path / "other", max_steps=6, resume=str(best))
+    assert (tmp_path / "other" / "training_metrics_0.jsonl").read_bytes() == metrics
+
+
+def test_halves_that_a_killed_start_left_are_no_other_run_and_go(start, finished, tmp_path):
+    output_dir = tmp_path / "run"
+    output_dir.mkdir()
+    for name in (".training_params.json", ".exit.json.host.123"):
+        (output_dir / name).write_text("{")
+    start(output_dir, max_steps=6)
+    check_same(finished, output_dir, step=6)
+    (output_dir / "hf_format" / ".removing_samples_8").mkdir()
+    start(output_dir, max_steps=6)
+    assert [path.name for path in (output_dir / "hf_format").iterdir()] == ["samples_48"]
+
+
+def test_a_run_ended_before_its_first_checkpoint_starts_again(start, finished, tmp_path):
+    begun = copy_until(finished, 0, tmp_path / "begun")
+    assert start(begun, max_steps=6)[0].startswith("starting from step 0")
+    check_same(finished, begun, step=6)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_part(is_async, inputs, finished, tmp_path):
+    output_dir = copy_until(finished, 2, tmp_path / "run")
+    size = (output_dir / "checkpoints" / "step_2" / WEIGHTS).stat().st_size
+    argv = flags(**(inputs | OPTIONS | dict(output_dir=output_dir, max_steps=6, async_checkpoint=is_async)))
+    command = ["bash", "-c", f'ulimit -f {size // 2 // 1024}; exec "$@"', "_", *torchrun(2, "train.py", *argv)]
+    result = run_process(command)
+    assert result.returncode == 1
+    assert "cannot write the checkpoint" in result.stderr
+    assert "rank_00000.safetensors: [Errno 27] File too large" in result.stderr
+    assert "bytes, the disk has" in result.stderr and "Older checkpoints are as they were" in result.stderr
+    assert sorted(path.name for path in (output_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_begun(start, finished, tmp_path, monkeypatch):
+    output_dir = copy_until(finished, 2, tmp_path / "run")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_345))
+    with pytest.raises(ValueError, match=r"no room for .*step_3: it needs [\d,]+ bytes .*the disk has 12,345 free"):
+        start(output_dir, max_steps=6)
+    assert sorted(path.name for path in (output_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
+
+
+def test_missing_metrics_are_said(start, finished, tmp_path):
+    output_dir = copy_until(finished, 3, tmp_path / "run")
+    metrics = output_dir / "training_metrics_0.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
+    assert any("no lines of steps 2 to 3" in message for message in start(output_dir, max_steps=4))

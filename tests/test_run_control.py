@@ -1,0 +1,429 @@
+"""Runs end together, soon, and say why: dead, failing, frozen ranks, requests to stop, two runs on one directory."""
+
+import _thread
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import ENV, ROOT, is_alive
+
+from run_control import (
+    BY_USER,
+    STOPS,
+    Cause,
+    Connection,
+    Flag,
+    Peer,
+    choose_cause,
+    describe_error,
+    describe_hang,
+    is_hanging,
+    may_be_launcher,
+    stop_reason,
+    within,
+)
+from run_lock import RunLock, read_boot_id, write_exit_file
+from training_args import ExitCode, RunError, parse_duration
+
+PROMISE = 10.0  # seconds within which all ranks are gone
+
+
+class Ranks:
+    """`num_ranks` processes of workers/controlled.py under a parent that stands for torchrun."""
+
+    def __init__(self, directory: Path, num_ranks: int, *, hang_timeout: float = 60, max_seconds: float = 0):
+        self.directory, self.num_ranks = directory, num_ranks
+        words = [sys.executable, str(ROOT / "tests/workers/controlled.py"), str(directory), str(hang_timeout)]
+        start = "".join(
+            f"RANK={r} LOCAL_RANK={r} {' '.join(words)} {max_seconds} 2> {directory}/stderr_{r} & "
+            for r in range(num_ranks)
+        )
+        env = ENV | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "test"}
+        self.parent = subprocess.Popen(["sh", "-c", f"{start} wait"], env=env)
+
+    def wait(self, pattern: str = "steps_*") -> "Ranks":
+        """Returns once every rank has made a step, or has started (`pid_*`)."""
+        deadline = time.monotonic() + 60
+        while len([path for path in self.directory.glob(pattern) if path.read_text()]) < self.num_ranks:
+            assert time.monotonic() < deadline, self.stderr()
+            time.sleep(0.02)
+        self.pids = [int((self.directory / f"pid_{rank}").read_text()) for rank in range(self.num_ranks)]
+        return self
+
+    def order(self, rank: int, what: str) -> None:
+        (self.directory / f"rank_{rank}").write_text(what)
+
+    def send(self, rank: int, number: int) -> None:
+        os.kill(self.pids[rank], number)
+
+    def wait_until_gone(self, *ranks: int, seconds: float = PROMISE) -> None:
+        pids = [self.pids[rank] for rank in ranks or range(self.num_ranks)]
+        deadline = time.monotonic() + seconds
+        while any(map(is_alive, pids)):
+            assert time.monotonic() < deadline, f"alive: {[is_alive(pid) for pid in self.pids]}\n{self.stderr()}"
+            time.sleep(0.02)
+
+    def are_alive(self) -> bool:
+        return all(map(is_alive, self.pids))
+
+    def stderr(self) -> str:
+        return "".join((self.directory / f"stderr_{rank}").read_text() for rank in range(self.num_ranks))
+
+    def outcome(self) -> dict:
+        return json.loads((self.directory / "run" / "exit.json").read_text())
+
+    def close(self) -> None:
+        self.parent.kill()
+        self.parent.wait()
+        for path in self.directory.glob("pid_*"):
+            if is_alive(int(path.read_text())):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Starts `Ranks`, and leaves none of them behind."""
+    started = []
+
+    def start(num_ranks: int, **options) -> Ranks:
+        started.append(Ranks(tmp_path, num_ranks, **options))
+        return started[-1]
+
+    yield start
+    for group in started:
+        group.close()
+
+
+def check_outcome(group: Ranks, code: ExitCode, rank: int, words: str) -> None:
+    """The cause stands in exit.json, and is printed by one rank, once."""
+    outcome = group.outcome()
+    assert (outcome["code"], outcome["name"], outcome["rank"]) == (code, code.name.lower(), rank)
+    assert words in outcome["message"]
+    assert outcome["step"] >= 0 and outcome["host"] == socket.gethostname() and outcome["time"]
+    assert group.stderr().count(outcome["message"]) == 1, group.stderr()
+    assert group.stderr().count("error: ") == (code not in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER))
+
+
+def test_all_ranks_end_together_once_the_last_is_done(ranks):
+    group = ranks(3).wait()
+    group.order(0, "finish")
+    group.order(2, "finish")
+    time.sleep(1)
+    assert group.are_alive()
+    group.order(1, "finish")
+    group.wait_until_gone()
+    assert group.outcome()["name"] == "done"
+    assert group.stderr() == ""
+    assert sorted(os.listdir(group.directory / "run")) == ["exit.json", "params.json"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_raises_is_named_first_and_once(rank, ranks):
+    group = ranks(4).wait()
+    group.order(rank, "raise")
+    group.wait_until_gone()
+    check_outcome(group, ExitCode.FAILED, rank, "RuntimeError: the third wheel came off")
+    assert group.stderr().count("Traceback") == 1
+    assert (f"rank 2 on {socket.gethostname()}: failed in step" in group.stderr()) == (rank == 2)
+
+
+def test_what_a_user_can_mend_has_no_traceback(ranks):
+    group = ranks(3).wait()
+    for rank in (2, 1):
+        group.order(rank, "refuse")
+    group.wait_until_gone()
+    check_outcome(group, ExitCode.BAD_INPUT, group.outcome()["rank"], "row 7 is bad")
+    assert group.outcome()["rank"] in (1, 2)
+    assert "Traceback" not in group.stderr()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others(rank, ranks):
+    group = ranks(3).wait()
+    group.send(rank, signal.SIGKILL)
+    group.wait_until_gone()
+    check_outcome(group, ExitCode.PEER_DIED, rank, f"rank {rank} (pid {group.pids[rank]} on")
+    assert (group.directory / "run" / ".lock").exists() == (rank == 0)
+    RunLock(group.directory / "run").release()  # the next start takes the lock of a dead process over
+
+
+def test_ranks_whose_parent_was_killed_end(ranks):
+    group = ranks(2).wait()
+    group.parent.kill()
+    group.parent.wait()
+    group.wait_until_gone()
+    assert group.outcome()["name"] == "peer_died"
+    assert group.stderr().count(f"error: torchrun (pid {group.parent.pid}") == 1
+
+
+def test_what_adopts_an_orphan_is_not_taken_for_torchrun():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    for more, is_launcher in (({}, False), ({"TORCHELASTIC_RUN_ID": "test"}, True)):
+        with subprocess.Popen(["cat"], env=env | more, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            process.stdout.readline()  # it runs
+            assert may_be_launcher(process.pid) == is_launcher
+    assert may_be_launcher(os.getpid())  # a Python program, as torchrun is
+
+
+def test_a_call_with_a_time_limit_is_made_although_no_thread_can_start(monkeypatch):
+    monkeypatch.setattr(_thread, "start_new_thread", lambda function, args: None)  # it died before its first line
+    called = []
+    within(1.0, lambda: called.append(1))
+    assert called == [1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_frozen_rank_is_named_and_the_others_leave_their_stacks(rank, ranks):
+    group = ranks(3, hang_timeout=4).wait()
+    group.send(rank, signal.SIGSTOP)
+    others = [other for other in range(3) if other != rank]
+    group.wait_until_gone(*others, seconds=4 + PROMISE)
+    outcome = group.outcome()
+    assert outcome["name"] == "hang"
+    assert f"rank {rank} (pid {group.pids[rank]} on" in outcome["message"]
+    assert group.stderr().count("error: ") == 1
+    for other in others:
+        text = (group.directory / "run" / "errors" / f"rank_{other}.txt").read_text()
+        assert f"rank {other}, pid {group.pids[other]} on " in text
+        assert "take_part" in text and "_watch" in text  # the training thread and the monitor
+        assert "steps done" in text
+
+
+def test_a_rank_that_stands_still_ends_the_run(ranks):
+    group = ranks(2, hang_timeout=4).wait()
+    group.order(1, "stand_still")
+    group.wait_until_gone(seconds=4 + PROMISE)
+    check_outcome(group, ExitCode.HANG, 0, "every rank is alive")
+    assert "rank 1 in step" in group.outcome()["message"]
+    assert len(list((group.directory / "run" / "errors").iterdir())) == 2
+
+
+def test_neither_a_slow_phase_nor_a_suspended_job_is_a_hang(ranks):
+    group = ranks(2, hang_timeout=2).wait()
+    for rank in (0, 1):
+        group.send(rank, signal.SIGSTOP)
+    time.sleep(4)
+    for rank in (1, 0):
+        group.send(rank, signal.SIGCONT)
+    for rank in (0, 1):
+        group.order(rank, "save_slowly")
+    time.sleep(3.5)
+    assert group.are_alive(), group.stderr()
+    group.wait_until_gone()
+    assert group.outcome()["name"] == "done"
+
+
+def test_strangers_at_the_lifelines_port_change_nothing(ranks):
+    group = ranks(2).wait()
+    port, token = json.loads((group.directory / "lifeline.json").read_text())
+    hello = dict(kind="hello", rank=1, host="x", pid=1)
+    for text in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[1]\n",
+        b"x" * 300_000,
+        json.dumps(hello | {"token": "no"}).encode(),
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(text + b"\n")
+    with socket.create_connection(("127.0.0.1", port)) as second:  # a rank that is there already
+        second.sendall(json.dumps(hello | {"token": token}).encode() + b"\n")
+        assert second.recv(100) == b""
+    group.order(0, "finish")
+    group.order(1, "finish")
+    group.wait_until_gone()
+    assert group.outcome()["name"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, ExitCode.SAVED_AND_REQUEUE),
+        (signal.SIGUSR1, ExitCode.SAVED_AND_REQUEUE),
+        (signal.SIGINT, ExitCode.STOPPED_BY_USER),
+    ],
+)
+def test_a_signal_ends_the_run_after_the_step(number, code, ranks):
+    group = ranks(1).wait()
+    group.send(0, number)
+    with contextlib.suppress(ProcessLookupError):  # SLURM and torchrun both send one
+        group.send(0, number)
+    group.wait_until_gone()
+    check_outcome(group, code, 0, f"{number.name}")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_second_signal_ends_a_rank_that_cannot_finish_its_step(num_ranks, ranks):
+    group = ranks(num_ranks).wait()
+    group.order(0, "stand_still")
+    time.sleep(0.2)
+    group.send(0, signal.SIGTERM)
+    time.sleep(2.2)
+    assert group.are_alive()
+    group.send(0, signal.SIGTERM)
+    group.wait_until_gone()
+    check_outcome(group, ExitCode.INTERRUPTED, 0, "a second signal")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.SAVED_AND_REQUEUE)]
+)
+def test_a_signal_before_the_first_step_ends_at_once(number, status, ranks, tmp_path):
+    (tmp_path / "wait_at_the_start").touch()
+    group = ranks(1).wait("pid_*")
+    group.send(0, number)
+    group.wait_until_gone()
+    assert f"{number.name} before the first step" in group.stderr()
+    assert not (tmp_path / "run").exists()
+
+
+def test_max_time_and_the_stop_file(ranks, tmp_path):
+    group = ranks(1, max_seconds=1).wait()
+    group.wait_until_gone()
+    check_outcome(group, ExitCode.SAVED_AND_REQUEUE, 0, "--max-time")
+    group.close()
+    for path in tmp_path.glob("*_0"):
+        path.unlink()
+    group = ranks(1).wait()
+    (tmp_path / "run" / "stop").touch()
+    group.wait_until_gone()
+    check_outcome(group, ExitCode.STOPPED_BY_USER, 0, "the stop file")
+    assert sorted(os.listdir(tmp_path / "run")) == ["exit.json", "params.json"]
+
+
+def test_a_directory_in_use_is_refused_and_left_alone(ranks, tmp_path):
+    group = ranks(1).wait()
+    with pytest.raises(RunError, match=f"in use by the run with pid {group.pids[0]} on ") as refusal:
+        RunLock(tmp_path / "run")
+    assert refusal.value.code == ExitCode.LOCKED
+    group.order(0, "finish")
+    group.wait_until_gone()
+    lock = RunLock(tmp_path / "run")
+    with pytest.raises(RunError):
+        RunLock(tmp_path / "run")
+    lock.release()
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_lock_of_another_host_is_watched(lives, tmp_path, monkeypatch):
+    monkeypatch.setattr("run_lock.SECONDS_TO_WATCH", 3)
+    holder = {"host": "node7", "boot_id": "another", "pid": 12, "started": "2026-01-01"}
+    (tmp_path / ".lock").write_text(json.dumps(holder))
+    if not lives:
+        lock = RunLock(tmp_path)
+        assert json.loads((tmp_path / ".lock").read_text())["boot_id"] == read_boot_id()
+        lock.release()
+        return
+    touch = f"import os, time\nfor _ in range(20): os.utime({str(tmp_path / '.lock')!r}); time.sleep(0.5)"
+    toucher = subprocess.Popen([sys.executable, "-c", touch])
+    with pytest.raises(RunError, match=r"by the run with pid 12 on node7.*If that run is certainly gone, remove"):
+        RunLock(tmp_path)
+    toucher.kill()
+    toucher.wait()
+    assert json.loads((tmp_path / ".lock").read_text()) == holder
+
+
+def test_the_first_to_end_a_run_writes_the_exit_file(tmp_path):
+    assert write_exit_file(tmp_path, {"code": 5})
+    assert not write_exit_file(tmp_path, {"code": 6})
+    assert json.loads((tmp_path / "exit.json").read_text()) == {"code": 5}
+    assert os.listdir(tmp_path) == ["exit.json"]
+
+
+def test_reasons_to_stop():
+    assert stop_reason(0) is None
+    assert stop_reason(Flag.CHECKPOINT_DUE) is None
+    assert stop_reason(Flag.SIGUSR1 | Flag.CHECKPOINT_DUE) == (ExitCode.SAVED_AND_REQUEUE, "SIGUSR1")
+    assert stop_reason(STOPS)[0] == stop_reason(BY_USER)[0] == ExitCode.STOPPED_BY_USER
+    assert stop_reason(Flag.SIGTERM | Flag.STOP_FILE)[1] == "SIGTERM and the stop file"
+
+
+def make_cause(rank: int, message: str, *, died: bool = False) -> Cause:
+    return Cause(ExitCode.PEER_DIED if died else ExitCode.FAILED, message, rank, f"host{rank}", 3, died=died)
+
+
+def test_a_death_explains_errors_and_the_lowest_of_equals_speaks():
+    reports = [make_cause(1, "connection closed"), make_cause(0, "connection reset"), make_cause(2, "gone", died=True)]
+    assert choose_cause(reports).rank == 2
+    assert choose_cause(reports[:2]).rank == 1
+    assert choose_cause([make_cause(3, "the same"), make_cause(1, "another"), make_cause(2, "the same")]).rank == 2
+    two = choose_cause([make_cause(5, "rank 5 died", died=True), make_cause(4, "rank 4 died", died=True)])
+    assert two.message == "rank 5 died; and so did rank 4"
+
+
+def test_every_kind_of_error_has_its_code():
+    import torch
+
+    def code_of(error: BaseException) -> ExitCode:
+        return describe_error(error, "step 3")[0]
+
+    assert code_of(RunError(ExitCode.NON_FINITE, "x")) == ExitCode.NON_FINITE
+    assert code_of(ValueError("x")) == ExitCode.BAD_INPUT
+    assert code_of(OSError("x")) == ExitCode.IO
+    assert code_of(RuntimeError("x")) == code_of(KeyError("x")) == ExitCode.FAILED
+    assert code_of(torch.OutOfMemoryError("CUDA out of memory. Tried ...")) == ExitCode.OUT_OF_MEMORY
+    for allocate in (lambda: torch.empty(2**60), lambda: bytearray(2**60)):
+        with pytest.raises((RuntimeError, MemoryError)) as raised:
+            allocate()
+        code, message, details = describe_error(raised.value, "step 3, micro-batch 1 of 2 (900 tokens)")
+        assert code == ExitCode.OUT_OF_MEMORY and details == ""
+        assert message.startswith(
+            "out of memory in step 3, micro-batch 1 of 2 (900 tokens): lower --max-tokens-per-gpu"
+        )
+
+
+def test_when_a_run_hangs_and_what_is_said():
+    def peer(*, heard: float, moved: float, limit: float = 60.0, where: str = "step 5") -> Peer:
+        return Peer(None, "h", 10, heard, moved, limit, where)
+
+    fine = {0: peer(heard=100, moved=100), 1: peer(heard=99, moved=45)}
+    assert not is_hanging(fine, 100, 60, is_rank0=True)
+    assert is_hanging(fine | {2: peer(heard=99, moved=39)}, 100, 60, is_rank0=True)
+    assert not is_hanging(fine | {2: peer(heard=99, moved=39, limit=3600)}, 100, 60, is_rank0=True)
+    silent = fine | {2: peer(heard=39, moved=39, limit=3600)}
+    assert is_hanging(silent, 100, 60, is_rank0=True)
+    assert describe_hang(silent, 100).startswith("rank 2 (pid 10 on h) has given no sign of life for 61 s")
+    assert not is_hanging({0: peer(heard=39, moved=0), 1: fine[0]}, 100, 60, is_rank0=False)  # rank 0 speaks first
+    assert is_hanging({0: peer(heard=31, moved=0), 1: fine[0]}, 100, 60, is_rank0=False)
+    stuck = {0: peer(heard=100, moved=39, where="A"), 1: peer(heard=99, moved=40, where="B"), 2: fine[0]}
+    assert "for 61 s not all have moved on (--hang-timeout): rank 0 in A; rank 1 in B" in describe_hang(stuck, 100)
+
+
+def test_messages_arrive_whole_and_in_order():
+    left, right = socket.socketpair()
+    right.setblocking(False)
+    connection = Connection(right, opened=0.0)
+    assert connection.receive() == [] and connection.open
+    left.send(b'{"kind": "a"}\n{"kind"')
+    assert connection.receive() == [{"kind": "a"}]
+    left.send(b': "b", "text": "two\\nlines"}\n')
+    assert connection.receive() == [{"kind": "b", "text": "two\nlines"}]
+    for bad in (b"no json\n", b'{"a": 1}\n', b"[]\n"):
+        left.send(bad)
+        with pytest.raises(ValueError):
+            connection.receive()
+    left.close()
+    assert connection.receive() == [] and not connection.open
+
+
+def test_durations():
+    assert [parse_duration(text) for text in (None, "90", "0.5", "1:30:00", "100:00:01")] == [
+        None,
+        5400,
+        30,
+        5400,
+        360001,
+    ]
+    for text in ("", "soon", "0", "-5", "0:00:00", "1:30", "1:60:00", "inf", "nan"):
+        with pytest.raises(ValueError, match="must be minutes"):
+            parse_duration(text)
