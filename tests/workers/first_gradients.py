@@ -3,6 +3,7 @@
 torchrun ... first_gradients.py MODEL DATA BATCH_SIZE MAX_TOKENS_PER_GPU OUTPUT
 """
 
+import os
 import sys
 
 import torch
@@ -59,3 +60,4 @@ if world.rank == 0:
     )
     torch.save(result, output)
 dist.destroy_process_group()
+os._exit(0)  # as train.py ends: gloo's threads and the interpreter's own end do not always go together
