@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from transformers.utils import cached_file
 
+from checkpoint_files import hash_json
+
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024  # read of every large file
 
@@ -31,7 +33,7 @@ def fingerprint_model(model_name_or_path: str) -> str:
     config = json.loads(config_path.read_text())
     config.pop("transformers_version", None)
     weights = {path.name: fingerprint_file(path) for path in config_path.parent.glob("*.safetensors")}
-    return digest_json([config, weights])
+    return hash_json([config, weights])
 
 
 def fingerprint_data(path: Path, *, source: Any, lengths: np.ndarray, kept: np.ndarray) -> str:
@@ -40,8 +42,4 @@ def fingerprint_data(path: Path, *, source: Any, lengths: np.ndarray, kept: np.n
     `source` is what the sidecar says of the file that it was made from.
     """
     arrays = [hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for array in (lengths, kept)]
-    return digest_json([source, *arrays, fingerprint_file(path)])
-
-
-def digest_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hash_json([source, *arrays, fingerprint_file(path)])

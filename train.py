@@ -16,35 +16,21 @@ if __name__ == "__main__":
     control = RunControl(hang_timeout=options.hang_timeout, max_seconds=parse_duration(options.max_time))
     control.start()
 
-import functools
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
-from model_files import find_model, find_weights
-from model_setup import build_model, check_model, choose_tokenizer, load_config, load_generation_config
 from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
-from osft import OSFTSettings, describe_osft, find_osft_layers, measure_leak, project_gradients, project_updates
-from osft_calibration import open_calibration_data, prepare_statistics
-from packed_attention import check_rope
+from osft import find_osft_layers, measure_leak, project_gradients, project_updates
 from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
 from run_record import check_output_dir, check_same_run, check_unused, identify_run, record_end, record_start
-from sampler import (
-    RunPosition,
-    TokenizedData,
-    count_steps,
-    derive_seed,
-    iterate_batches,
-    pack_samples,
-    prefetch,
-    read_sidecar,
-)
+from run_setup import build_run_model, open_inputs
+from sampler import RunPosition, derive_seed, iterate_batches, prefetch
 from training_log import (
     TrainingLog,
     count_flops,
@@ -76,63 +62,17 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     start = RunPosition(**checkpoint.state["position"]) if checkpoint else RunPosition()
     log.info(f"resuming from {checkpoint.path}: {start}" if checkpoint else f"starting from step 0 in {output_dir}")
     log.info(describe_run(options, world))
-    data = TokenizedData(options.data_path)
-    num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
-    trust = options.trust_remote_code
-    model_dir = find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
-    config = load_config(model_dir, trust_remote_code=trust)
-    check_rope(config, longest=int(data.lengths[data.kept].max()))
-    generation_config = load_generation_config(model_dir, config)
-    sidecar = read_sidecar(options.data_path, num_samples=len(data.lengths))
-    tokenizer, config.vocab_size = choose_tokenizer(
-        model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
-    )
-    if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
-        config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]  # of the data's chat template
-    calibration_data = None
-    if options.osft_calibration_data is not None:
-        calibration_data = open_calibration_data(
-            options.osft_calibration_data, tokenizer, max_tokens_per_gpu=options.max_tokens_per_gpu
-        )
-    if options.use_liger_kernels and data.has_weights:
-        raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
-    num_steps = count_steps(
-        data,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        start=start,
-        max_steps=options.max_steps,
-        max_epochs=options.max_epochs,
-        max_samples=options.max_samples,
-        max_tokens=options.max_tokens,
-    )
-    if options.batch_size > len(data.kept):
-        log.warning(
-            f"warning: --batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly"
-        )
-    if num_steps is not None and options.num_warmup_steps >= num_steps:
-        log.warning(
-            f"warning: --num-warmup-steps {options.num_warmup_steps}: the run ends before its peak learning rate"
-        )
-    log.info(
-        f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
-        f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
-        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.batch_size} samples"
-        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
-    )
-    call_on_rank0(world, lambda: find_weights(options.model_name_or_path, model_dir))
-    on_cuda = world.device.type == "cuda"
-    auto_dtype = "bfloat16" if on_cuda else "float32"
-    compute_dtype = getattr(torch, auto_dtype if options.compute_dtype == "auto" else options.compute_dtype)
+    inputs = open_inputs(options, world, start=start)
+    data, config, num_steps = inputs.data, inputs.config, inputs.num_steps
     identity = call_on_rank0(
         world,
         lambda: identify_run(
             options,
-            model_dir=model_dir,
+            model_dir=inputs.model_dir,
             data=data,
-            source=sidecar and sidecar.get("source"),
-            tokenizer=tokenizer,
-            compute_dtype=compute_dtype,
+            source=inputs.sidecar and inputs.sidecar.get("source"),
+            tokenizer=inputs.tokenizer,
+            compute_dtype=inputs.compute_dtype,
             num_steps=num_steps if options.lr_scheduler in SCHEDULES_WITH_END else None,
         ),
     )
@@ -146,50 +86,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     call_on_rank0(world, lambda: remove_leftovers(exports_dir))
 
     # The model.
-    build = functools.partial(
-        build_model,
-        model_dir,
-        config,
-        trust_remote_code=trust,
-        world=world,
-        compute_dtype=compute_dtype,
-        attention=options.attention,
-        activation_checkpointing=options.activation_checkpointing,
-        compile=options.compile,
-        use_liger_kernels=options.use_liger_kernels,
-        progress=control.progress,
-    )
-    statistics = None
-    if options.osft_statistics is not None or calibration_data is not None:
-        statistics = prepare_statistics(
-            None if options.osft_statistics is None else Path(options.osft_statistics),
-            calibration_data,
-            build,
-            seed=options.seed,
-            max_tokens_per_gpu=options.max_tokens_per_gpu,
-            world=world,
-        )
-    osft = OSFTSettings(
-        unfreeze_rank_ratio=options.osft_unfreeze_rank_ratio,
-        target_patterns=options.osft_target_patterns,
-        train_others=options.osft_train_others,
-        cache_dir=options.osft_cache_dir,
-        basis=options.osft_basis,
-        keep_energy=options.osft_keep_energy,
-        allocation=options.osft_rank_allocation,
-        statistics=statistics,
-    )
-    model = build(osft=osft if options.osft else None)
+    model = build_run_model(options, inputs, world, progress=control.progress)
     osft_layers = find_osft_layers(model)  # none without --osft
-    check_model(model, pack_samples, device=world.device)
-    log.info(
-        f"model: {config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
-        f" {str(compute_dtype).removeprefix('torch.')} compute, {model.backend} attention,"
-        f" {'liger' if options.use_liger_kernels else 'chunked'} loss,"
-        f" {options.activation_checkpointing} activation checkpointing"
-        f"{', compiled blocks' if options.compile else ''}{describe_osft(osft_layers)};"
-        " packing and loss agree with the model's own forward pass"
-    )
     optimizer = build_optimizer(
         model,
         learning_rate=options.learning_rate,
@@ -198,7 +96,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         eps=options.adam_eps,
     )
     flops = count_flops(model.model, config)
-    device_flops = peak_flops(world.device, compute_dtype)
+    device_flops = peak_flops(world.device, inputs.compute_dtype)
 
     # The loop.
     if checkpoint is not None:
@@ -226,7 +124,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         rank=world.rank,
         world_size=world.world_size,
         vocab_size=config.vocab_size,
-        pin_memory=on_cuda,
+        pin_memory=world.device.type == "cuda",
     )
     training_log = TrainingLog(output_dir, is_rank0=world.rank == 0, first_step=start.step, num_steps=num_steps)
     position, stop = start, None
@@ -243,8 +141,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
                     model.model,
                     export_dir,
                     world=world,
-                    generation_config=generation_config,
-                    tokenizer=tokenizer,
+                    generation_config=inputs.generation_config,
+                    tokenizer=inputs.tokenizer,
                     dtype=getattr(torch, options.export_dtype),
                 )
 

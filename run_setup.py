@@ -1,0 +1,157 @@
+"""What a run and its plan have in common: the files they read, all that is refused early, and the model.
+
+Takes the options as they are, as the scripts do.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from model_files import find_model, find_weights
+from model_setup import (
+    PackedCausalLM,
+    build_model,
+    check_model,
+    choose_tokenizer,
+    load_config,
+    load_generation_config,
+)
+from osft import OSFTSettings, describe_osft, find_osft_layers
+from osft_calibration import open_calibration_data, prepare_statistics
+from packed_attention import check_rope
+from process_group import World, call_on_rank0, log
+from sampler import RunPosition, TokenizedData, count_steps, pack_samples, read_sidecar
+from training_args import TrainOptions
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads before anything large is loaded."""
+
+    data: TokenizedData
+    sidecar: dict[str, Any] | None
+    model_dir: str
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    tokenizer: PreTrainedTokenizerBase
+    calibration_data: TokenizedData | None
+    num_steps: int | None  # None: no end
+    compute_dtype: torch.dtype
+
+
+def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> RunInputs:
+    """Opens data, tokenizer and the model's config; raises ValueError for whatever does not fit together."""
+    data = TokenizedData(options.data_path)
+    num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
+    trust = options.trust_remote_code
+    model_dir = find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
+    config = load_config(model_dir, trust_remote_code=trust)
+    check_rope(config, longest=int(data.lengths[data.kept].max()))
+    generation_config = load_generation_config(model_dir, config)
+    sidecar = read_sidecar(options.data_path, num_samples=len(data.lengths))
+    tokenizer, config.vocab_size = choose_tokenizer(
+        model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
+    )
+    if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
+        config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]  # of the data's chat template
+    calibration_data = None
+    if options.osft_calibration_data is not None:
+        calibration_data = open_calibration_data(
+            options.osft_calibration_data, tokenizer, max_tokens_per_gpu=options.max_tokens_per_gpu
+        )
+    if options.use_liger_kernels and data.has_weights:
+        raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
+    num_steps = count_steps(
+        data,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        start=start,
+        max_steps=options.max_steps,
+        max_epochs=options.max_epochs,
+        max_samples=options.max_samples,
+        max_tokens=options.max_tokens,
+    )
+    if options.batch_size > len(data.kept):
+        log.warning(
+            f"warning: --batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly"
+        )
+    if num_steps is not None and options.num_warmup_steps >= num_steps:
+        log.warning(
+            f"warning: --num-warmup-steps {options.num_warmup_steps}: the run ends before its peak learning rate"
+        )
+    log.info(
+        f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
+        f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
+        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.batch_size} samples"
+        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
+    )
+    call_on_rank0(world, lambda: find_weights(options.model_name_or_path, model_dir))
+    auto_dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    compute_dtype = getattr(torch, auto_dtype if options.compute_dtype == "auto" else options.compute_dtype)
+    return RunInputs(
+        data=data,
+        sidecar=sidecar,
+        model_dir=model_dir,
+        config=config,
+        generation_config=generation_config,
+        tokenizer=tokenizer,
+        calibration_data=calibration_data,
+        num_steps=num_steps,
+        compute_dtype=compute_dtype,
+    )
+
+
+def build_run_model(
+    options: TrainOptions, inputs: RunInputs, world: World, *, progress: Callable[[str], None]
+) -> PackedCausalLM:
+    """The sharded model, constrained if the options say so, after its self-checks; `progress` hears of a long start."""
+    build = functools.partial(
+        build_model,
+        inputs.model_dir,
+        inputs.config,
+        trust_remote_code=options.trust_remote_code,
+        world=world,
+        compute_dtype=inputs.compute_dtype,
+        attention=options.attention,
+        activation_checkpointing=options.activation_checkpointing,
+        compile=options.compile,
+        use_liger_kernels=options.use_liger_kernels,
+        progress=progress,
+    )
+    statistics = None
+    if options.osft_statistics is not None or inputs.calibration_data is not None:
+        statistics = prepare_statistics(
+            options.osft_statistics and Path(options.osft_statistics),
+            inputs.calibration_data,
+            build,
+            seed=options.seed,
+            max_tokens_per_gpu=options.max_tokens_per_gpu,
+            world=world,
+        )
+    osft = OSFTSettings(
+        unfreeze_rank_ratio=options.osft_unfreeze_rank_ratio,
+        target_patterns=options.osft_target_patterns,
+        train_others=options.osft_train_others,
+        cache_dir=options.osft_cache_dir,
+        basis=options.osft_basis,
+        keep_energy=options.osft_keep_energy,
+        allocation=options.osft_rank_allocation,
+        statistics=statistics,
+    )
+    model = build(osft=osft if options.osft else None)
+    check_model(model, pack_samples, device=world.device)
+    log.info(
+        f"model: {inputs.config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
+        f" {str(inputs.compute_dtype).removeprefix('torch.')} compute, {model.backend} attention,"
+        f" {'liger' if options.use_liger_kernels else 'chunked'} loss,"
+        f" {options.activation_checkpointing} activation checkpointing"
+        f"{', compiled blocks' if options.compile else ''}{describe_osft(find_osft_layers(model))};"
+        " packing and loss agree with the model's own forward pass"
+    )
+    return model
