@@ -233,17 +233,17 @@ def build_model(
     Only rank 0 reads the weights; every other rank receives them block by block. `progress` is told where a long
     start is.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    backend = apply_attention(model, attention, device=world.device, dtype=compute_dtype)
-    if use_liger_kernels:
-        apply_liger_kernels(model, world.device)
-    blocks = find_blocks(model)
+    model, blocks, backend = shape_model(
+        config,
+        trust_remote_code=trust_remote_code,
+        device=world.device,
+        compute_dtype=compute_dtype,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        use_liger_kernels=use_liger_kernels,
+    )
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
-    if compile:
-        apply_compile(blocks)
-    if activation_checkpointing == "full":
-        apply_activation_checkpointing(blocks)
     weights: dict[str, Tensor] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
@@ -267,6 +267,31 @@ def build_model(
     )
     apply_fsdp(packed_model, blocks, weights=weights, subspaces=subspaces, world=world)
     return packed_model.train()
+
+
+def shape_model(
+    config: PreTrainedConfig,
+    *,
+    trust_remote_code: bool,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    attention: str,
+    activation_checkpointing: str,
+    compile: bool,
+    use_liger_kernels: bool,
+) -> tuple[PreTrainedModel, nn.ModuleList, str]:
+    """The model without memory (on the meta device) and with all that changes its code; its blocks, its backend."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    backend = apply_attention(model, attention, device=device, dtype=compute_dtype)
+    if use_liger_kernels:
+        apply_liger_kernels(model, device)
+    blocks = find_blocks(model)
+    if compile:
+        apply_compile(blocks)
+    if activation_checkpointing == "full":
+        apply_activation_checkpointing(blocks)
+    return model, blocks, backend
 
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:

@@ -210,6 +210,10 @@ TESTED_ELSEWHERE = {
     "use_liger_kernels",  # below: refused without a GPU
     "model_revision",  # these: test_hostile_inputs.py
     "trust_remote_code",
+    "memory_budget_gb",  # these: test_planner.py
+    "dry_run",
+    "plan_world_size",
+    "plan_device",
     "model_name_or_path",
     "data_path",
     "output_dir",
