@@ -20,7 +20,7 @@ from model_setup import load_config
 from optimization import build_optimizer
 from osft import OSFTSettings
 from planner import plan_run
-from step_simulation import make_micro_batch, shape_run_model, simulate_step
+from step_simulation import StepMemory, make_micro_batch, shape_run_model, simulate_step
 from training_args import ExitCode, TrainOptions, find_problems
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
@@ -76,7 +76,7 @@ def print_plan(values: dict) -> tuple[ExitCode, str]:
     return code, text.getvalue()
 
 
-def predict(path: Path, checkpointing: str, dtype: torch.dtype, ratio: float | None) -> int:
+def predict(path: Path, checkpointing: str, dtype: torch.dtype, ratio: float | None, num_ranks: int = 1) -> StepMemory:
     shaped = shape_run_model(
         load_config(str(path)),
         trust_remote_code=False,
@@ -85,16 +85,20 @@ def predict(path: Path, checkpointing: str, dtype: torch.dtype, ratio: float | N
         activation_checkpointing=checkpointing,
         osft=None if ratio is None else OSFTSettings(unfreeze_rank_ratio=ratio),
     )
-    memory = simulate_step(
-        shaped, world_size=1, num_tokens=NUM_TOKENS, num_trained=NUM_TRAINED, longest=LONGEST, accumulates=True
+    return simulate_step(
+        shaped,
+        world_size=num_ranks,
+        num_tokens=NUM_TOKENS,
+        num_trained=NUM_TRAINED,
+        longest=LONGEST,
+        accumulates=True,
     )
-    return memory.total
 
 
 @pytest.mark.parametrize(("family", "checkpointing", "dtype", "ratio"), SIMULATIONS)
 def test_the_simulated_peak_is_that_of_a_real_step(family, checkpointing, dtype, ratio, elsewhere, world, tmp_path):
     path = save_model(FAMILIES[family], tmp_path / "model")
-    predicted = elsewhere(predict, path, checkpointing, dtype, ratio)
+    predicted = elsewhere(predict, path, checkpointing, dtype, ratio).total
     osft = None if ratio is None else OSFTSettings(unfreeze_rank_ratio=ratio, cache_dir=str(tmp_path))
     model = build(path, world, activation_checkpointing=checkpointing, dtype=dtype, osft=osft)
     counter = MemoryCounter()
@@ -136,14 +140,15 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
     assert code == ExitCode.BAD_INPUT and "full is not an empty directory" in text
 
 
-def test_more_ranks_share_what_is_sharded(plan):
-    totals = []
-    for num_ranks in (1, 8):
-        code, text = plan(plan_world_size=num_ranks, plan_device="H100", memory_budget_gb=80)
-        assert code == ExitCode.DONE and f"plan for {num_ranks} x H100, 80.0 GiB" in text
-        assert "bfloat16 compute" in text and "assumed: 40% of 989 TFLOP/s" in text
-        totals.append(float(text.partition("  together")[2].split()[0]))
-    assert totals[0] >= totals[1] > 0
+def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):
+    code, text = plan(plan_world_size=8, plan_device="H100", memory_budget_gb=80)
+    assert code == ExitCode.DONE and "plan for 8 x H100, 80.0 GiB" in text
+    assert "bfloat16 compute" in text and "assumed: 40% of 989 TFLOP/s" in text
+    model = Path(inputs["model_name_or_path"])
+    alone, shared = (elsewhere(predict, model, "full", torch.float32, None, num_ranks).peak for num_ranks in (1, 4))
+    for kind in ("weights", "gradients", "optimizer"):
+        assert alone[kind] == pytest.approx(4 * shared[kind], rel=0.02), kind
+    assert alone["activations"] == pytest.approx(shared["activations"], rel=0.1)
 
 
 def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
