@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from auto_tokens import make_micro_batch
 from memory_counter import MemoryCounter
 from model_setup import PackedCausalLM, apply_fsdp, shape_model
 from optimization import build_optimizer
@@ -35,7 +35,6 @@ from osft import (
     replace_layers,
 )
 from process_group import World
-from sampler import IGNORED, MicroBatch, pack_samples
 from training_log import FlopCount, count_flops
 
 UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio to plan with where --osft-keep-energy will decide
@@ -200,14 +199,3 @@ def give_memory(packed_model: PackedCausalLM, world: World) -> None:
                 shape=(module.num_rows, num_kept), stride=(num_kept, 1),
             )  # fmt: skip
     packed_model.model.tie_weights()
-
-
-def make_micro_batch(num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
-    """Sequences of `longest` tokens, and one with the rest; about `num_trained` of the tokens are trained."""
-    samples = []
-    for start in range(0, num_tokens, longest):
-        length = min(longest, num_tokens - start)
-        labels = np.full(length, IGNORED)
-        labels[1 : 1 + -(-num_trained * length // num_tokens)] = 0
-        samples.append((np.zeros(length, dtype=np.int64), labels, None))
-    return pack_samples(samples)

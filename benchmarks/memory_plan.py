@@ -4,9 +4,9 @@
 
 Qwen3-shaped models with random weights, two steps each, on sequences whose lengths are log-normal as those of chats.
 
-`run`: peak_memory_usage_GB of training_metrics_0.jsonl, the high-water mark of the process's resident memory. `base`:
-the same of a run whose model has 30,000 parameters, that is the interpreter, the libraries and what they set up. `plan`:
-the tensors that the plan counts. The error is that of base + plan; of tensors alone, that of plan against run - base.
+`run`: peak_memory_usage_GB of training_metrics_0.jsonl, the high-water mark of the process's resident memory.
+`base`: the same of a run whose model is next to nothing, that is the interpreter, the libraries and what they set up.
+`plan`: the tensors that the plan counts. The error is that of base + plan; of tensors alone, of plan to run - base.
 Runs have MALLOC_MMAP_THRESHOLD_=65536: by default glibc keeps freed memory, as seen in `default`, the run without it.
 """
 

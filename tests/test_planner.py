@@ -15,12 +15,13 @@ from processes import flags, run
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
 
+from auto_tokens import make_micro_batch
 from memory_counter import MemoryCounter
 from model_setup import load_config
 from optimization import build_optimizer
 from osft import OSFTSettings
 from planner import plan_run
-from step_simulation import StepMemory, make_micro_batch, shape_run_model, simulate_step
+from step_simulation import StepMemory, shape_run_model, simulate_step
 from training_args import ExitCode, TrainOptions, find_problems
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
