@@ -53,7 +53,7 @@ def test_what_has_room_is_on_the_line_through_the_last_probes():
     assert find_largest(probes[:1], longest=500, most=20_000) == 1_000
     assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
     assert find_largest(probes, longest=500, most=3_000) == 3_000
-    assert find_largest(probes, longest=7_999, most=20_000) == 7_999  # never below the longest sample
+    assert find_largest(probes, longest=8_001, most=20_000) == 8_001  # never below the longest sample
     probes.append(dict(tokens=9_000, excess=1_000_000))
     assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
 
