@@ -5,14 +5,13 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
@@ -34,6 +33,7 @@ from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
 from packed_attention import check_layer_types, choose_backend, register_backends, registered_name
 from process_group import World, call_on_rank0, log
 from token_loss import sum_token_loss
+from weight_files import Reader, read_weights
 
 
 class PackedCausalLM(nn.Module):
@@ -90,47 +90,6 @@ class PackedCausalLM(nn.Module):
         """The model's own answer for one sequence (1, L) alone: hidden states (1, L, H) and logits (1, L, V)."""
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden, self.model(input_ids=input_ids, use_cache=False).logits
-
-
-def read_weights(model_dir: str, *, vocab_size: int, trust_remote_code: bool) -> dict[str, Tensor]:
-    """All parameters and buffers by name, on the CPU.
-
-    In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type. Where
-    the model has fewer than `vocab_size` embeddings (and rows of the head), the new ones are the mean of the old.
-    """
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
-    problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
-    if problems:
-        raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
-    head = model.get_output_embeddings()
-    if model.config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
-        raise ValueError(
-            f"--model-name-or-path {model_dir}: the config ties the head to the embedding, but the weights"
-            " hold two different ones: set tie_word_embeddings to false in config.json to train both"
-        )
-    if vocab_size > model.config.vocab_size:
-        grow_vocabulary(model, vocab_size)
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-
-@torch.no_grad()
-def grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
-    """Adds embeddings, and rows and biases of the head, up to `vocab_size`, each the mean of the old ones."""
-    old_size = model.config.vocab_size
-    model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    head = model.get_output_embeddings()
-    for rows in (model.get_input_embeddings().weight, head.weight, head.bias):
-        if rows is not None:
-            rows[old_size:] = rows[:old_size].float().mean(dim=0).to(rows.dtype)
 
 
 def load_generation_config(model_dir: str, config: PreTrainedConfig) -> GenerationConfig:
@@ -230,7 +189,7 @@ def build_model(
 ) -> PackedCausalLM:
     """The model in `model_dir` (see model_files), sharded over `world.mesh`, in train mode; with `osft`, constrained.
 
-    Only rank 0 reads the weights; every other rank receives them block by block. `progress` is told where a long
+    Only rank 0 reads the weights, block by block, and sends them to the other ranks. `progress` is told where a long
     start is.
     """
     with torch.device("meta"):
@@ -244,7 +203,7 @@ def build_model(
         apply_compile(blocks)
     if activation_checkpointing == "full":
         apply_activation_checkpointing(blocks)
-    weights: dict[str, Tensor] = {}  # stays empty on the other ranks
+    weights: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
         lambda: weights.update(
@@ -322,25 +281,26 @@ def apply_fsdp(
     packed_model: PackedCausalLM,
     blocks: nn.ModuleList,
     *,
-    weights: dict[str, Tensor],
+    weights: dict[str, Reader],
     subspaces: dict[str, Path],
     world: World,
 ) -> None:
     """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
 
-    One after the other, so that no rank but 0 ever holds more than one of them unsharded. Master weights are fp32,
-    compute is in the model's `compute_dtype`, gradients are reduced in fp32.
+    One after the other, so that no rank ever holds more than one of them unsharded. Master weights are fp32, compute
+    is in the model's `compute_dtype`, gradients are reduced in fp32.
     """
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = embedding.weight is head.weight
+    tied = packed_model.model.all_tied_weights_keys.keys()
     for unit in (*blocks, *([] if is_tied else [embedding]), packed_model):
         for module in unit.modules():
             name = names.get(module, "")
             if isinstance(module, OSFTLinear) and module.base.is_meta:
                 fill_layer(module, name, weights=weights, file=subspaces.get(name), world=world)
-            fill_module(module, name, weights=weights, device=world.device)
+            fill_module(module, name, weights=weights, tied=tied, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
         fully_shard(unit, mesh=world.mesh, mp_policy=policy, shard_placement_fn=choose_dim(world.world_size))
@@ -364,15 +324,20 @@ def choose_dim(world_size: int) -> Callable[[nn.Parameter], Shard | None]:
     return placement
 
 
-def fill_module(module: nn.Module, name: str, *, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`; fp32 weights."""
+def fill_module(
+    module: nn.Module, name: str, *, weights: dict[str, Reader], tied: Container[str], device: torch.device
+) -> None:
+    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`; fp32 weights.
+
+    Those named in `tied` are left to `tie_weights`.
+    """
     tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     for key, meta in tensors.items():
-        if not meta.is_meta:
+        if not meta.is_meta or f"{name}.{key}" in tied:
             continue
         value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         if dist.get_rank() == 0:
-            value.copy_(weights.pop(f"{name}.{key}"))
+            value.copy_(weights.pop(f"{name}.{key}")())
         dist.broadcast(value, src=0)
         setattr(module, key, nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value)
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from process_group import World, call_on_rank0, log
+from weight_files import Reader
 
 DEFAULT_CACHE_DIR = "~/.cache/mini_trainer/osft"
 CACHE_VERSION = 1  # of what a cached file holds
@@ -331,14 +332,14 @@ def apply_osft(
     targets: dict[str, nn.Linear | Conv1D],
     settings: OSFTSettings,
     *,
-    weights: dict[str, Tensor],
+    weights: dict[str, Reader],
     compute_dtype: torch.dtype,
     world: World,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Path]:
     """Replaces the meta model's `targets` by OSFTLinear, and freezes all else unless others are to be trained.
 
-    `weights`: rank 0's, in fp32, by name. `progress` is told of each decomposition. Returns rank 0's files with the
+    `weights`: rank 0's, by name. `progress` is told of each decomposition. Returns rank 0's files with the
     layers' subspaces, for `fill_layer`.
     """
     experts = [param for param in model.parameters() if param.ndim == 3 and min(param.shape) > 1]
@@ -356,7 +357,7 @@ def apply_osft(
         if not uses_weights:
             return settings.statistics.covariance(name)
         module = targets[name]
-        weight = weights[f"{name}.weight"].detach().to(compute_dtype)
+        weight = weights[f"{name}.weight"]().to(compute_dtype)
         return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
 
     files = prepare_subspaces(
@@ -434,11 +435,11 @@ def choose_ratio(name: str, settings: OSFTSettings) -> float:
 
 
 @torch.no_grad()
-def fill_layer(layer: OSFTLinear, name: str, *, weights: dict[str, Tensor], file: Path | None, world: World) -> None:
+def fill_layer(layer: OSFTLinear, name: str, *, weights: dict[str, Reader], file: Path | None, world: World) -> None:
     """Gives a meta layer W0, no update, and its directions: from rank 0's `weights` and subspace `file`. No bias."""
     weight, subspace = None, {}
     if world.rank == 0:
-        weight = weights.pop(f"{name}.weight").to(layer.base.dtype)
+        weight = weights.pop(f"{name}.weight")().to(layer.base.dtype)
         weight = orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
         subspace = read_subspace(file)
     num_columns, num_kept = layer.num_columns, layer.num_kept

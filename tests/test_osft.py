@@ -64,7 +64,7 @@ def make_layer(world, tmp_path, weight: torch.Tensor, ratio: float, *, conv1d: b
     matrix = weight if layer.on_input else weight.T.contiguous()
     file = tmp_path / "subspace.safetensors"
     write_subspace(file, make_subspace(matrix, device=world.device))
-    fill_layer(layer, "layer", weights={"layer.weight": stored}, file=file, world=world)
+    fill_layer(layer, "layer", weights={"layer.weight": lambda: stored}, file=file, world=world)
     return fully_shard(layer, mesh=world.mesh)
 
 
