@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -31,9 +31,18 @@ from chat_masking import fingerprint_tokenizer
 from chat_templates import load_tokenizer
 from model_files import check_model_dir
 from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
-from packed_attention import check_layer_types, choose_backend, register_backends, registered_name
+from packed_attention import check_layer_types, choose_backend, find_features, register_backends, registered_name
 from process_group import World, call_on_rank0, log
 from token_loss import sum_token_loss
+
+# What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
+GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # of experts
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"}) | GROUPED_PRODUCTS
+ATTENTION = frozenset({
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
+})  # fmt: skip
 
 
 class PackedCausalLM(nn.Module):
@@ -240,10 +249,11 @@ def build_model(
         apply_liger_kernels(model, world.device)
     blocks = find_blocks(model)
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
+    if activation_checkpointing != "none":
+        kept = choose_kept_operations(model, activation_checkpointing)
+        apply_activation_checkpointing(blocks, kept)
     if compile:
         apply_compile(blocks)
-    if activation_checkpointing == "full":
-        apply_activation_checkpointing(blocks)
     weights: dict[str, Tensor] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
@@ -309,13 +319,31 @@ def apply_compile(blocks: nn.ModuleList) -> None:
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
-def apply_activation_checkpointing(blocks: nn.ModuleList) -> None:
-    """Keeps only each block's input for backward and recomputes the rest.
+def choose_kept_operations(model: PreTrainedModel, activation_checkpointing: str) -> frozenset[str]:
+    """The operations whose outputs `activation_checkpointing` (selective or full) keeps for backward."""
+    if activation_checkpointing == "full":
+        return frozenset()
+    kept = MATRIX_PRODUCTS | ATTENTION
+    if "dropout" in find_features(model, model.config):
+        kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
+    if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):
+        kept -= GROUPED_PRODUCTS  # transformers adds the experts' biases in place, and what is kept must not change
+    return kept
+
+
+def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str]) -> None:
+    """Keeps each block's input and the outputs of the operations `kept` for backward, and recomputes the rest.
 
     Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.
     """
+
+    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operation.name() in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if kept else {}
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
 def apply_fsdp(

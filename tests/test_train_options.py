@@ -169,8 +169,8 @@ EFFECTS = {
     ),
     "attention": (dict(attention="eager"), lambda r, b: " eager attention" in r.text and " sdpa attention" in b.text),
     "activation_checkpointing": (
-        dict(activation_checkpointing="full"),
-        lambda r, b: "full activation checkpointing" in r.text and r.column("loss") == b.column("loss"),
+        dict(activation_checkpointing="selective"),
+        lambda r, b: "selective activation checkpointing" in r.text and r.column("loss") == b.column("loss"),
     ),
     "compile": (
         dict(compile=True),
