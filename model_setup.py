@@ -230,6 +230,7 @@ def build_model(
     trust_remote_code: bool = False,
     world: World,
     compute_dtype: torch.dtype,
+    weights_dtype: torch.dtype = torch.float32,
     attention: str,
     activation_checkpointing: str,
     compile: bool,
@@ -275,7 +276,7 @@ def build_model(
     packed_model = PackedCausalLM(
         model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels
     )
-    apply_fsdp(packed_model, blocks, weights=weights, subspaces=subspaces, world=world)
+    apply_fsdp(packed_model, blocks, weights=weights, weights_dtype=weights_dtype, subspaces=subspaces, world=world)
     return packed_model.train()
 
 
@@ -351,13 +352,15 @@ def apply_fsdp(
     blocks: nn.ModuleList,
     *,
     weights: dict[str, Tensor],
+    weights_dtype: torch.dtype,
     subspaces: dict[str, Path],
     world: World,
 ) -> None:
     """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
 
-    One after the other, so that no rank but 0 ever holds more than one of them unsharded. Master weights are fp32,
-    compute is in the model's `compute_dtype`, gradients are reduced in fp32.
+    One after the other, so that no rank but 0 ever holds more than one of them unsharded. Master weights are in
+    `weights_dtype`, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the
+    weights' type.
     """
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     names = {module: name for name, module in packed_model.model.named_modules()}
@@ -368,7 +371,7 @@ def apply_fsdp(
             name = names.get(module, "")
             if isinstance(module, OSFTLinear) and module.base.is_meta:
                 fill_layer(module, name, weights=weights, file=subspaces.get(name), world=world)
-            fill_module(module, name, weights=weights, device=world.device)
+            fill_module(module, name, weights=weights, dtype=weights_dtype, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
         fully_shard(unit, mesh=world.mesh, mp_policy=policy, shard_placement_fn=choose_dim(world.world_size))
@@ -392,13 +395,15 @@ def choose_dim(world_size: int) -> Callable[[nn.Parameter], Shard | None]:
     return placement
 
 
-def fill_module(module: nn.Module, name: str, *, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`; fp32 weights."""
+def fill_module(
+    module: nn.Module, name: str, *, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gives the meta parameters, as `dtype`, and buffers that `module` itself holds rank 0's values, on `device`."""
     tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     for key, meta in tensors.items():
         if not meta.is_meta:
             continue
-        value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        value = torch.empty(meta.shape, dtype=dtype if isinstance(meta, nn.Parameter) else meta.dtype, device=device)
         if dist.get_rank() == 0:
             value.copy_(weights.pop(f"{name}.{key}"))
         dist.broadcast(value, src=0)

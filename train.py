@@ -29,7 +29,7 @@ from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
 from model_files import find_model, find_weights
 from model_setup import build_model, check_model, choose_tokenizer, load_config, load_generation_config
-from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
+from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients, set_step
 from osft import OSFTSettings, describe_osft, find_osft_layers, measure_leak, project_gradients, project_updates
 from osft_calibration import open_calibration_data, prepare_statistics
 from packed_attention import check_rope
@@ -153,6 +153,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         trust_remote_code=trust,
         world=world,
         compute_dtype=compute_dtype,
+        weights_dtype=getattr(torch, options.master_weights),
         attention=options.attention,
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,
@@ -192,10 +193,12 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     )
     optimizer = build_optimizer(
         model,
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         weight_decay=options.weight_decay,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_eps,
+        seed=options.seed,
     )
     flops = count_flops(model.model, config)
     device_flops = peak_flops(world.device, compute_dtype)
@@ -287,8 +290,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             min_lr_ratio=options.min_lr_ratio or 0.0,
         )
         clip_gradients(gradients, grad_norm=sums.grad_norm, max_grad_norm=options.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_step(optimizer, step=batch.step, learning_rate=lr)
         optimizer.step()
         project_updates(osft_layers)
         optimizer.zero_grad()
