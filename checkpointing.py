@@ -49,6 +49,7 @@ from checkpoint_files import (
     write_manifest,
     write_tensors,
 )
+from optimization import state_keys
 from osft import OSFTLinear
 from process_group import World, call_on_rank0, gather_on_rank0, log
 from training_args import ExitCode, RunError
@@ -244,14 +245,16 @@ class Checkpointer:
             fill(tensor, name, reader)
         for param_name, param in model.named_parameters():
             prefix, suffix = "optimizer/", f"/{param_name}"
-            for name in [name for name in layouts if name.startswith(prefix) and name.endswith(suffix)]:
-                key = name.removeprefix(prefix).removesuffix(suffix)
-                dtype = next(dtype for dtype, text in DTYPES.items() if text == layouts[name]["dtype"])
-                if layouts[name]["shape"] == list(param.shape):
-                    value = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                else:
-                    value = torch.zeros(layouts[name]["shape"], dtype=dtype, device=param.device)
-                fill(value, name, reader)
+            names = [name for name in layouts if name.startswith(prefix) and name.endswith(suffix)]
+            keys = {name.removeprefix(prefix).removesuffix(suffix) for name in names}
+            if keys and keys != state_keys(optimizer, param):
+                raise ValueError(
+                    f"{checkpoint.path}: was written by another --optimizer: of {param_name} it holds"
+                    f" {', '.join(sorted(keys))}, and not {', '.join(sorted(state_keys(optimizer, param)))}"
+                )
+            for key in keys:
+                value = make_state(param, layouts[f"{prefix}{key}{suffix}"])
+                fill(value, f"{prefix}{key}{suffix}", reader)
                 optimizer.state[param][key] = value
 
 
@@ -275,6 +278,15 @@ def describe_layout(tensor: Tensor) -> dict[str, Any]:
         assert isinstance(placement, Shard), f"cannot save a tensor that is placed as {placement}"
         dim = placement.dim
     return {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype], "dim": dim}
+
+
+@torch.no_grad()
+def make_state(param: DTensor, layout: dict[str, Any]) -> Tensor:
+    """Zeros for optimizer state of `layout`, shared among the ranks as `param` is; shorter in the last dimension."""
+    dtype = next(dtype for dtype, text in DTYPES.items() if text == layout["dtype"])
+    if layout["dim"] is None:
+        return torch.zeros(layout["shape"], dtype=dtype, device=param.device)
+    return torch.zeros_like(param, dtype=dtype)[..., : layout["shape"][-1]].contiguous()
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -30,10 +30,19 @@ from chat_masking import fingerprint_tokenizer
 from chat_templates import load_tokenizer
 from model_files import check_model_dir
 from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
-from packed_attention import check_layer_types, choose_backend, register_backends, registered_name
+from packed_attention import check_layer_types, choose_backend, find_features, register_backends, registered_name
 from process_group import World, call_on_rank0, log
 from token_loss import sum_token_loss
 from weight_files import Reader, read_weights
+
+# What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
+GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # of experts
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"}) | GROUPED_PRODUCTS
+ATTENTION = frozenset({
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
+})  # fmt: skip
 
 
 class PackedCausalLM(nn.Module):
@@ -180,6 +189,7 @@ def build_model(
     trust_remote_code: bool = False,
     world: World,
     compute_dtype: torch.dtype,
+    weights_dtype: torch.dtype = torch.float32,
     attention: str,
     activation_checkpointing: str,
     compile: bool,
@@ -199,10 +209,11 @@ def build_model(
         apply_liger_kernels(model, world.device)
     blocks = find_blocks(model)
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
+    if activation_checkpointing != "none":
+        kept = choose_kept_operations(model, activation_checkpointing)
+        apply_activation_checkpointing(blocks, kept)
     if compile:
         apply_compile(blocks)
-    if activation_checkpointing == "full":
-        apply_activation_checkpointing(blocks)
     weights: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
@@ -224,7 +235,7 @@ def build_model(
     packed_model = PackedCausalLM(
         model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels
     )
-    apply_fsdp(packed_model, blocks, weights=weights, subspaces=subspaces, world=world)
+    apply_fsdp(packed_model, blocks, weights=weights, weights_dtype=weights_dtype, subspaces=subspaces, world=world)
     return packed_model.train()
 
 
@@ -268,13 +279,31 @@ def apply_compile(blocks: nn.ModuleList) -> None:
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
-def apply_activation_checkpointing(blocks: nn.ModuleList) -> None:
-    """Keeps only each block's input for backward and recomputes the rest.
+def choose_kept_operations(model: PreTrainedModel, activation_checkpointing: str) -> frozenset[str]:
+    """The operations whose outputs `activation_checkpointing` (selective or full) keeps for backward."""
+    if activation_checkpointing == "full":
+        return frozenset()
+    kept = MATRIX_PRODUCTS | ATTENTION
+    if "dropout" in find_features(model, model.config):
+        kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
+    if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):
+        kept -= GROUPED_PRODUCTS  # transformers adds the experts' biases in place, and what is kept must not change
+    return kept
+
+
+def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str]) -> None:
+    """Keeps each block's input and the outputs of the operations `kept` for backward, and recomputes the rest.
 
     Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.
     """
+
+    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operation.name() in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if kept else {}
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
 def apply_fsdp(
@@ -282,13 +311,15 @@ def apply_fsdp(
     blocks: nn.ModuleList,
     *,
     weights: dict[str, Reader],
+    weights_dtype: torch.dtype,
     subspaces: dict[str, Path],
     world: World,
 ) -> None:
     """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
 
-    One after the other, so that no rank ever holds more than one of them unsharded. Master weights are fp32, compute
-    is in the model's `compute_dtype`, gradients are reduced in fp32.
+    One after the other, so that no rank ever holds more than one of them unsharded. Master weights are in
+    `weights_dtype`, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the
+    weights' type.
     """
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     names = {module: name for name, module in packed_model.model.named_modules()}
@@ -300,7 +331,7 @@ def apply_fsdp(
             name = names.get(module, "")
             if isinstance(module, OSFTLinear) and module.base.is_meta:
                 fill_layer(module, name, weights=weights, file=subspaces.get(name), world=world)
-            fill_module(module, name, weights=weights, tied=tied, device=world.device)
+            fill_module(module, name, weights=weights, tied=tied, dtype=weights_dtype, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
         fully_shard(unit, mesh=world.mesh, mp_policy=policy, shard_placement_fn=choose_dim(world.world_size))
@@ -325,9 +356,15 @@ def choose_dim(world_size: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def fill_module(
-    module: nn.Module, name: str, *, weights: dict[str, Reader], tied: Container[str], device: torch.device
+    module: nn.Module,
+    name: str,
+    *,
+    weights: dict[str, Reader],
+    tied: Container[str],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`; fp32 weights.
+    """Gives the meta parameters, as `dtype`, and buffers that `module` itself holds rank 0's values, on `device`.
 
     Those named in `tied` are left to `tie_weights`.
     """
@@ -335,7 +372,7 @@ def fill_module(
     for key, meta in tensors.items():
         if not meta.is_meta or f"{name}.{key}" in tied:
             continue
-        value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        value = torch.empty(meta.shape, dtype=dtype if isinstance(meta, nn.Parameter) else meta.dtype, device=device)
         if dist.get_rank() == 0:
             value.copy_(weights.pop(f"{name}.{key}")())
         dist.broadcast(value, src=0)

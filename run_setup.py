@@ -118,6 +118,7 @@ def build_run_model(
         trust_remote_code=options.trust_remote_code,
         world=world,
         compute_dtype=inputs.compute_dtype,
+        weights_dtype=getattr(torch, options.master_weights),
         attention=options.attention,
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,

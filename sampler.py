@@ -299,12 +299,19 @@ def iterate_batches(
 
 
 def idle_sample() -> Sample:
-    """What a rank without work trains on: one token, no target, so that it takes part in every collective."""
-    return np.zeros(1, dtype=np.int64), np.full(1, IGNORED), None
+    """What a rank without work trains on: two tokens, no target, so that it takes part in every collective."""
+    return np.zeros(2, dtype=np.int64), np.full(2, IGNORED), None
 
 
 def pack_samples(samples: list[Sample]) -> MicroBatch:
-    """Packs samples into one row; either all have weights or none."""
+    """Packs samples into one row; either all have weights or none.
+
+    Where no sample has more than one token, an idle one joins them: torch.compile takes 0 and 1 for constants, and
+    would compile such a row by itself, whenever it comes.
+    """
+    if max(len(input_ids) for input_ids, _, _ in samples) == 1:
+        ids, labels, _ = idle_sample()
+        samples = [*samples, (ids, labels, None if samples[0][2] is None else np.zeros(len(ids), dtype=np.float32))]
     lengths = [len(input_ids) for input_ids, _, _ in samples]
     cu_seqlens = np.cumsum([0, *lengths])
     targets = np.full(cu_seqlens[-1], IGNORED, dtype=np.int64)

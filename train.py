@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
-from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
+from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients, set_step
 from osft import find_osft_layers, measure_leak, project_gradients, project_updates
 from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
 from run_record import check_output_dir, check_same_run, check_unused, identify_run, record_end, record_start
@@ -90,10 +90,12 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     osft_layers = find_osft_layers(model)  # none without --osft
     optimizer = build_optimizer(
         model,
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         weight_decay=options.weight_decay,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_eps,
+        seed=options.seed,
     )
     flops = count_flops(model.model, config)
     device_flops = peak_flops(world.device, inputs.compute_dtype)
@@ -185,8 +187,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             min_lr_ratio=options.min_lr_ratio or 0.0,
         )
         clip_gradients(gradients, grad_norm=sums.grad_norm, max_grad_norm=options.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_step(optimizer, step=batch.step, learning_rate=lr)
         optimizer.step()
         project_updates(osft_layers)
         optimizer.zero_grad()

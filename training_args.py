@@ -92,6 +92,11 @@ class TrainOptions:
     """AdamW's decay of the second moment."""
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit: AdamW that keeps its moments in 8 bits, a quarter of their memory; slightly other steps."""
+    master_weights: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: hold weights, and gradients between micro-batches, in half the memory, and round every update up or
+    down at random so that small ones are not lost; noisier."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
 
@@ -157,12 +162,13 @@ class TrainOptions:
     """Data type of exported weights."""
 
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32."""
+    """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights."""
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "eager"] = "auto"
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), or SDPA / plain matrix
     products one sequence at a time. auto: the fastest one that this machine and this model allow."""
-    activation_checkpointing: Literal["none", "full"] = "full"
-    """full: keep only each block's input and recompute the rest in backward; less memory, about a third slower."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "full"
+    """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
+    selective: keep the outputs of matrix products and attention too, and recompute only what is cheap."""
     compile: bool = False
     """torch.compile each block."""
     use_liger_kernels: bool = False
@@ -371,6 +377,12 @@ def find_train_problems(o: TrainOptions) -> list[str]:
             f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")  # fmt: skip
     require(o.num_warmup_steps == 0 or o.lr_scheduler != "constant",
             "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")  # fmt: skip
+    require(not o.osft or o.activation_checkpointing != "selective",
+            "--activation-checkpointing selective: with --osft it keeps more than none, since each of its layers is"
+            " several matrix products; use none or full")  # fmt: skip
+    require(not o.osft or o.master_weights == "float32",
+            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
+            " use float32")  # fmt: skip
     problems += find_osft_problems(o)
     exports_on_the_way = o.checkpoint_at_epoch or o.min_samples_per_checkpoint is not None
     require(exports_on_the_way or (o.save_final_checkpoint and bool(ends)),

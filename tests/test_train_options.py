@@ -122,6 +122,8 @@ EFFECTS = {
     "adam_beta1": (dict(adam_beta1=0.5), lambda r, b: not same_weights(r, b)),
     "adam_beta2": (dict(adam_beta2=0.5), lambda r, b: not same_weights(r, b)),
     "adam_eps": (dict(adam_eps=1e-2), lambda r, b: not same_weights(r, b)),
+    "optimizer": (dict(optimizer="adamw8bit"), lambda r, b: not same_weights(r, b)),
+    "master_weights": (dict(master_weights="bfloat16"), lambda r, b: not same_weights(r, b)),
     "max_grad_norm": (dict(max_grad_norm=1e-3), lambda r, b: not same_weights(r, b)),
     "max_steps": (dict(max_steps=2), lambda r, b: len(r.rows) == 2),
     "max_epochs": (dict(max_steps=None, max_epochs=2), lambda r, b: len(r.rows) == 8),  # 60 samples, 8 a step
@@ -169,8 +171,8 @@ EFFECTS = {
     ),
     "attention": (dict(attention="eager"), lambda r, b: " eager attention" in r.text and " sdpa attention" in b.text),
     "activation_checkpointing": (
-        dict(activation_checkpointing="full"),
-        lambda r, b: "full activation checkpointing" in r.text and r.column("loss") == b.column("loss"),
+        dict(activation_checkpointing="selective"),
+        lambda r, b: "selective activation checkpointing" in r.text and r.column("loss") == b.column("loss"),
     ),
     "compile": (
         dict(compile=True),

@@ -66,6 +66,10 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--osft-statistics", "f"],
             ["have no effect with --osft-basis weights"],
         ),
+        (
+            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--activation-checkpointing", "selective"],
+            ["--activation-checkpointing selective: with --osft it keeps more"],
+        ),
         (["--no-save-final-checkpoint"], ["never be written"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],

@@ -91,7 +91,15 @@ def save_tokenizer(path: Path) -> Path:
 
 
 def build(
-    path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32, osft=None
+    path,
+    world,
+    *,
+    attention="auto",
+    activation_checkpointing="none",
+    compile=False,
+    dtype=torch.float32,
+    weights_dtype=torch.float32,
+    osft=None,
 ):
     """The model at `path` as train.py builds it."""
     return build_model(
@@ -99,6 +107,7 @@ def build(
         load_config(str(path)),
         world=world,
         compute_dtype=dtype,
+        weights_dtype=weights_dtype,
         attention=attention,
         activation_checkpointing=activation_checkpointing,
         compile=compile,
