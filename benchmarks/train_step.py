@@ -7,7 +7,7 @@
 
 The same random weights, learning rate, AdamW, clipping, compute dtype and global batches for all; `METHODS` says what
 each does. Each method runs in a process of its own, one after the other, round after round; the first step of each
-process is not timed. On the CPU the ratios go by CPU seconds, which other work on the machine moves less than the clock.
+process is not timed. On the CPU ratios go by CPU seconds, which other work on the machine moves less than the clock.
 
 Loss: after each step, outside the timing, the mean over the trained tokens of the same held-out samples, one by one and
 with the model's own logits. Methods with equal global batches and an exact loss show the same numbers.
@@ -65,12 +65,13 @@ METHODS = {
 }
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied head
     "nano": (32, 64, 2, 2, 1, 512, True),  # for the test
+    "tiny": (128, 352, 4, 4, 2, 512, True),  # of benchmarks/scaling.py
     "small": (256, 704, 4, 4, 2, 151936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
 BETAS, EPS, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 1.0
-NUM_HELD_OUT = 8
+NUM_HELD_OUT = 4
 LEAK = 1e-3  # relative change of the others' hidden states above which samples are said to see each other
 
 
@@ -81,6 +82,12 @@ def make_config(shape: str) -> Qwen2Config:
         num_key_value_heads=num_key_value_heads, vocab_size=vocab_size, tie_word_embeddings=tied,
         max_position_embeddings=32768, pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+
+
+def save_random_model(shape: str, model_dir: str | Path) -> None:
+    torch.manual_seed(0)
+    with find_device():
+        AutoModelForCausalLM.from_config(make_config(shape), dtype=torch.bfloat16).save_pretrained(model_dir)
 
 
 def write_random_data(path: Path, lengths: np.ndarray) -> None:
@@ -179,12 +186,21 @@ def load_model(args: argparse.Namespace, device: torch.device) -> PreTrainedMode
     ).to(device)
 
 
+def find_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@functools.cache
+def open_world() -> World:
+    """The process group of the methods that use FSDP; the trainers make their own arrangements."""
+    return init_world()
+
+
 # --- The methods: each trains the batches and fills the record ----------------------------------------------
 
 
-def train_ours(
-    args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record, world: World
-) -> None:
+def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record) -> None:
+    world = open_world()
     config = load_config(args.model_dir)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     model = build_model(
@@ -244,9 +260,8 @@ def pad_samples(samples: list[Sample], device: torch.device) -> dict[str, Tensor
     }
 
 
-def train_plain(
-    args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record, world: World
-) -> None:
+def train_plain(args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record) -> None:
+    world = open_world()
     model = load_model(args, world.device).train()
     blocks = find_blocks(model)
     if args.activation_checkpointing == "full":
@@ -296,15 +311,15 @@ def pack_with_trl(rows: list[dict], strategy: str, max_length: int, num_packed: 
 
 
 def train_with_trainer(
-    args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record, world: World
+    args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record
 ) -> None:
     """transformers.Trainer, or TRL's, which loads the batches' samples in order."""
     import datasets
-    from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+    from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    method, on_cuda = args.worker, world.device.type == "cuda"
+    method, on_cuda = args.worker, record.device.type == "cuda"
     datasets.disable_progress_bars()
-    model = load_model(args, world.device)
+    model = load_model(args, record.device)
     tokenizer = train_tokenizer([], vocab_size=288)
 
     class TellRecord(TrainerCallback):
@@ -377,16 +392,14 @@ def train_with_trainer(
             callbacks=[TellRecord()],
         )  # fmt: skip
         shown = rows[: args.micro_batch_size]
-    trainer.remove_callback(
-        next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "PrinterCallback")
-    )
+    trainer.remove_callback(PrinterCallback)  # stdout carries the result
     keys = set(shown[0]) - {"sample_of"}
     inputs = trainer.data_collator([{key: row[key] for key in keys} for row in shown])
-    inputs = {k: v.to(world.device) if isinstance(v, Tensor) else v for k, v in inputs.items() if k != "labels"}
+    inputs = {k: v.to(record.device) if isinstance(v, Tensor) else v for k, v in inputs.items() if k != "labels"}
     samples_of = [torch.tensor(row["sample_of"]) for row in shown]
-    sample_of = nn.utils.rnn.pad_sequence(samples_of, batch_first=True, padding_value=-1).to(world.device)
+    sample_of = nn.utils.rnn.pad_sequence(samples_of, batch_first=True, padding_value=-1).to(record.device)
     sample_of = torch.where(sample_of == sample_of[0, 0], 0, torch.where(sample_of < 0, -1, sample_of + 1))
-    with torch.autocast(world.device.type, torch.bfloat16, enabled=on_cuda):
+    with torch.autocast(record.device.type, torch.bfloat16, enabled=on_cuda):
         record.leak = find_leak(
             lambda ids: model.base_model(**inputs | {"input_ids": ids}, use_cache=False).last_hidden_state,
             inputs["input_ids"],
@@ -394,16 +407,11 @@ def train_with_trainer(
         )
 
     def logits_of(input_ids: Tensor) -> Tensor:
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=on_cuda):
+        with torch.autocast(record.device.type, torch.bfloat16, enabled=on_cuda):
             return model(input_ids=input_ids, use_cache=False).logits
 
     record.start(logits_of)
     trainer.train()
-
-
-@functools.cache
-def open_world() -> World:
-    return init_world()
 
 
 def run_worker(args: argparse.Namespace) -> dict[str, Any]:
@@ -412,24 +420,15 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
     batches = plan_batches(data, args.worker, args)
     held_out = draw_samples(data, seed=args.seed, start=(args.num_steps + 1) * args.batch_size, count=NUM_HELD_OUT)
     vocab_size = make_config(args.shape).vocab_size
-    on_cuda = torch.cuda.is_available()
-    uses_fsdp = args.worker in ("ours", "plain")
-    world = (
-        open_world()
-        if uses_fsdp
-        else World(0, 1, torch.device("cuda", 0) if on_cuda else torch.device("cpu"), None, None)
-    )
-    record = Record(world.device, [data.read(row, vocab_size=vocab_size) for row in held_out])
+    record = Record(find_device(), [data.read(row, vocab_size=vocab_size) for row in held_out])
     train = {"ours": train_ours, "plain": train_plain}.get(args.worker, train_with_trainer)
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    train(args, data, batches, record, world)
+    train(args, data, batches, record)
     return {
         "seconds": record.seconds[1:],
         "cpu_seconds": record.cpu_seconds[1:],
         "losses": record.losses,
         "leak": record.leak,
-        "peak_bytes": peak_memory(world.device),
+        "peak_bytes": peak_memory(record.device),
     }
 
 
@@ -457,9 +456,8 @@ def start_worker(args: argparse.Namespace, method: str) -> dict[str, Any]:
     """Runs one method in a process of its own."""
     paths = ["--model-dir", args.model_dir, "--data-path", args.data_path]
     command = [sys.executable, __file__, *sys.argv[1:], *paths, "--worker", method]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False
-    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if done.returncode != 0:
         sys.exit(f"{method} failed:\n{done.stdout}\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -539,17 +537,16 @@ def main() -> None:
     setup_logging("ERROR")
     if args.worker:
         return print(json.dumps(run_worker(args)))
-    on_cuda = torch.cuda.is_available()
+    device = find_device()
+    on_cuda = device.type == "cuda"
     config = make_config(args.shape)
     with torch.device("meta"):
-        flops = count_flops(AutoModelForCausalLM.from_config(config), config)
-    device = torch.device("cuda" if on_cuda else "cpu")
+        model = AutoModelForCausalLM.from_config(config)
+    flops = count_flops(model, config)
     peak = peak_flops(device, torch.bfloat16) if on_cuda else measure_matmul()
     with tempfile.TemporaryDirectory() as directory:
         args.model_dir = str(Path(directory) / "model")
-        torch.manual_seed(0)
-        with device:
-            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(args.model_dir)
+        save_random_model(args.shape, args.model_dir)
         if args.data_path is None:
             args.data_path = str(Path(directory) / "data.arrow")
             write_random_data(Path(args.data_path), draw_lengths(args.lengths, 2000)[0])
@@ -559,6 +556,7 @@ def main() -> None:
             for method in args.methods:
                 args.worker = method
                 results[method] = run_worker(args) if args.in_one_process else start_worker(args, method)
+                print(f"round {len(rounds) + 1}: {method}", results[method], file=sys.stderr, flush=True)
             rounds.append(results)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -567,12 +565,10 @@ def main() -> None:
         print(f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}")
         print(f"{torch.cuda.get_device_name() if on_cuda else 'CPU'}; torch threads {torch.get_num_threads()};"
               f" {', '.join(f'{name} {version(name)}' for name in names)}")  # fmt: skip
-        with torch.device("meta"):
-            num_parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-        print(f"{args.shape}: {num_parameters:,} parameters, vocabulary {config.vocab_size:,};"
+        print(f"{args.shape}: {model.num_parameters():,} parameters, vocabulary {config.vocab_size:,};"
               f" {'bf16 compute, fp32 weights' if on_cuda else 'fp32'}, activation checkpointing"
-              f" {args.activation_checkpointing}; {args.batch_size} samples a step; lengths {lengths.mean():.0f} on average,"
-              f" {np.percentile(lengths, 5):.0f} to {np.percentile(lengths, 95):.0f} in 9 of 10,"
+              f" {args.activation_checkpointing}; {args.batch_size} samples a step; lengths {lengths.mean():.0f} on"
+              f" average, {np.percentile(lengths, 5):.0f} to {np.percentile(lengths, 95):.0f} in 9 of 10,"
               f" {lengths.max()} at most")  # fmt: skip
         print(f"{args.num_rounds} rounds of {args.num_steps} timed steps; medians over rounds; peak for the MFU:"
               f" {'unknown' if peak is None else f'{peak / 1e9:,.0f} GFLOP/s'}\n")  # fmt: skip
