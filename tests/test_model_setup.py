@@ -82,8 +82,15 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         assert torch.equal(rows[0][i], rows[1][i]), f"sequence {i} moved"
 
 
-@pytest.mark.parametrize("change", [dict(activation_checkpointing="full"), dict(attention="eager"), dict(compile=True)])
-@pytest.mark.parametrize("family", ["llama_tied_bias", "mistral_window"])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama_tied_bias", dict(activation_checkpointing="full")),
+        ("llama_tied_bias", dict(attention="eager")),
+        ("mistral_window", dict(attention="eager")),
+        ("mistral_window", dict(compile=True)),
+    ],
+)
 def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path):
     path = save_model(FAMILIES[family], tmp_path)
     results = []
