@@ -28,7 +28,14 @@ import torch.distributed as dist
 from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
 from model_files import find_model, find_weights
-from model_setup import build_model, check_model, choose_tokenizer, load_config, load_generation_config
+from model_setup import (
+    build_model,
+    check_model,
+    choose_tokenizer,
+    load_config,
+    load_generation_config,
+    set_gradient_sync,
+)
 from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
 from osft import OSFTSettings, describe_osft, find_osft_layers, measure_leak, project_gradients, project_updates
 from osft_calibration import open_calibration_data, prepare_statistics
@@ -157,6 +164,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,
         use_liger_kernels=options.use_liger_kernels,
+        reshard_after_forward=options.reshard_after_forward,
+        cpu_offload=options.cpu_offload,
         progress=control.progress,
     )
     statistics = None
@@ -259,6 +268,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         losses = []
         for k, micro_batch in enumerate(batch.micro_batches):
             control.progress(describe_micro_batch(batch, k))
+            set_gradient_sync(model, options.micro_batch_grad_sync, is_last=k + 1 == len(batch.micro_batches))
             loss_sum = model(micro_batch.to(world.device))
             (loss_sum / max(1, batch.num_loss_tokens)).backward()  # FSDP sums over ranks: see apply_fsdp
             losses.append(loss_sum.detach())
@@ -272,6 +282,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             losses,
             gradients,
             device=world.device,
+            num_shards=world.num_shards,
             data_wait_seconds=step_start - step_end,
             flags=flags,
         )
@@ -358,7 +369,7 @@ def is_export_due(options: TrainOptions, position: RunPosition, *, epoch_length:
 if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
-        world = init_world(hang_timeout=options.hang_timeout)
+        world = init_world(hang_timeout=options.hang_timeout, sharding=options.sharding, shard_size=options.shard_size)
         connect_lifeline(world, control)
         code, message = train(options, world, control)
         dist.destroy_process_group()

@@ -91,7 +91,16 @@ def save_tokenizer(path: Path) -> Path:
 
 
 def build(
-    path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32, osft=None
+    path,
+    world,
+    *,
+    attention="auto",
+    activation_checkpointing="none",
+    compile=False,
+    dtype=torch.float32,
+    reshard_after_forward="auto",
+    cpu_offload=False,
+    osft=None,
 ):
     """The model at `path` as train.py builds it."""
     return build_model(
@@ -103,5 +112,7 @@ def build(
         activation_checkpointing=activation_checkpointing,
         compile=compile,
         use_liger_kernels=False,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
         osft=osft,
     )

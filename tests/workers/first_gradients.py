@@ -47,7 +47,9 @@ for micro_batch in batch.micro_batches:
     loss_sum = model(micro_batch)
     (loss_sum / batch.num_loss_tokens).backward()
     losses.append(loss_sum.detach())
-sums = reduce_step(losses, local_gradients(model), device=world.device, data_wait_seconds=0.0)
+sums = reduce_step(
+    losses, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
+)
 gradients = {name: param.grad.full_tensor() for name, param in model.model.named_parameters()}
 if world.rank == 0:
     result = dict(
