@@ -5,6 +5,7 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from tqdm import tqdm
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -194,6 +203,8 @@ def build_model(
     activation_checkpointing: str,
     compile: bool,
     use_liger_kernels: bool,
+    reshard_after_forward: str = "auto",
+    cpu_offload: bool = False,
     osft: OSFTSettings | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> PackedCausalLM:
@@ -235,7 +246,16 @@ def build_model(
     packed_model = PackedCausalLM(
         model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels
     )
-    apply_fsdp(packed_model, blocks, weights=weights, weights_dtype=weights_dtype, subspaces=subspaces, world=world)
+    apply_fsdp(
+        packed_model,
+        blocks,
+        weights=weights,
+        weights_dtype=weights_dtype,
+        subspaces=subspaces,
+        world=world,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+    )
     return packed_model.train()
 
 
@@ -314,6 +334,8 @@ def apply_fsdp(
     weights_dtype: torch.dtype,
     subspaces: dict[str, Path],
     world: World,
+    reshard_after_forward: str,
+    cpu_offload: bool,
 ) -> None:
     """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
 
@@ -321,12 +343,16 @@ def apply_fsdp(
     `weights_dtype`, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the
     weights' type.
     """
+    reshard = {"auto": None, "always": True, "never": False}[reshard_after_forward]
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = embedding.weight is head.weight
     tied = packed_model.model.all_tied_weights_keys.keys()
-    for unit in (*blocks, *([] if is_tied else [embedding]), packed_model):
+    units = (*blocks, *([] if is_tied else [embedding]), packed_model)
+    is_shown = world.rank == 0 and sys.stderr.isatty()
+    for unit in tqdm(units, desc="loading", unit="block", disable=not is_shown):
         for module in unit.modules():
             name = names.get(module, "")
             if isinstance(module, OSFTLinear) and module.base.is_meta:
@@ -334,7 +360,14 @@ def apply_fsdp(
             fill_module(module, name, weights=weights, tied=tied, dtype=weights_dtype, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
-        fully_shard(unit, mesh=world.mesh, mp_policy=policy, shard_placement_fn=choose_dim(world.world_size))
+        fully_shard(
+            unit,
+            mesh=world.mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=choose_dim(world.num_shards),
+            mp_policy=policy,
+            offload_policy=offload,
+        )
     assert not weights, f"the model has no place for {', '.join(weights)}"
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
@@ -345,11 +378,23 @@ def apply_fsdp(
     register_fsdp_forward_method(packed_model, "reference")
 
 
-def choose_dim(world_size: int) -> Callable[[nn.Parameter], Shard | None]:
+def set_gradient_sync(packed_model: PackedCausalLM, when: str, *, is_last: bool) -> None:
+    """Says whether the next backward sums gradients over ranks: `when` is every or last micro-batch of a step.
+
+    Over the copies of a model that is sharded in each node, once a step in any case: until then their sums wait as
+    shards, which takes no memory.
+    """
+    if when == "last":
+        packed_model.set_requires_gradient_sync(is_last)
+    else:
+        packed_model.set_requires_all_reduce(is_last)
+
+
+def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
     """Shards the experts of a layer, stored as (experts, rows, columns), by rows if there are too few of them."""
 
     def placement(param: nn.Parameter) -> Shard | None:
-        by_rows = param.ndim == 3 and param.shape[0] % world_size != 0 and param.shape[1] % world_size == 0
+        by_rows = param.ndim == 3 and param.shape[0] % num_shards != 0 and param.shape[1] % num_shards == 0
         return Shard(1) if by_rows else None
 
     return placement
@@ -435,7 +480,9 @@ def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], 
             f"{refused}its head does something to the logits that is not known here; our loss over {len(sequences)}"
             f" sequences is {loss:.6f}, the model's own {own_loss:.6f}"
         )
-    packed_model.reshard()  # without a backward, FSDP leaves the root's parameters gathered
+    for module in packed_model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward, FSDP leaves parameters gathered: the root's, or all
     packed_model.train()
 
 

@@ -475,15 +475,16 @@ def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world:
     kept_values = singular_values[:num_kept]
     is_null = kept_values <= NULL * singular_values[0]
     scale = torch.where(is_null, 0.0, 1 / kept_values)
-    chunks = base.chunk(world.world_size)  # as Shard(0) does
-    rows = chunks[world.rank] if world.rank < len(chunks) else base[:0]
+    mesh = world.shard_mesh
+    chunks, part = base.chunk(mesh.size()), mesh.get_local_rank()  # as Shard(0) does
+    rows = chunks[part] if part < len(chunks) else base[:0]
     U_high = rows.double() @ (V_high.double() * scale)
     gram = U_high.T @ U_high
-    dist.all_reduce(gram)
+    dist.all_reduce(gram, group=mesh.get_group())
     factor = torch.linalg.cholesky(gram + torch.diag(is_null.double()))
     U_high = torch.linalg.solve_triangular(factor.T, U_high, upper=True, left=False).float()
     return DTensor.from_local(
-        U_high, world.mesh, [Shard(0)], run_check=False, shape=(len(base), num_kept), stride=(num_kept, 1)
+        U_high, mesh, [Shard(0)], run_check=False, shape=(len(base), num_kept), stride=(num_kept, 1)
     )
 
 
@@ -517,6 +518,11 @@ def project_updates(layers: list[OSFTLinear]) -> None:
     project(layers, [layer.coefficients.to_local() for layer in layers])
 
 
+def shard_group(layer: OSFTLinear) -> dist.ProcessGroup:
+    """The ranks that hold the rows of the layer's tensors between them."""
+    return layer.coefficients.device_mesh.get_group("shard")
+
+
 def project(layers: list[OSFTLinear], tensors: list[Tensor]) -> None:
     """X <- X - U_high U_high^T X in place, on each rank's rows (of L, r); few all-reduces for all layers."""
     bucket: list[tuple[OSFTLinear, Tensor, Tensor]] = []
@@ -525,7 +531,7 @@ def project(layers: list[OSFTLinear], tensors: list[Tensor]) -> None:
         if i + 1 < len(layers) and sum(seen.numel() for _, _, seen in bucket) < BUCKET_NUMEL:
             continue
         flat = torch.cat([seen.flatten() for _, _, seen in bucket])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=shard_group(layer))
         parts = flat.split([seen.numel() for _, _, seen in bucket])
         for (layer, rows, seen), part in zip(bucket, parts, strict=True):
             rows.addmm_(layer.U_high.to_local(), part.view_as(seen), alpha=-1)
@@ -546,11 +552,11 @@ def measure_leak(layers: list[OSFTLinear]) -> float:
         known = layer.U_low if layer.is_core else layer.U_high
         if known is not None:
             seen = known.to_local().T @ rows  # (r or k, s)
-            dist.all_reduce(seen)
+            dist.all_reduce(seen, group=shard_group(layer))
             outside = rows - known.to_local() @ seen if layer.is_core else known.to_local() @ seen
             left = outside.square().sum()
         squares = torch.stack([rows.square().sum(), left, right])
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=shard_group(layer))
         total, left, right = squares.sqrt().tolist()
         leaks.append(max(left, right) / total if total > 0 else 0.0)
     return max(leaks)

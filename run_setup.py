@@ -123,6 +123,8 @@ def build_run_model(
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,
         use_liger_kernels=options.use_liger_kernels,
+        reshard_after_forward=options.reshard_after_forward,
+        cpu_offload=options.cpu_offload,
         progress=progress,
     )
     statistics = None

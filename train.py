@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
+from model_setup import set_gradient_sync
 from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients, set_step
 from osft import find_osft_layers, measure_leak, project_gradients, project_updates
 from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
@@ -159,6 +160,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         losses = []
         for k, micro_batch in enumerate(batch.micro_batches):
             control.progress(describe_micro_batch(batch, k))
+            set_gradient_sync(model, options.micro_batch_grad_sync, is_last=k + 1 == len(batch.micro_batches))
             loss_sum = model(micro_batch.to(world.device))
             (loss_sum / max(1, batch.num_loss_tokens)).backward()  # FSDP sums over ranks: see apply_fsdp
             losses.append(loss_sum.detach())
@@ -172,6 +174,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             losses,
             gradients,
             device=world.device,
+            num_shards=world.num_shards,
             data_wait_seconds=step_start - step_end,
             flags=flags,
         )
@@ -257,7 +260,7 @@ def is_export_due(options: TrainOptions, position: RunPosition, *, epoch_length:
 if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
-        world = init_world(hang_timeout=options.hang_timeout)
+        world = init_world(hang_timeout=options.hang_timeout, sharding=options.sharding, shard_size=options.shard_size)
         connect_lifeline(world, control)
         code, message = train(options, world, control)
         dist.destroy_process_group()

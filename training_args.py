@@ -171,6 +171,20 @@ class TrainOptions:
     selective: keep the outputs of matrix products and attention too, and recompute only what is cheap."""
     compile: bool = False
     """torch.compile each block."""
+    sharding: Literal["full", "hybrid"] = "full"
+    """full: weights, gradients and optimizer state are divided over all ranks. hybrid: over the ranks of a node, and
+    every node holds a copy of all of it: more memory, and between nodes only gradients travel, once a step."""
+    shard_size: int | None = None
+    """hybrid only: ranks that share one copy of the model, if not those of a node."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Free a layer's gathered weights after its forward pass, and gather them again for backward. auto: all but the
+    last, which backward begins with; never: less communication, and memory for the whole model in compute-dtype."""
+    micro_batch_grad_sync: Literal["every", "last"] = "every"
+    """Sum gradients over ranks after every micro-batch, or once a step, after the last one: less communication, and
+    memory for the whole model's gradients in float32 on every rank."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in CPU memory, where the optimizer then runs; each layer's weights
+    travel to the GPU when they are used. Slow: for models that do not fit otherwise."""
     use_liger_kernels: bool = False
     """Use liger-kernel's Triton kernels (CUDA; pip install 'mini-trainer[cuda]')."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -383,6 +397,10 @@ def find_train_problems(o: TrainOptions) -> list[str]:
     require(not o.osft or o.master_weights == "float32",
             f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
             " use float32")  # fmt: skip
+    require(o.shard_size is None or o.sharding == "hybrid",
+            f"--shard-size has no effect with --sharding {o.sharding}: it belongs to hybrid")  # fmt: skip
+    require(not (o.cpu_offload and o.osft),
+            "--cpu-offload cannot be used with --osft, whose projections run where the weights are")  # fmt: skip
     problems += find_osft_problems(o)
     exports_on_the_way = o.checkpoint_at_epoch or o.min_samples_per_checkpoint is not None
     require(exports_on_the_way or (o.save_final_checkpoint and bool(ends)),

@@ -66,6 +66,7 @@ def plan_reading(
         rename_source_key,
     )
     from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
@@ -94,7 +95,11 @@ def plan_reading(
         device_map={"": "meta", **dict.fromkeys(computed, "cpu")},
     )
     stand_ins = {key: torch.empty(shape, device="meta") for key, (_, shape) in stored.items()}
+    shows_progress = is_progress_bar_enabled()
+    disable_progress_bar()  # nothing is read here
     info, _ = convert_and_load_state_dict_in_model(model, stand_ins, loading)
+    if shows_progress:
+        enable_progress_bar()
     info = model._finalize_model_loading(model, loading, info)
 
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

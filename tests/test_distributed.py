@@ -18,8 +18,14 @@ from sampler import TokenizedData, draw_samples
 pytestmark = pytest.mark.slow
 
 NUM_SAMPLES, BATCH_SIZE, STEPS, LEARNING_RATE, SEED = 40, 9, 10, 1e-2, 5
-# How the same run can be laid out: processes, and the cap that makes 1 to 6 micro-batches of a batch.
-LAYOUTS = {"1 rank": (1, 1000), "1 rank, small cap": (1, 41), "2 ranks": (2, 60), "4 ranks": (4, 41)}
+# How the same run can be laid out: processes, the cap that makes 1 to 6 micro-batches of a batch, and options.
+LAYOUTS = {
+    "1 rank": (1, 1000, {}),
+    "1 rank, small cap": (1, 41, {}),
+    "2 ranks": (2, 60, dict(checkpoint_every_steps=4, keep_checkpoints=9)),
+    "4 ranks": (4, 41, dict(micro_batch_grad_sync="last", reshard_after_forward="never", cpu_offload=True)),
+}
+HYBRID = dict(sharding="hybrid", shard_size=2, checkpoint_every_steps=4, reshard_after_forward="always")
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +40,11 @@ def inputs(tmp_path_factory) -> dict:
     )
 
 
-def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int) -> list[str]:
+def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int, **options: object) -> list[str]:
     return ["train.py", *flags(
         model_name_or_path=inputs["model"], data_path=inputs["data"], output_dir=output_dir, batch_size=BATCH_SIZE,
         max_tokens_per_gpu=max_tokens_per_gpu, max_steps=STEPS, learning_rate=LEARNING_RATE, seed=SEED,
-        max_grad_norm=1.0, weight_decay=0.1, export_dtype="float32",
+        max_grad_norm=1.0, weight_decay=0.1, export_dtype="float32", **options,
     )]  # fmt: skip
 
 
@@ -50,9 +56,9 @@ def read_rows(output_dir: Path) -> list[dict]:
 def runs(inputs) -> dict[str, Path]:
     """The same training in every layout, and on two nodes of one process each."""
     output_dirs = {}
-    for layout, (num_ranks, cap) in LAYOUTS.items():
+    for layout, (num_ranks, cap, options) in LAYOUTS.items():
         output_dirs[layout] = inputs["root"] / layout.replace(" ", "_").replace(",", "")
-        argv = train_command(inputs, output_dirs[layout], cap)
+        argv = train_command(inputs, output_dirs[layout], cap, **options)
         result = run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv))
         assert result.returncode == 0, result.stderr
     output_dirs["2 nodes"] = inputs["root"] / "two_nodes"
@@ -124,6 +130,29 @@ def test_the_layouts_are_different_ones(runs):
     for layout, world_size in {"2 ranks": 2, "4 ranks": 4, "2 nodes": 2}.items():
         params = json.loads((runs[layout] / "training_params.json").read_text())
         assert params["world_size"] == world_size
+
+
+def test_a_model_sharded_in_each_node_goes_on_from_one_sharded_over_all_and_the_other_way_round(inputs, runs):
+    """2 x 2 ranks do what 2 did, and 1 does what they did: losses, norms (counted once), checkpoints, exports."""
+    reference = read_rows(runs["1 rank"])
+    hybrid, after = inputs["root"] / "hybrid", inputs["root"] / "after_hybrid"
+    argv = train_command(inputs, hybrid, 41, resume=runs["2 ranks"] / "checkpoints" / "step_4", **HYBRID)
+    result = run(torchrun(4, *argv))
+    assert result.returncode == 0, result.stderr
+    checkpoint = hybrid / "checkpoints" / "step_8"
+    assert {path.name for path in checkpoint.glob("*.safetensors")} == {f"rank_0000{i}.safetensors" for i in (0, 1)}
+    result = run([sys.executable, *train_command(inputs, after, 1000, resume=checkpoint)])
+    assert result.returncode == 0, result.stderr
+    for output_dir, first_step in ((hybrid, 4), (after, 8)):
+        rows = read_rows(output_dir)
+        assert [row["step"] for row in rows] == list(range(first_step + 1, STEPS + 1))
+        for row, expected in zip(rows, reference[first_step:], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    export = f"hf_format/samples_{STEPS * BATCH_SIZE}/model.safetensors"
+    expected = load_file(runs["1 rank"] / export)
+    for name, weight in load_file(hybrid / export).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
 
 def test_the_export_of_several_ranks_is_that_of_one(runs):

@@ -252,7 +252,7 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
     path = save_model(FAMILIES[family], tmp_path / "model")
     model = build(path, world, osft=settings(tmp_path))
     check_model(model, pack_samples, device=world.device)
-    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32)}
+    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32, world)}
     reference = AutoModelForCausalLM.from_pretrained(path)
     assert before.keys() == dict(reference.named_parameters()).keys()
     for name, param in reference.named_parameters():
@@ -262,7 +262,7 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
 
     trained = {name for name, module in model.model.named_modules() if isinstance(module, OSFTLinear)}
     assert trained and all(".0." in name or ".1." in name for name in trained)
-    after = dict(gather_weights(model.model, torch.float32))
+    after = dict(gather_weights(model.model, torch.float32, world))
     for name, weight in after.items():
         if name.removesuffix(".weight") in trained and name.endswith(".weight"):
             assert leak(weight - before[name], before[name], 0.25) <= LEAK, name
@@ -286,10 +286,10 @@ def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_
 
 def test_a_second_start_and_another_ratio_decompose_nothing(world, tmp_path, monkeypatch):
     path = save_model(FAMILIES["gpt2"], tmp_path / "model")
-    first = dict(gather_weights(build(path, world, osft=settings(tmp_path)).model, torch.float32))
+    first = dict(gather_weights(build(path, world, osft=settings(tmp_path)).model, torch.float32, world))
     num_files = len(list((tmp_path / "cache").iterdir()))
     monkeypatch.setattr("osft.make_subspace", None)
-    again = dict(gather_weights(build(path, world, osft=settings(tmp_path, 0.6)).model, torch.float32))
+    again = dict(gather_weights(build(path, world, osft=settings(tmp_path, 0.6)).model, torch.float32, world))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert len(list((tmp_path / "cache").iterdir())) == num_files == 8
 
@@ -345,9 +345,9 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_weights_are_read(w
 def test_without_free_directions_targets_stay_and_others_train(world, tmp_path):
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
     model = build(path, world, osft=settings(tmp_path, 0.0, train_others=True))
-    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32)}
+    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32, world)}
     train_steps(model, 3)
-    after = dict(gather_weights(model.model, torch.float32))
+    after = dict(gather_weights(model.model, torch.float32, world))
     for name, weight in after.items():
         is_target = "_proj.weight" in name
         assert torch.equal(weight, before[name]) == is_target, name
@@ -374,7 +374,8 @@ def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, w
     for num_ranks in layouts:
         output_dir = tmp_path / f"run_{num_ranks}"
         root = tmp_path / str(num_ranks)  # a cache of its own: every number of ranks decomposes
-        train_run(num_ranks, world, root, output_dir, model=model, data=data)
+        hybrid = dict(sharding="hybrid", shard_size=2) if num_ranks == 4 else {}
+        train_run(num_ranks, world, root, output_dir, model=model, data=data, **hybrid)
         rows[num_ranks] = [
             json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()
         ]
@@ -451,10 +452,10 @@ def test_outputs_on_kept_inputs_do_not_change(family, world, tmp_path):
     )
     keep = settings(tmp_path, 0.4, basis="activations", statistics=statistics)
     model = build(path, world, osft=keep)
-    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32)}
+    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32, world)}
     losses = train_steps(model, 20)
     assert losses[-1] < losses[0]
-    after = dict(gather_weights(model.model, torch.float32))
+    after = dict(gather_weights(model.model, torch.float32, world))
     for name in statistics.inputs:
         update = (after[f"{name}.weight"] - before[f"{name}.weight"]).double()
         update = update.T if family == "gpt2" else update  # (out, in)

@@ -209,6 +209,11 @@ TESTED_ELSEWHERE = {
     "allow_changed_options",
     "hang_timeout",  # these: test_faults.py
     "max_time",
+    "sharding",  # these two: test_distributed.py
+    "shard_size",
+    "reshard_after_forward",  # these: test_sharding.py
+    "micro_batch_grad_sync",
+    "cpu_offload",
     "use_liger_kernels",  # below: refused without a GPU
     "model_revision",  # these: test_hostile_inputs.py
     "trust_remote_code",

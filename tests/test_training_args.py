@@ -70,6 +70,11 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--activation-checkpointing", "selective"],
             ["--activation-checkpointing selective: with --osft it keeps more"],
         ),
+        (["--shard-size", "2"], ["--shard-size has no effect with --sharding full"]),
+        (
+            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--cpu-offload"],
+            ["--cpu-offload cannot be used with --osft"],
+        ),
         (["--no-save-final-checkpoint"], ["never be written"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],

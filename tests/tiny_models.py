@@ -99,6 +99,8 @@ def build(
     compile=False,
     dtype=torch.float32,
     weights_dtype=torch.float32,
+    reshard_after_forward="auto",
+    cpu_offload=False,
     osft=None,
 ):
     """The model at `path` as train.py builds it."""
@@ -112,5 +114,7 @@ def build(
         activation_checkpointing=activation_checkpointing,
         compile=compile,
         use_liger_kernels=False,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
         osft=osft,
     )

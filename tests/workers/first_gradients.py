@@ -49,7 +49,9 @@ for batch_size in batch_sizes:
         loss_sum = model(micro_batch)
         (loss_sum / batch.num_loss_tokens).backward()
         losses.append(loss_sum.detach())
-    sums = reduce_step(losses, local_gradients(model), device=world.device, data_wait_seconds=0.0)
+    sums = reduce_step(
+        losses, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
+    )
     results.append(
         dict(
             gradients={name: param.grad.full_tensor() for name, param in model.model.named_parameters()},
