@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import packed_attention
 from chat_masking import fingerprint_tokenizer
 from chat_templates import load_tokenizer
 from model_files import check_model_dir
@@ -250,11 +251,13 @@ def build_model(
         apply_liger_kernels(model, world.device)
     blocks = find_blocks(model)
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
-    if activation_checkpointing != "none":
-        kept = choose_kept_operations(model, activation_checkpointing)
-        apply_activation_checkpointing(blocks, kept)
+    if activation_checkpointing == "selective":
+        kept = choose_kept_operations(model, backend=backend, compile=compile)
+        apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
     if compile:
         apply_compile(blocks)
+    if activation_checkpointing == "full":
+        apply_activation_checkpointing(blocks)
     weights: dict[str, Tensor] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
@@ -314,16 +317,24 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"model type {model.config.model_type!r}: no list of {num_blocks} blocks found to shard")
 
 
-def apply_compile(blocks: nn.ModuleList) -> None:
-    """Compiles each block by itself, for any number of tokens."""
+def apply_compile(blocks: nn.ModuleList, *, backend: Any = "inductor") -> None:
+    """Compiles each block by itself, for any number of tokens and sequences; `backend` is torch.compile's.
+
+    All blocks of a kind share one compiled code, and no micro-batch compiles again, since none has a dimension or a
+    longest sequence of 1 (see pack_samples), which would be taken for constants.
+    """
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
-def choose_kept_operations(model: PreTrainedModel, activation_checkpointing: str) -> frozenset[str]:
-    """The operations whose outputs `activation_checkpointing` (selective or full) keeps for backward."""
-    if activation_checkpointing == "full":
-        return frozenset()
+def choose_kept_operations(model: PreTrainedModel, *, backend: str, compile: bool) -> frozenset[str]:
+    """The operations whose outputs --activation-checkpointing selective keeps for backward."""
+    if compile and backend in packed_attention.UNCOMPILED:
+        raise ValueError(
+            f"--compile with --activation-checkpointing selective needs --attention flash_attn or varlen, this is"
+            f" {backend}: it cannot be compiled, and blocks that keep some of their operations only as a whole;"
+            " use --activation-checkpointing none or full"
+        )
     kept = MATRIX_PRODUCTS | ATTENTION
     if "dropout" in find_features(model, model.config):
         kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
@@ -332,7 +343,7 @@ def choose_kept_operations(model: PreTrainedModel, activation_checkpointing: str
     return kept
 
 
-def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str]) -> None:
+def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] = frozenset()) -> None:
     """Keeps each block's input and the outputs of the operations `kept` for backward, and recomputes the rest.
 
     Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.
