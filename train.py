@@ -38,6 +38,7 @@ from run_record import check_output_dir, check_same_run, check_unused, identify_
 from sampler import (
     RunPosition,
     TokenizedData,
+    collect_garbage_between,
     count_steps,
     derive_seed,
     iterate_batches,
@@ -256,7 +257,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     last_save = step_end = time.monotonic()
     seconds_between_saves = 60 * (options.checkpoint_every_minutes or float("inf"))
     control.start_loop(steps_done=start.step)
-    for batch in prefetch(batches):
+    for batch in collect_garbage_between(prefetch(batches)):
         step_start = time.monotonic()
         torch.manual_seed(derive_seed(options.seed, batch.step, world.rank))  # dropout
         losses = []

@@ -56,7 +56,7 @@ def test_no_micro_batch_after_the_first_compiles_again(
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr("model_setup.apply_compile", lambda blocks: apply_compile(blocks, backend=counter))
-    path = save_model(deepen(family, 6), tmp_path)
+    path = save_model(deepen(family, 10), tmp_path)
     model = build(path, world, activation_checkpointing=checkpointing, compile=True)
     reference = build(path, world)
     check_model(model, pack_samples, device=world.device)
