@@ -35,6 +35,7 @@ from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
 from packed_attention import check_layer_types, choose_backend, find_features, register_backends, registered_name
 from process_group import World, call_on_rank0, log
 from token_loss import sum_token_loss
+from training_log import describe_device
 
 # What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
 GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # of experts
@@ -44,6 +45,8 @@ ATTENTION = frozenset({
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
 })  # fmt: skip
+
+MIN_FLOAT8_SIZE = 256  # of a layer's input and output: below, casting costs more than fp8 saves
 
 
 class PackedCausalLM(nn.Module):
@@ -236,6 +239,7 @@ def build_model(
     activation_checkpointing: str,
     compile: bool,
     use_liger_kernels: bool,
+    float8: bool = False,
     osft: OSFTSettings | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> PackedCausalLM:
@@ -250,6 +254,8 @@ def build_model(
     if use_liger_kernels:
         apply_liger_kernels(model, world.device)
     blocks = find_blocks(model)
+    if float8:
+        apply_float8(blocks, world.device)
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
     if activation_checkpointing == "selective":
         kept = choose_kept_operations(model, backend=backend, compile=compile)
@@ -306,6 +312,28 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"--use-liger-kernels: liger-kernel has none for model type {model.config.model_type!r}")
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
+    """Replaces the blocks' large linear layers by torchao's in fp8.
+
+    With one scale for each row of activations, so that no token's numbers depend on another's, and the weights'
+    gradients in bf16, which any number of tokens allows.
+    """
+    is_installed = importlib.util.find_spec("torchao") is not None
+    is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not is_able or not is_installed:
+        raise ValueError(
+            "--float8 needs a Hopper GPU or newer and the package torchao (pip install 'mini-trainer[float8]'); this is"
+            f" {describe_device(device)}, torchao is {'' if is_installed else 'not '}installed"
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_suited(module: nn.Module, name: str) -> bool:
+        return all(size % 16 == 0 and size >= MIN_FLOAT8_SIZE for size in module.weight.shape)
+
+    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:

@@ -159,6 +159,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,
         use_liger_kernels=options.use_liger_kernels,
+        float8=options.float8,
         progress=control.progress,
     )
     statistics = None
