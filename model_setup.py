@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import packed_attention
 from chat_masking import fingerprint_tokenizer
 from chat_templates import load_tokenizer
 from model_files import check_model_dir
@@ -42,6 +43,7 @@ from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
 from packed_attention import check_layer_types, choose_backend, find_features, register_backends, registered_name
 from process_group import World, call_on_rank0, log
 from token_loss import sum_token_loss
+from training_log import describe_device
 from weight_files import Reader, read_weights
 
 # What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
@@ -52,6 +54,8 @@ ATTENTION = frozenset({
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
 })  # fmt: skip
+
+MIN_FLOAT8_SIZE = 256  # of a layer's input and output: below, casting costs more than fp8 saves
 
 
 class PackedCausalLM(nn.Module):
@@ -205,6 +209,7 @@ def build_model(
     use_liger_kernels: bool,
     reshard_after_forward: str = "auto",
     cpu_offload: bool = False,
+    float8: bool = False,
     osft: OSFTSettings | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> PackedCausalLM:
@@ -219,12 +224,16 @@ def build_model(
     if use_liger_kernels:
         apply_liger_kernels(model, world.device)
     blocks = find_blocks(model)
+    if float8:
+        apply_float8(blocks, world.device)
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
-    if activation_checkpointing != "none":
-        kept = choose_kept_operations(model, activation_checkpointing)
-        apply_activation_checkpointing(blocks, kept)
+    if activation_checkpointing == "selective":
+        kept = choose_kept_operations(model, backend=backend, compile=compile)
+        apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
     if compile:
         apply_compile(blocks)
+    if activation_checkpointing == "full":
+        apply_activation_checkpointing(blocks)
     weights: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
@@ -284,6 +293,28 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
+def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
+    """Replaces the blocks' large linear layers by torchao's in fp8.
+
+    With one scale for each row of activations, so that no token's numbers depend on another's, and the weights'
+    gradients in bf16, which any number of tokens allows.
+    """
+    is_installed = importlib.util.find_spec("torchao") is not None
+    is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not is_able or not is_installed:
+        raise ValueError(
+            "--float8 needs a Hopper GPU or newer and the package torchao (pip install 'mini-trainer[float8]'); this is"
+            f" {describe_device(device)}, torchao is {'' if is_installed else 'not '}installed"
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_suited(module: nn.Module, name: str) -> bool:
+        return all(size % 16 == 0 and size >= MIN_FLOAT8_SIZE for size in module.weight.shape)
+
+    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
+
+
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """The transformer blocks: the module list as long as the model is deep."""
     num_blocks = model.config.num_hidden_layers
@@ -293,16 +324,24 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"model type {model.config.model_type!r}: no list of {num_blocks} blocks found to shard")
 
 
-def apply_compile(blocks: nn.ModuleList) -> None:
-    """Compiles each block by itself, for any number of tokens."""
+def apply_compile(blocks: nn.ModuleList, *, backend: Any = "inductor") -> None:
+    """Compiles each block by itself, for any number of tokens and sequences; `backend` is torch.compile's.
+
+    All blocks of a kind share one compiled code, and no micro-batch compiles again, since none has a dimension or a
+    longest sequence of 1 (see pack_samples), which would be taken for constants.
+    """
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
-def choose_kept_operations(model: PreTrainedModel, activation_checkpointing: str) -> frozenset[str]:
-    """The operations whose outputs `activation_checkpointing` (selective or full) keeps for backward."""
-    if activation_checkpointing == "full":
-        return frozenset()
+def choose_kept_operations(model: PreTrainedModel, *, backend: str, compile: bool) -> frozenset[str]:
+    """The operations whose outputs --activation-checkpointing selective keeps for backward."""
+    if compile and backend in packed_attention.UNCOMPILED:
+        raise ValueError(
+            f"--compile with --activation-checkpointing selective needs --attention flash_attn or varlen, this is"
+            f" {backend}: it cannot be compiled, and blocks that keep some of their operations only as a whole;"
+            " use --activation-checkpointing none or full"
+        )
     kept = MATRIX_PRODUCTS | ATTENTION
     if "dropout" in find_features(model, model.config):
         kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
@@ -311,7 +350,7 @@ def choose_kept_operations(model: PreTrainedModel, activation_checkpointing: str
     return kept
 
 
-def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str]) -> None:
+def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] = frozenset()) -> None:
     """Keeps each block's input and the outputs of the operations `kept` for backward, and recomputes the rest.
 
     Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.

@@ -123,6 +123,7 @@ def build_run_model(
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,
         use_liger_kernels=options.use_liger_kernels,
+        float8=options.float8,
         reshard_after_forward=options.reshard_after_forward,
         cpu_offload=options.cpu_offload,
         progress=progress,

@@ -5,6 +5,7 @@ table of micro-batches without talking to the others, and then reads its own row
 """
 
 import functools
+import gc
 import json
 import mmap
 import os
@@ -367,3 +368,22 @@ def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:
             yield value
     finally:
         closed.set()
+
+
+def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Iterator[Item]:
+    """`items`, with Python's garbage collector running only before each `every`-th of them.
+
+    Left alone it runs in the middle of some step, on another rank each time, and all others wait. What there is at
+    the start is never looked through again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for i, item in enumerate(items, start=1):
+            if i % every == 0:
+                gc.collect()
+            yield item
+    finally:
+        gc.unfreeze()
+        gc.enable()

@@ -64,6 +64,7 @@ class _SumTokenLoss(torch.autograd.Function):
                 d_hidden[chunk] = d_logits @ weight
             if needs_weight:
                 d_weight += d_logits.T @ hidden[chunk]
+            del logits, d_logits, slope  # before the next chunk's are made
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         return loss_sum

@@ -31,7 +31,7 @@ from osft import find_osft_layers, measure_leak, project_gradients, project_upda
 from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
 from run_record import check_output_dir, check_same_run, check_unused, identify_run, record_end, record_start
 from run_setup import build_run_model, open_inputs
-from sampler import RunPosition, derive_seed, iterate_batches, prefetch
+from sampler import RunPosition, collect_garbage_between, derive_seed, iterate_batches, prefetch
 from training_log import (
     TrainingLog,
     count_flops,
@@ -154,7 +154,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     last_save = step_end = time.monotonic()
     seconds_between_saves = 60 * (options.checkpoint_every_minutes or float("inf"))
     control.start_loop(steps_done=start.step)
-    for batch in prefetch(batches):
+    for batch in collect_garbage_between(prefetch(batches)):
         step_start = time.monotonic()
         torch.manual_seed(derive_seed(options.seed, batch.step, world.rank))  # dropout
         losses = []

@@ -170,7 +170,10 @@ class TrainOptions:
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: keep the outputs of matrix products and attention too, and recompute only what is cheap."""
     compile: bool = False
-    """torch.compile each block."""
+    """torch.compile each block, once for all numbers of tokens; the first step takes a minute or more longer."""
+    float8: bool = False
+    """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install 'mini-trainer[float8]', torchao): faster,
+    and less exact. Only with --compile, which makes one kernel of a cast, is there much to gain."""
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are divided over all ranks. hybrid: over the ranks of a node, and
     every node holds a copy of all of it: more memory, and between nodes only gradients travel, once a step."""
@@ -401,6 +404,9 @@ def find_train_problems(o: TrainOptions) -> list[str]:
             f"--shard-size has no effect with --sharding {o.sharding}: it belongs to hybrid")  # fmt: skip
     require(not (o.cpu_offload and o.osft),
             "--cpu-offload cannot be used with --osft, whose projections run where the weights are")  # fmt: skip
+    require(not (o.float8 and o.osft), "--float8: --osft's layers are products of their own, which are not in fp8")
+    require(not o.float8 or o.compute_dtype != "float32",
+            "--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")  # fmt: skip
     problems += find_osft_problems(o)
     exports_on_the_way = o.checkpoint_at_epoch or o.min_samples_per_checkpoint is not None
     require(exports_on_the_way or (o.save_final_checkpoint and bool(ends)),

@@ -265,7 +265,7 @@ def train_plain(args: argparse.Namespace, data: TokenizedData, batches: list[np.
     model = load_model(args, world.device).train()
     blocks = find_blocks(model)
     if args.activation_checkpointing == "full":
-        apply_activation_checkpointing(blocks, kept=frozenset())
+        apply_activation_checkpointing(blocks)
     if "plain" in args.compile:
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=True)

@@ -214,7 +214,8 @@ TESTED_ELSEWHERE = {
     "reshard_after_forward",  # these: test_sharding.py
     "micro_batch_grad_sync",
     "cpu_offload",
-    "use_liger_kernels",  # below: refused without a GPU
+    "use_liger_kernels",  # these two below: refused without a GPU
+    "float8",
     "model_revision",  # these: test_hostile_inputs.py
     "trust_remote_code",
     "model_name_or_path",
@@ -296,6 +297,11 @@ def test_an_output_directory_in_use_is_refused_and_left_alone(run, base):
 def test_liger_without_a_gpu_is_refused_with_what_it_needs(run):
     with pytest.raises(ValueError, match="--use-liger-kernels needs a CUDA device"):
         run(use_liger_kernels=True)
+
+
+def test_float8_without_a_gpu_is_refused_with_what_it_needs(run):
+    with pytest.raises(ValueError, match=r"--float8 needs a Hopper GPU or newer and the package torchao.*this is CPU"):
+        run(float8=True)
 
 
 @pytest.mark.parametrize("attention", ["flash_attn", "varlen"])

@@ -75,6 +75,11 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--cpu-offload"],
             ["--cpu-offload cannot be used with --osft"],
         ),
+        (
+            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--master-weights", "bfloat16", "--float8"],
+            ["--master-weights bfloat16: --osft keeps directions exactly", "--float8: --osft's layers"],
+        ),
+        (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
         (["--no-save-final-checkpoint"], ["never be written"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],
