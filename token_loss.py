@@ -41,17 +41,17 @@ class _SumTokenLoss(torch.autograd.Function):
         num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
         for start in range(0, hidden.shape[0], num_rows):
             chunk = slice(start, start + num_rows)
-            logits = torch.nn.functional.linear(hidden[chunk], weight, bias).float()  # (rows, V)
+            logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
             if softcap is not None:
-                logits = logits.div_(softcap).tanh_().mul_(softcap)
+                logits = logits.float().div_(softcap).tanh_().mul_(softcap)
             target = targets[chunk, None]
-            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
-            losses = log_normalizer - logits.gather(1, target)  # (rows, 1)
+            log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # one kernel, casts on the way
+            losses = -log_probs.gather(1, target)  # (rows, 1)
             loss_sum += (losses if token_weights is None else losses * token_weights[chunk, None]).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
-            d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' memory
+            d_logits = log_probs.exp_()
             d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target))
             if slope is not None:
                 d_logits.mul_(slope)
@@ -63,7 +63,7 @@ class _SumTokenLoss(torch.autograd.Function):
             if needs_hidden:
                 d_hidden[chunk] = d_logits @ weight
             if needs_weight:
-                d_weight += d_logits.T @ hidden[chunk]
+                add_product(d_weight, d_logits.T, hidden[chunk])
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         return loss_sum
@@ -79,3 +79,13 @@ class _SumTokenLoss(torch.autograd.Function):
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
         return d_hidden, d_weight, None, d_bias, None, None, None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without rounding the product of narrower a and b before the sum where the device can."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
