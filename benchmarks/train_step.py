@@ -215,7 +215,7 @@ def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.n
     )  # fmt: skip
 
     def logits_of(input_ids: Tensor) -> Tensor:
-        backend = config._attn_implementation
+        backend = model.model.config._attn_implementation
         model.model.set_attn_implementation("sdpa")
         logits = model.reference(input_ids)[1]
         model.model.set_attn_implementation(backend)
