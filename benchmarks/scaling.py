@@ -292,13 +292,16 @@ def print_simulation(
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data-path", help="data set of process_data.py, for its lengths; without, drawn ones")
-    parser.add_argument("--lengths", choices=DISTRIBUTIONS, default="gsm8k", help="of the drawn ones, and of part 1")
+    parser.add_argument(
+        "--lengths", choices=DISTRIBUTIONS, default="gsm8k", help="of the drawn ones, and of parts 1 and 2"
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="of part 1")
     parser.add_argument("--measured-shape", choices=SHAPES, default="tiny", help="of parts 1 and 2")
     parser.add_argument("--batch-size", type=int, default=32, help="of part 1")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of parts 1 and 2")
     parser.add_argument("--num-steps", type=int, default=6, help="timed steps of part 1")
     parser.add_argument("--num-repeats", type=int, default=3, help="of part 2, of which the fastest counts")
+    parser.add_argument("--only-simulate", action="store_true", help="part 3 alone, with assumed costs")
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b", help="of part 3, and so on")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--samples-per-gpu", type=int, default=128)
@@ -316,53 +319,72 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure_here(args: argparse.Namespace) -> Costs:
+    """Parts 1 and 2."""
+    on_cuda = torch.cuda.is_available()
+    shape = args.shape if on_cuda else args.measured_shape
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir, data_path = Path(directory) / "model", Path(directory) / "data.arrow"
+        save_random_model(shape, model_dir)
+        train_tokenizer([], vocab_size=288).save_pretrained(model_dir)
+        write_random_data(data_path, np.minimum(draw_lengths(args.lengths, 1000)[0], args.max_tokens))
+        if not on_cuda:  # one device cannot hold several ranks
+            print(f"1. train.py, {shape}, {args.batch_size} samples a step\n")
+            print_processes({n: train_in_processes(n, model_dir, data_path, args) for n in args.processes})
+        print(f"\n2. Micro-batches of {shape}, {'wall-clock' if on_cuda else 'CPU'} seconds\n")
+        costs = measure_costs(
+            model_dir,
+            TokenizedData(data_path),
+            longest=args.max_tokens_per_gpu if on_cuda else args.max_tokens,
+            num_repeats=args.num_repeats,
+            activation_checkpointing=args.activation_checkpointing if on_cuda else "none",
+        )
+    dist.destroy_process_group()
+    return costs
+
+
+def find_lengths(args: argparse.Namespace) -> tuple[np.ndarray, float]:
+    """The lengths of all samples, and the share of their tokens that is trained."""
+    if args.data_path is None:
+        return np.minimum(draw_lengths(args.lengths, 10_000)[0], args.max_tokens_per_gpu), 0.57  # GSM8K's share
+    data = TokenizedData(args.data_path)
+    data.fit_to(args.max_tokens_per_gpu, drop_overlong=True)
+    return data.lengths[data.kept], data.num_loss_tokens[data.kept].sum() / data.lengths[data.kept].sum()
+
+
 def main() -> None:
     args = parse_args()
     setup_logging("ERROR")
-    on_cuda = torch.cuda.is_available()
     print(f"python benchmarks/scaling.py {' '.join(sys.argv[1:])}")
-    print(f"torch {version('torch')}, transformers {version('transformers')};"
-          f" {torch.cuda.get_device_name() if on_cuda else 'CPU'}\n")  # fmt: skip
-    network = Network(1e9 * args.node_bandwidth, 1e9 * args.network_bandwidth,
-                      1e-6 * args.node_latency, 1e-6 * args.network_latency)  # fmt: skip
-    measured_shape = args.shape if on_cuda else args.measured_shape
-    with tempfile.TemporaryDirectory() as directory:
-        model_dir, data_path = Path(directory) / "model", Path(directory) / "data.arrow"
-        save_random_model(measured_shape, model_dir)
-        train_tokenizer([], vocab_size=288).save_pretrained(model_dir)
-        write_random_data(data_path, np.minimum(draw_lengths(args.lengths, 1000)[0], args.max_tokens))
-        data = TokenizedData(data_path)
-        if not on_cuda:  # one device cannot hold several ranks
-            print(f"1. train.py, {args.measured_shape}, {args.batch_size} samples a step\n")
-            runs = {n: train_in_processes(n, model_dir, data_path, args) for n in args.processes}
-            print_processes(runs)
-        print(f"\n2. Micro-batches of {measured_shape}, {'wall-clock' if on_cuda else 'CPU'} seconds\n")
-        measured = measure_costs(
-            model_dir, data, longest=args.max_tokens_per_gpu if on_cuda else args.max_tokens,
-            num_repeats=args.num_repeats,
-            activation_checkpointing=args.activation_checkpointing if on_cuda else "none",
-        )  # fmt: skip
-        dist.destroy_process_group()
-    if args.data_path:
-        data = TokenizedData(args.data_path)
-        data.fit_to(args.max_tokens_per_gpu, drop_overlong=True)
-    lengths = data.lengths[data.kept]
-    share = data.num_loss_tokens[data.kept].sum() / lengths.sum()
-    if on_cuda:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"torch {version('torch')}, transformers {version('transformers')}; {device}\n")
+    measured = None if args.only_simulate else measure_here(args)
+    if measured is not None and torch.cuda.is_available():
         costs, source = measured, "costs measured above"
     else:
         with torch.device("meta"):
             flops = count_flops(AutoModelForCausalLM.from_config(make_config(args.shape)), make_config(args.shape))
         costs = assume_costs(
-            flops, sustained=1e12 * args.sustained_tflops, fixed=1e-3 * args.fixed_ms,
+            flops,
+            sustained=1e12 * args.sustained_tflops,
+            fixed=1e-3 * args.fixed_ms,
             recompute=args.activation_checkpointing == "full",
-        )  # fmt: skip
+        )
         source = f"costs assumed: {args.sustained_tflops:g} TFLOP/s sustained, {args.fixed_ms:g} ms a micro-batch fixed"
-    print(f"\n3. Simulated, {source}; {args.node_bandwidth:g} GB/s and {args.node_latency:g} µs in a node of"
-          f" {GPUS_PER_NODE}, {args.network_bandwidth:g} GB/s and {args.network_latency:g} µs between nodes (assumed);"
-          f"\n   activation checkpointing {args.activation_checkpointing}, gradients reduced at {args.grad_sync}"
-          f" micro-batch, at most {args.max_tokens_per_gpu:,} tokens in one; lengths {lengths.mean():.0f} on average,"
-          f" {lengths.max()} at most")  # fmt: skip
+    network = Network(
+        node_bandwidth=1e9 * args.node_bandwidth,
+        network_bandwidth=1e9 * args.network_bandwidth,
+        node_latency=1e-6 * args.node_latency,
+        network_latency=1e-6 * args.network_latency,
+    )
+    lengths, share = find_lengths(args)
+    print(
+        f"\n3. Simulated, {source};\n{args.node_bandwidth:g} GB/s and {args.node_latency:g} µs in a node of"
+        f" {GPUS_PER_NODE}, {args.network_bandwidth:g} GB/s and {args.network_latency:g} µs between nodes (assumed);\n"
+        f"activation checkpointing {args.activation_checkpointing}, gradients reduced at {args.grad_sync} micro-batch,"
+        f" at most {args.max_tokens_per_gpu:,} tokens in one;\nlengths {lengths.mean():.0f} on average, {lengths.max()}"
+        " at most"
+    )
     print_simulation(lengths, share, costs, args.shape, network, args)
 
 

@@ -66,7 +66,7 @@ METHODS = {
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied head
     "nano": (32, 64, 2, 2, 1, 512, True),  # for the test
     "tiny": (128, 352, 4, 4, 2, 512, True),  # of benchmarks/scaling.py
-    "small": (256, 704, 4, 4, 2, 151936, True),
+    "small": (128, 352, 4, 4, 2, 151936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
@@ -215,7 +215,7 @@ def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.n
     )  # fmt: skip
 
     def logits_of(input_ids: Tensor) -> Tensor:
-        backend = config._attn_implementation
+        backend = model.model.config._attn_implementation
         model.model.set_attn_implementation("sdpa")
         logits = model.reference(input_ids)[1]
         model.model.set_attn_implementation(backend)
