@@ -218,22 +218,18 @@ def build_model(
     Only rank 0 reads the weights, block by block, and sends them to the other ranks. `progress` is told where a long
     start is.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    backend = apply_attention(model, attention, device=world.device, dtype=compute_dtype)
-    if use_liger_kernels:
-        apply_liger_kernels(model, world.device)
-    blocks = find_blocks(model)
-    if float8:
-        apply_float8(blocks, world.device)
+    model, blocks, backend = shape_model(
+        config,
+        trust_remote_code=trust_remote_code,
+        device=world.device,
+        compute_dtype=compute_dtype,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        use_liger_kernels=use_liger_kernels,
+        float8=float8,
+    )
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
-    if activation_checkpointing == "selective":
-        kept = choose_kept_operations(model, backend=backend, compile=compile)
-        apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
-    if compile:
-        apply_compile(blocks)
-    if activation_checkpointing == "full":
-        apply_activation_checkpointing(blocks)
     weights: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
@@ -266,6 +262,37 @@ def build_model(
         cpu_offload=cpu_offload,
     )
     return packed_model.train()
+
+
+def shape_model(
+    config: PreTrainedConfig,
+    *,
+    trust_remote_code: bool,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    attention: str,
+    activation_checkpointing: str,
+    compile: bool,
+    use_liger_kernels: bool,
+    float8: bool = False,
+) -> tuple[PreTrainedModel, nn.ModuleList, str]:
+    """The model without memory (on the meta device) and with all that changes its code; its blocks, its backend."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    backend = apply_attention(model, attention, device=device, dtype=compute_dtype)
+    if use_liger_kernels:
+        apply_liger_kernels(model, device)
+    blocks = find_blocks(model)
+    if float8:
+        apply_float8(blocks, device)
+    if activation_checkpointing == "selective":
+        kept = choose_kept_operations(model, backend=backend, compile=compile)
+        apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
+    if compile:
+        apply_compile(blocks)
+    if activation_checkpointing == "full":
+        apply_activation_checkpointing(blocks)
+    return model, blocks, backend
 
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:

@@ -370,15 +370,27 @@ def apply_osft(
     )
     num_columns = {name: columns for name, (_, columns) in shapes.items()}
     num_kept = call_on_rank0(world, lambda: count_kept_of_layers(num_columns, settings, files))
+    replace_layers(model, targets, num_kept, settings, compute_dtype=compute_dtype)
+    return files
+
+
+def replace_layers(
+    model: PreTrainedModel,
+    targets: dict[str, nn.Linear | Conv1D],
+    num_kept: dict[str, int],
+    settings: OSFTSettings,
+    *,
+    compute_dtype: torch.dtype,
+) -> None:
+    """Puts an OSFTLinear in the place of each of `targets` that has free directions; decides what else trains."""
     if not settings.train_others:
         model.requires_grad_(False)
     for name, module in targets.items():
-        if num_kept[name] == num_columns[name]:
+        if num_kept[name] == oriented_shape(module, settings.basis)[1]:
             module.weight.requires_grad_(False)  # FSDP has no place for a parameter without numbers
             continue
         layer = OSFTLinear(module, num_kept=num_kept[name], basis=settings.basis, compute_dtype=compute_dtype)
         model.set_submodule(name, layer)
-    return files
 
 
 def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv1D]) -> None:

@@ -22,7 +22,7 @@ from model_setup import (
     load_config,
     load_generation_config,
 )
-from osft import OSFTSettings, describe_osft, find_osft_layers
+from osft import OSFTSettings, Statistics, describe_osft, find_osft_layers
 from osft_calibration import open_calibration_data, prepare_statistics
 from packed_attention import check_rope
 from process_group import World, call_on_rank0, log
@@ -41,6 +41,7 @@ class RunInputs:
     generation_config: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
     calibration_data: TokenizedData | None
+    max_tokens_per_gpu: int  # with auto, until the model is there to choose it: the longest sample's
     num_steps: int | None  # None: no end
     compute_dtype: torch.dtype
 
@@ -48,7 +49,10 @@ class RunInputs:
 def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> RunInputs:
     """Opens data, tokenizer and the model's config; raises ValueError for whatever does not fit together."""
     data = TokenizedData(options.data_path)
-    num_dropped = data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong)
+    max_tokens_per_gpu = options.max_tokens_per_gpu
+    if max_tokens_per_gpu == "auto":
+        max_tokens_per_gpu = int(data.lengths.max())
+    num_dropped = data.fit_to(max_tokens_per_gpu, drop_overlong=options.drop_overlong)
     trust = options.trust_remote_code
     model_dir = find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
     config = load_config(model_dir, trust_remote_code=trust)
@@ -63,7 +67,7 @@ def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> R
     calibration_data = None
     if options.osft_calibration_data is not None:
         calibration_data = open_calibration_data(
-            options.osft_calibration_data, tokenizer, max_tokens_per_gpu=options.max_tokens_per_gpu
+            options.osft_calibration_data, tokenizer, max_tokens_per_gpu=max_tokens_per_gpu
         )
     if options.use_liger_kernels and data.has_weights:
         raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
@@ -92,8 +96,6 @@ def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> R
         f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )
     call_on_rank0(world, lambda: find_weights(options.model_name_or_path, model_dir))
-    auto_dtype = "bfloat16" if world.device.type == "cuda" else "float32"
-    compute_dtype = getattr(torch, auto_dtype if options.compute_dtype == "auto" else options.compute_dtype)
     return RunInputs(
         data=data,
         sidecar=sidecar,
@@ -102,8 +104,9 @@ def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> R
         generation_config=generation_config,
         tokenizer=tokenizer,
         calibration_data=calibration_data,
+        max_tokens_per_gpu=max_tokens_per_gpu,
         num_steps=num_steps,
-        compute_dtype=compute_dtype,
+        compute_dtype=choose_compute_dtype(options, world.device),
     )
 
 
@@ -135,20 +138,10 @@ def build_run_model(
             inputs.calibration_data,
             build,
             seed=options.seed,
-            max_tokens_per_gpu=options.max_tokens_per_gpu,
+            max_tokens_per_gpu=inputs.max_tokens_per_gpu,
             world=world,
         )
-    osft = OSFTSettings(
-        unfreeze_rank_ratio=options.osft_unfreeze_rank_ratio,
-        target_patterns=options.osft_target_patterns,
-        train_others=options.osft_train_others,
-        cache_dir=options.osft_cache_dir,
-        basis=options.osft_basis,
-        keep_energy=options.osft_keep_energy,
-        allocation=options.osft_rank_allocation,
-        statistics=statistics,
-    )
-    model = build(osft=osft if options.osft else None)
+    model = build(osft=make_osft_settings(options, statistics))
     check_model(model, pack_samples, device=world.device)
     log.info(
         f"model: {inputs.config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
@@ -159,3 +152,38 @@ def build_run_model(
         " packing and loss agree with the model's own forward pass"
     )
     return model
+
+
+def make_osft_settings(options: TrainOptions, statistics: Statistics | None = None) -> OSFTSettings | None:
+    """What the options say of OSFT; None without it."""
+    if not options.osft:
+        return None
+    return OSFTSettings(
+        unfreeze_rank_ratio=options.osft_unfreeze_rank_ratio,
+        target_patterns=options.osft_target_patterns,
+        train_others=options.osft_train_others,
+        cache_dir=options.osft_cache_dir,
+        basis=options.osft_basis,
+        keep_energy=options.osft_keep_energy,
+        allocation=options.osft_rank_allocation,
+        statistics=statistics,
+    )
+
+
+def choose_compute_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if options.compute_dtype == "auto" else options.compute_dtype)
+
+
+def is_export_due(options: TrainOptions, position: RunPosition, *, epoch_length: int, is_last: bool) -> bool:
+    """Whether the step that brought the run to `position` crossed one of the thresholds, or was the last."""
+
+    def crossed(every: int) -> bool:
+        return position.num_samples // every > (position.num_samples - options.batch_size) // every
+
+    every = options.min_samples_per_checkpoint
+    return (
+        (is_last and options.save_final_checkpoint)
+        or (every is not None and crossed(every))
+        or (options.checkpoint_at_epoch and crossed(epoch_length))
+    )

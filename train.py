@@ -8,11 +8,15 @@ On one node, and in one process:
 The script reads top to bottom: what is refused early, the model, the loop.
 """
 
-from run_control import Flag, RunControl, stop_reason
+from run_control import Flag, RunControl, leave, stop_reason
 from training_args import SCHEDULES_WITH_END, ExitCode, RunError, TrainOptions, parse_duration, parse_options
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
+    if options.dry_run:
+        from planner import plan_run
+
+        leave(plan_run(options))
     control = RunControl(hang_timeout=options.hang_timeout, max_seconds=parse_duration(options.max_time))
     control.start()
 
@@ -30,7 +34,7 @@ from optimization import build_optimizer, clip_gradients, learning_rate_at, loca
 from osft import find_osft_layers, measure_leak, project_gradients, project_updates
 from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
 from run_record import check_output_dir, check_same_run, check_unused, identify_run, record_end, record_start
-from run_setup import build_run_model, open_inputs
+from run_setup import build_run_model, is_export_due, open_inputs
 from sampler import RunPosition, collect_garbage_between, derive_seed, iterate_batches, prefetch
 from training_log import (
     TrainingLog,
@@ -241,20 +245,6 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         return code, f"stopped after step {position.step}: {reason}; saved"
     call_on_rank0(world, lambda: record_end(output_dir))
     return ExitCode.DONE, "done"
-
-
-def is_export_due(options: TrainOptions, position: RunPosition, *, epoch_length: int, is_last: bool) -> bool:
-    """Whether the step that brought the run to `position` crossed one of the thresholds, or was the last."""
-
-    def crossed(every: int) -> bool:
-        return position.num_samples // every > (position.num_samples - options.batch_size) // every
-
-    every = options.min_samples_per_checkpoint
-    return (
-        (is_last and options.save_final_checkpoint)
-        or (every is not None and crossed(every))
-        or (options.checkpoint_at_epoch and crossed(epoch_length))
-    )
 
 
 if __name__ == "__main__":

@@ -67,8 +67,12 @@ class TrainOptions:
 
     batch_size: int = 128
     """Samples per optimizer step, over all ranks."""
-    max_tokens_per_gpu: int = 8192
-    """Most tokens in one micro-batch on one rank; sets the memory that activations need."""
+    max_tokens_per_gpu: int | Literal["auto"] = 8192
+    """Most tokens in one micro-batch on one rank; sets the memory that activations need. auto: measured at the start,
+    the largest that leaves a margin."""
+    memory_budget_gb: float | None = None
+    """Memory in GiB of one GPU, or for one process on CPU, that auto and --dry-run count with; by default what this
+    machine has."""
     drop_overlong: bool = False
     """Drop (and count) samples longer than max-tokens-per-gpu instead of refusing to start."""
     seed: int = 42
@@ -192,6 +196,13 @@ class TrainOptions:
     """Use liger-kernel's Triton kernels (CUDA; pip install 'mini-trainer[cuda]')."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """What rank 0 prints; WARNING leaves out the step lines."""
+
+    dry_run: bool = False
+    """Train and write nothing: print what the run would need and take, and every problem that is found."""
+    plan_world_size: int | None = None
+    """--dry-run only: plan for this many GPUs (or processes on CPU) from this one process."""
+    plan_device: str | None = None
+    """--dry-run only: plan for GPUs of this name (H100, A100, L4, ...) from a machine that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,9 +368,9 @@ def find_train_problems(o: TrainOptions) -> list[str]:
 
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
-                 "hang_timeout"):  # fmt: skip
+                 "hang_timeout", "plan_world_size"):  # fmt: skip
         value = getattr(o, name)
-        require(value is None or value >= 1, f"{flag_name(name)} {value}: must be at least 1")
+        require(value in (None, "auto") or value >= 1, f"{flag_name(name)} {value}: must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         value = getattr(o, name)
         require(0 <= value < float("inf"), f"{flag_name(name)} {value}: must be 0 or more, and finite")
@@ -407,6 +418,16 @@ def find_train_problems(o: TrainOptions) -> list[str]:
     require(not (o.float8 and o.osft), "--float8: --osft's layers are products of their own, which are not in fp8")
     require(not o.float8 or o.compute_dtype != "float32",
             "--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")  # fmt: skip
+    is_auto = o.max_tokens_per_gpu == "auto"
+    require(not (is_auto and o.drop_overlong),
+            "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
+            " drop long samples with process_data.py --max-sample-num-tokens, or give a number")  # fmt: skip
+    require(o.memory_budget_gb is None or 0 < o.memory_budget_gb < math.inf,
+            f"--memory-budget-gb {o.memory_budget_gb}: must be above 0, and finite")  # fmt: skip
+    require(o.memory_budget_gb is None or is_auto or o.dry_run,
+            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto or --dry-run")  # fmt: skip
+    given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(o, name) is not None]
+    require(o.dry_run or not given, f"{', '.join(given)}: no effect without --dry-run")
     problems += find_osft_problems(o)
     exports_on_the_way = o.checkpoint_at_epoch or o.min_samples_per_checkpoint is not None
     require(exports_on_the_way or (o.save_final_checkpoint and bool(ends)),

@@ -218,6 +218,10 @@ TESTED_ELSEWHERE = {
     "float8",
     "model_revision",  # these: test_hostile_inputs.py
     "trust_remote_code",
+    "memory_budget_gb",  # these: test_planner.py
+    "dry_run",
+    "plan_world_size",
+    "plan_device",
     "model_name_or_path",
     "data_path",
     "output_dir",

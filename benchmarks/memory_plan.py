@@ -1,0 +1,102 @@
+"""The memory that --dry-run predicts against what the run then shows, on the CPU.
+
+    OMP_NUM_THREADS=1 python benchmarks/memory_plan.py
+
+Qwen3-shaped models with random weights, two steps each, on sequences of real lengths (or, without --data-path, drawn
+from a log-normal distribution like those of chats). `run` is peak_memory_usage_GB of training_metrics_0.jsonl: the
+process's high-water mark of resident memory. A part of it is there before any model: interpreter, libraries, the data
+set's arrays; the plan measures it in its own process (`base`). The last column leaves it out of both.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+
+SIZES = {
+    "5M": dict(hidden_size=192, num_layers=4, vocab_size=8_000),
+    "33M": dict(hidden_size=512, num_layers=6, vocab_size=16_000),
+}
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def write_model(path: Path, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
+    from make_tiny_model import train_tokenizer
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64, num_key_value_heads=1, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    train_tokenizer([], vocab_size=288).save_pretrained(path)
+
+
+def write_data(path: Path) -> None:
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(5, 0.6, 400), 8, 800).astype(int)
+    rows = [random.integers(3, 280, length) for length in lengths]
+    labels = [np.where(np.arange(len(ids)) < len(ids) // 2, -100, ids) for ids in rows]
+    table = pa.table(
+        {
+            "input_ids": pa.array(rows, pa.list_(pa.int32())),
+            "labels": pa.array(labels, pa.list_(pa.int32())),
+            "len": pa.array(lengths, pa.int32()),
+            "num_loss_counted_tokens": pa.array([int((row[1:] != -100).sum()) for row in labels], pa.int32()),
+        }
+    )
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def call(*command: object) -> str:
+    result = subprocess.run(list(map(str, command)), cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-tokens-per-gpu", type=int, default=3072)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="memory_plan_"))
+    write_data(root / "data.arrow")
+    print("model  checkpointing  ranks   base GB  plan GB   run GB   error   error without base")
+    for size, shape in SIZES.items():
+        write_model(root / size, **shape)
+        for checkpointing in ("none", "full"):
+            for ranks in options.ranks:
+                output_dir = root / f"{size}_{checkpointing}_{ranks}"
+                flags = [
+                    "train.py", "--model-name-or-path", root / size, "--data-path", root / "data.arrow", "--output-dir",
+                    output_dir, "--batch-size", 32 * ranks, "--max-tokens-per-gpu", options.max_tokens_per_gpu,
+                    "--activation-checkpointing", checkpointing, "--max-steps", 2, "--export-dtype", "float32",
+                ]  # fmt: skip
+                plan = call(sys.executable, *flags, "--dry-run", "--plan-world-size", ranks)
+                planned, base = (
+                    float(re.search(rf"{name} +([\d.]+) GiB", plan)[1]) * 2**30 / 1e9
+                    for name in ("together", "interpreter and libraries")
+                )
+                call(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *flags)
+                rows = (output_dir / "training_metrics_0.jsonl").read_text().splitlines()
+                shown = json.loads(rows[-1])["peak_memory_usage_GB"]
+                print(
+                    f"{size:>5}  {checkpointing:<13}  {ranks:>5}  {base:8.3f} {planned:8.3f} {shown:8.3f}"
+                    f"  {planned / shown - 1:+6.1%}   {(planned - base) / (shown - base) - 1:+6.1%}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,532 @@
+"""The plan of a run: what it would need and take, and every problem that can be found before it. Writes nothing.
+
+    python train.py --config run.yaml --dry-run --plan-world-size 8 --plan-device H100 --memory-budget-gb 80
+
+Memory comes from a simulated step (step_simulation.py), time from a few real micro-batches where the plan is for this
+machine, else from FLOPs.
+"""
+
+import functools
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from auto_tokens import (
+    GIB,
+    MARGIN,
+    NUM_BATCHES,
+    count_useful_tokens,
+    memory_limit,
+    refuse_longest,
+    resident_memory,
+    round_tokens,
+)
+from batch_packer import cost_samples, pack_batch
+from checkpoint_files import SPARE_BYTES, STATE, find_checkpoints, read_json
+from checkpointing import check_state
+from model_files import find_model, find_weights
+from model_setup import choose_tokenizer, load_config
+from optimization import build_optimizer
+from osft_calibration import open_calibration_data
+from packed_attention import check_rope
+from process_group import World, call_on_rank0, init_world, setup_logging
+from run_record import check_output_dir, check_same_run, check_unused, identify_run
+from run_setup import build_run_model, choose_compute_dtype, is_export_due, make_osft_settings, open_inputs
+from sampler import RunPosition, TokenizedData, count_steps, draw_samples, iterate_batches, read_sidecar
+from step_simulation import ShapedModel, StepMemory, shape_run_model, simulate_step
+from training_args import SCHEDULES_WITH_END, ExitCode, TrainOptions
+from training_log import PEAK_FLOPS, count_flops, describe_device
+
+NUM_TIMED = 3  # micro-batches, after one to warm up
+ASSUMED_MFU = 0.4  # where nothing can be measured
+
+KINDS = {  # of StepMemory.peak, in words
+    "weights": "weights that train, fp32, sharded",
+    "frozen": "weights and buffers that do not train",
+    "gradients": "gradients, sharded",
+    "optimizer": "optimizer state, sharded",
+    "gathered": "units that FSDP gathers and reduces",
+    "activations": "activations",
+    "loss": "loss: a chunk of logits, gradient of the head",
+}
+Result = TypeVar("Result")
+
+
+class Problems(list[str]):
+    """What is wrong with a run, as far as it can be seen."""
+
+    def attempt(self, function: Callable[[], Result]) -> Result | None:
+        """The function's result, or None and one problem more."""
+        try:
+            return function()
+        except (ValueError, OSError) as error:
+            self.append(str(error))
+            return None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that is planned for."""
+
+    world_size: int
+    device: torch.device
+    name: str
+    peak_flops: float | None
+    limit: int | None  # bytes that a rank may use
+    is_here: bool  # these are the ranks that this start has
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the next batches fall into micro-batches; all of them arrays (batches,)."""
+
+    num_micro_batches: np.ndarray
+    fill: np.ndarray  # tokens / (micro-batches x ranks x cap)
+    idle: np.ndarray  # share of the ranks' time spent on waiting for the slowest
+    flops: np.ndarray
+    num_tokens: int  # of the largest micro-batch
+    num_trained: int  # most in one micro-batch
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What could be found out of a run from its files; None where something is wrong."""
+
+    data: TokenizedData | None
+    longest: int | None  # tokens of the longest sample
+    start: RunPosition
+    num_steps: int | None  # None: no end, or not known
+    shape: Callable[[], ShapedModel] | None = None
+    shaped: ShapedModel | None = None
+
+
+def plan_run(options: TrainOptions) -> ExitCode:
+    """Prints the plan; BAD_INPUT if there are problems. Under torchrun every rank calls this."""
+    setup_logging("WARNING")
+    num_here = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = options.plan_world_size or num_here
+    is_here = world_size == num_here and options.plan_device is None
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    problems, lines = Problems(), []
+    if is_rank0:
+        target = find_target(options, world_size, is_here=is_here, problems=problems)
+        run = look_at_run(options, target, problems)
+        cap, packing, memory = plan_memory(options, target, run, problems, lines)
+        plan_disk(options, run, problems, lines)
+    speed = None
+    if is_here:
+        world = init_world()
+        if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft):
+            speed = measure_speed(options, world, cap=call_on_rank0(world, lambda: cap))
+        dist.destroy_process_group()
+    if is_rank0:
+        plan_time(options, target, run, packing, speed, lines)
+        print("\n".join(lines))
+        print(f"\n{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'} found")
+        for problem in problems:
+            print(f"  - {problem}")
+        sys.stdout.flush()
+    return ExitCode.BAD_INPUT if problems else ExitCode.DONE
+
+
+def find_target(options: TrainOptions, world_size: int, *, is_here: bool, problems: Problems) -> Target:
+    """What the options say of the machine to plan for, and this machine otherwise."""
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu or options.plan_device is not None else "cpu")
+    name = options.plan_device or describe_device(device)
+    peak = next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    if options.plan_device is not None and peak is None:
+        problems.append(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
+    is_known = options.memory_budget_gb is not None or is_here or (has_gpu and options.plan_device is None)
+    limit = memory_limit(options.memory_budget_gb, device) if is_known else None
+    return Target(world_size, device, name, peak, limit, is_here)
+
+
+def look_at_run(options: TrainOptions, target: Target, problems: Problems) -> PlannedRun:
+    """Reads what a run reads, in the same order, and goes on after what is wrong."""
+    trust, attempt = options.trust_remote_code, problems.attempt
+    num_before = len(problems)
+    output_dir = Path(options.output_dir)
+    attempt(lambda: check_output_dir(output_dir))
+    checkpoint = None if options.resume == "none" else attempt(lambda: find_checkpoint(options))
+    start = checkpoint.position if checkpoint else RunPosition()
+
+    data = attempt(lambda: TokenizedData(options.data_path))
+    sidecar = longest = num_steps = None
+    if data is not None:
+        if options.max_tokens_per_gpu != "auto":
+            attempt(lambda: data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong))
+        longest = int(data.lengths[data.kept].max())
+        num_steps = count_steps(
+            data,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            start=start,
+            max_steps=options.max_steps,
+            max_epochs=options.max_epochs,
+            max_samples=options.max_samples,
+            max_tokens=options.max_tokens,
+        )
+        sidecar = attempt(lambda: read_sidecar(options.data_path, num_samples=len(data.lengths)))
+        if options.batch_size > len(data.kept):
+            problems.append(
+                f"--batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly"
+            )
+        if options.use_liger_kernels and data.has_weights:
+            problems.append("--use-liger-kernels cannot weight tokens, and the data has loss_weights")
+    if num_steps is not None and options.num_warmup_steps >= num_steps:
+        problems.append(
+            f"--num-warmup-steps {options.num_warmup_steps}: the run of {num_steps} steps ends before its peak learning"
+            " rate"
+        )
+    if options.batch_size < target.world_size:
+        problems.append(
+            f"--batch-size {options.batch_size} is smaller than the {target.world_size} ranks: some have nothing to do"
+        )
+
+    model_dir = attempt(
+        lambda: find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
+    )
+    if model_dir is None:
+        return PlannedRun(data, longest, start, num_steps)
+    config = attempt(lambda: load_config(model_dir, trust_remote_code=trust))
+    if Path(options.model_name_or_path).is_dir():  # of the hub they would be downloaded
+        attempt(lambda: find_weights(options.model_name_or_path, model_dir))
+    if config is None:
+        return PlannedRun(data, longest, start, num_steps)
+    tokenizer = None
+    if data is not None:
+        attempt(lambda: check_rope(config, longest=longest))
+        found = attempt(
+            lambda: choose_tokenizer(
+                model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
+            )
+        )
+        tokenizer, config.vocab_size = found or (None, config.vocab_size)
+    if tokenizer is not None and options.osft_calibration_data is not None:
+        attempt(lambda: open_calibration_data(options.osft_calibration_data, tokenizer, max_tokens_per_gpu=longest))
+    compute_dtype = choose_compute_dtype(options, target.device)
+    if len(problems) == num_before and Path(options.model_name_or_path).is_dir():
+        attempt(
+            lambda: check_identity(
+                options, checkpoint, model_dir, data, sidecar, tokenizer, compute_dtype, num_steps=num_steps
+            )
+        )
+    # Simulated on a CPU: a GPU's kernels keep what SDPA keeps; only eager attention holds more.
+    attention = options.attention if target.device.type == "cpu" or options.attention == "eager" else "auto"
+    shape = functools.partial(
+        shape_run_model,
+        config,
+        trust_remote_code=trust,
+        compute_dtype=compute_dtype,
+        attention=attention,
+        activation_checkpointing=options.activation_checkpointing,
+        osft=make_osft_settings(options),
+    )
+    return PlannedRun(data, longest, start, num_steps, shape, attempt(shape))
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """As Checkpoint, but nothing of it has been verified."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def position(self) -> RunPosition:
+        return RunPosition(**self.state["position"])
+
+
+def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
+    """What --resume would most likely go on from."""
+    is_path = options.resume not in ("auto", "strict")
+    paths = [Path(options.resume)] if is_path else find_checkpoints(Path(options.output_dir) / "checkpoints")
+    if not paths:
+        return None
+    state = read_json(paths[0] / STATE)
+    check_state(state, paths[0].name)
+    return FoundCheckpoint(paths[0], state)
+
+
+def check_identity(
+    options: TrainOptions,
+    checkpoint: FoundCheckpoint | None,
+    model_dir: str,
+    data: TokenizedData,
+    sidecar: dict[str, Any] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    compute_dtype: torch.dtype,
+    *,
+    num_steps: int | None,
+) -> None:
+    """ValueError if the output directory or the checkpoint is another run's."""
+    identity = identify_run(
+        options,
+        model_dir=model_dir,
+        data=data,
+        source=sidecar and sidecar.get("source"),
+        tokenizer=tokenizer,
+        compute_dtype=compute_dtype,
+        num_steps=num_steps if options.lr_scheduler in SCHEDULES_WITH_END else None,
+    )
+    output_dir = Path(options.output_dir)
+    if checkpoint is None or checkpoint.path.absolute().parent != (output_dir / "checkpoints").absolute():
+        check_unused(output_dir, identity, resume=options.resume)
+    if checkpoint is not None:
+        check_same_run(checkpoint, identity, allow_changes=options.allow_changed_options)
+
+
+def plan_memory(
+    options: TrainOptions, target: Target, run: PlannedRun, problems: Problems, lines: list[str]
+) -> tuple[int | None, Packing | None, StepMemory | None]:
+    """Adds what the run is and what memory it needs; returns the cap, the packing and the memory."""
+    lines.append(
+        f"plan for {target.world_size} x {target.name}"
+        + (
+            ""
+            if target.limit is None
+            else f", {target.limit / GIB / (1 - MARGIN):,.1f} GiB each, of which {MARGIN:.0%} stay free"
+        )
+    )
+    data, shaped = run.data, run.shaped
+    if data is not None:
+        steps = "no end" if run.num_steps is None else f"{run.num_steps:,} steps"
+        done = f", {run.start.step:,} of them done" if run.start.step else ""
+        lines.append(
+            f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens, the longest"
+            f" {run.longest:,}\nrun: {steps} of {options.batch_size} samples{done}"
+        )
+    if shaped is None:
+        return None, None, None
+    dtype = str(shaped.compute_dtype).removeprefix("torch.")
+    lines.append(
+        f"model: {shaped.model.config.model_type}, {shaped.num_params:,} parameters, {shaped.num_trainable:,} numbers"
+        f" train; {dtype} compute, {options.activation_checkpointing} activation checkpointing"
+        f"{', OSFT' if options.osft else ''}"
+    )
+    if data is None:
+        return None, None, None
+    base = resident_memory() if target.device.type == "cpu" else 0
+    try:
+        cap = choose_cap(options, target, run, base, problems)
+        packing = cap and pack_batches(options, run, target.world_size, cap=cap)
+        memory = packing and simulate_step(
+            run.shape(),
+            world_size=target.world_size,
+            num_tokens=packing.num_tokens,
+            num_trained=packing.num_trained,
+            longest=run.longest,
+            accumulates=bool(packing.num_micro_batches.max() > 1),
+        )
+    except (RuntimeError, NotImplementedError) as error:  # torch's, of an operation that needs more than shapes
+        lines.append(f"memory: not known, since a step of this model cannot be simulated: {error}")
+        return cap, packing, None
+    if memory is None:
+        return cap, packing, None
+    describe_packing(cap, packing, lines)
+    describe_memory(packing, memory, base, lines)
+    needed = base + memory.total
+    if target.limit is None:
+        lines.append("  whether that fits is not known: give --memory-budget-gb")
+    elif needed > target.limit:
+        problems.append(
+            f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
+            f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
+            " --activation-checkpointing full, or more GPUs"
+        )
+    return cap, packing, memory
+
+
+def choose_cap(options: TrainOptions, target: Target, run: PlannedRun, base: int, problems: Problems) -> int | None:
+    """--max-tokens-per-gpu; for auto what it would come to by simulation, with every token trained."""
+    if options.max_tokens_per_gpu != "auto":
+        return max(options.max_tokens_per_gpu, run.longest)
+    if target.limit is None:
+        problems.append("--max-tokens-per-gpu auto cannot be planned without --memory-budget-gb")
+        return None
+    longest, most = count_useful_tokens(
+        run.data, batch_size=options.batch_size, seed=options.seed, start=run.start, world_size=target.world_size
+    )
+    memory = simulate_step(
+        run.shape(), world_size=target.world_size, num_tokens=most, num_trained=most, longest=longest, accumulates=True
+    )
+    if base + memory.at(longest) > target.limit:
+        needed = base + memory.at(longest)
+        problems.append(refuse_longest(run.data, longest=longest, needed=needed, limit=target.limit))
+        return longest
+    return round_tokens(most + (target.limit - base - memory.total) / memory.per_token, longest=longest, most=most)
+
+
+def pack_batches(options: TrainOptions, run: PlannedRun, world_size: int, *, cap: int) -> Packing:
+    """The next `NUM_BATCHES` global batches, or as many as the run has, in micro-batches."""
+    flops = run.shaped.flops
+    num_left = NUM_BATCHES if run.num_steps is None else run.num_steps - run.start.step
+    rows = []
+    for i in range(max(1, min(NUM_BATCHES, num_left))):
+        start = run.start.num_samples + i * options.batch_size
+        ids = draw_samples(run.data, seed=options.seed, start=start, count=options.batch_size)
+        lengths, trained = run.data.lengths[ids], run.data.num_loss_tokens[ids]
+        table = pack_batch(lengths, cap, world_size, flops.attention_cost)
+        costs = cost_samples(lengths, flops.attention_cost)
+        loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
+        cells = [indices for row in table for indices in row]
+        rows.append(
+            (
+                len(table),
+                lengths.sum() / (len(cells) * cap),
+                1 - loads.mean(axis=1).sum() / loads.max(axis=1).sum(),
+                flops.of_batch(lengths, int(trained.sum())),
+                max(lengths[indices].sum() for indices in cells),
+                max(trained[indices].sum() for indices in cells),
+            )
+        )
+    num_micro_batches, fill, idle, batch_flops, num_tokens, num_trained = map(np.array, zip(*rows, strict=True))
+    return Packing(num_micro_batches, fill, idle, batch_flops, int(num_tokens.max()), int(num_trained.max()))
+
+
+def describe_packing(cap: int, packing: Packing, lines: list[str]) -> None:
+    counts = packing.num_micro_batches
+    lines.append(
+        f"micro-batches of at most {cap:,} tokens, in the next {len(counts)} batches: {counts.mean():.1f} a step on"
+        f" each rank ({counts.min()} to {counts.max()}), {packing.fill.mean():.0%} full; ranks idle"
+        f" {packing.idle.mean():.2%} of the time for lack of balance, at most {packing.idle.max():.2%}"
+    )
+
+
+def describe_memory(packing: Packing, memory: StepMemory, base: int, lines: list[str]) -> None:
+    lines.append(
+        f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
+        f" {packing.num_trained:,} of them trained"
+    )
+    items = {words: memory.peak[kind] for kind, words in KINDS.items()}
+    items["interpreter and libraries"] = base
+    lines += [f"  {words:<48}{size / GIB:9.3f} GiB" for words, size in items.items() if size >= 2**20]
+    lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
+    lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
+
+
+def plan_disk(options: TrainOptions, run: PlannedRun, problems: Problems, lines: list[str]) -> None:
+    """Adds the sizes of checkpoints and exports; a problem where the disk has no room for them."""
+    if run.shaped is None:
+        return
+    output_dir = Path(options.output_dir)
+    checkpoint_bytes, num_checkpoints = run.shaped.state_bytes, options.keep_checkpoints + 1  # and one being written
+    export_bytes = run.shaped.num_params * getattr(torch, options.export_dtype).itemsize
+    num_exports = 1 if run.num_steps is None else count_exports(options, run)
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # will make room
+    needed = num_checkpoints * checkpoint_bytes + num_exports * export_bytes + SPARE_BYTES
+    exports = f"{num_exports}{' or more' if run.num_steps is None else ''} export{'' if num_exports == 1 else 's'}"
+    lines.append(
+        f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({options.keep_checkpoints} kept, one"
+        f" being written), {exports} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
+        f" {free / 1e9:,.2f} GB free at {existing}"
+    )
+    if needed > free + used:
+        problems.append(
+            f"--output-dir {output_dir}: checkpoints and exports need {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB"
+            " are free: free some, lower --keep-checkpoints, or export less often"
+        )
+
+
+def count_exports(options: TrainOptions, run: PlannedRun) -> int:
+    """How many models the run will still have exported at its end."""
+    position, count = run.start, 0
+    for step in range(run.start.step, run.num_steps):
+        position = RunPosition(step + 1, position.num_samples + options.batch_size)
+        is_last = step + 1 == run.num_steps
+        count += is_export_due(options, position, epoch_length=len(run.data.kept), is_last=is_last)
+    return count
+
+
+def plan_time(
+    options: TrainOptions,
+    target: Target,
+    run: PlannedRun,
+    packing: Packing | None,
+    speed: tuple[float, float] | None,
+    lines: list[str],
+) -> None:
+    """Adds how long a step and the run take, and how that is known."""
+    if packing is None:
+        return
+    flops = packing.flops.mean()
+    if speed is not None:
+        seconds, how = flops * speed[0] + speed[1], f"measured here, on {NUM_TIMED} micro-batches"
+    elif target.peak_flops is not None:
+        seconds = flops / (ASSUMED_MFU * target.peak_flops * target.world_size)
+        how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
+    else:
+        lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
+        return
+    text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
+    if run.num_steps is None:
+        text += "; the run has no end"
+    else:
+        left = round(seconds * max(0, run.num_steps - run.start.step))
+        text += f"; {left // 3600}:{left // 60 % 60:02}:{left % 60:02} for the steps that are left"
+    lines.append(text)
+
+
+def measure_speed(options: TrainOptions, world: World, *, cap: int) -> tuple[float, float]:
+    """Seconds for each FLOP of a micro-batch on all ranks, and seconds of an update, of the real model.
+
+    The model is thrown away. All ranks call this.
+    """
+    start = RunPosition()
+    inputs = open_inputs(options, world, start=start)
+    model = build_run_model(options, inputs, world, progress=lambda where: None)
+    flops = count_flops(model.model, inputs.config)
+    optimizer = build_optimizer(model, learning_rate=0.0, weight_decay=0.0, betas=(0.9, 0.95), eps=options.adam_eps)
+    batches = iterate_batches(
+        inputs.data,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        num_steps=1 + NUM_TIMED,
+        max_tokens_per_gpu=cap,
+        attention_cost=flops.attention_cost,
+        rank=world.rank,
+        world_size=world.world_size,
+        vocab_size=inputs.config.vocab_size,
+        pin_memory=False,
+    )
+    num_done, seconds, timed_flops = 0, 0.0, 0.0
+    for batch in batches:
+        for row, micro_batch in zip(batch.table, batch.micro_batches, strict=True):
+            ids = np.concatenate([np.array(indices, dtype=int) for indices in row])
+            begin = now(world)
+            (model(micro_batch.to(world.device)) / max(1, batch.num_loss_tokens)).backward()
+            if 1 <= num_done <= NUM_TIMED:
+                seconds += now(world) - begin
+                num_trained = int(inputs.data.num_loss_tokens[batch.sample_ids[ids]].sum())
+                timed_flops += flops.of_batch(batch.lengths[ids], num_trained)
+            num_done += 1
+            if num_done > NUM_TIMED:
+                break
+        if num_done > NUM_TIMED:
+            break
+    optimizer.step()  # makes its state
+    begin = now(world)
+    optimizer.step()
+    return seconds / timed_flops, now(world) - begin
+
+
+def now(world: World) -> float:
+    """The time when all ranks have got here."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    dist.barrier(group=world.control)
+    return time.perf_counter()

@@ -1,0 +1,176 @@
+"""The plan of a run: its memory is what the run needs, it finds every problem, and it leaves nothing behind."""
+
+import contextlib
+import io
+import multiprocessing
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from processes import flags, run
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
+
+from memory_counter import MemoryCounter
+from model_setup import load_config
+from optimization import build_optimizer
+from osft import OSFTSettings
+from planner import plan_run
+from step_simulation import make_micro_batch, shape_run_model, simulate_step
+from training_args import ExitCode, TrainOptions, find_problems
+
+NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
+SIMULATIONS = [  # family, activation checkpointing, compute dtype, OSFT's share that trains
+    ("qwen3", "none", torch.float32, None),
+    ("qwen3", "full", torch.float32, None),
+    ("gemma2_softcaps", "full", torch.float32, None),
+    ("mistral_window", "none", torch.float32, None),
+    ("phi_head_bias", "none", torch.float32, None),
+    ("llama", "none", torch.bfloat16, None),
+    ("mixtral", "none", torch.bfloat16, None),
+    ("llama", "none", torch.float32, 0.25),
+    ("llama", "full", torch.float32, 0.75),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("inputs")
+    return dict(
+        model_name_or_path=str(save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))),
+        data_path=str(write_samples(root / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE))),
+        output_dir=str(root / "run"),
+        max_steps=5,
+        batch_size=8,
+        max_tokens_per_gpu=64,
+        dry_run=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Callable]:
+    """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
+
+
+@pytest.fixture(scope="module")
+def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
+    """The exit code of a plan for other ranks than this one, and what it prints."""
+
+    def plan_changed(**changes) -> tuple[ExitCode, str]:
+        return elsewhere(print_plan, inputs | dict(plan_world_size=2) | changes)
+
+    return plan_changed
+
+
+def print_plan(values: dict) -> tuple[ExitCode, str]:
+    options = TrainOptions(**values)
+    assert find_problems(options) == []
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        code = plan_run(options)
+    return code, text.getvalue()
+
+
+def predict(path: Path, checkpointing: str, dtype: torch.dtype, ratio: float | None) -> int:
+    shaped = shape_run_model(
+        load_config(str(path)),
+        trust_remote_code=False,
+        compute_dtype=dtype,
+        attention="auto",
+        activation_checkpointing=checkpointing,
+        osft=None if ratio is None else OSFTSettings(unfreeze_rank_ratio=ratio),
+    )
+    memory = simulate_step(
+        shaped, world_size=1, num_tokens=NUM_TOKENS, num_trained=NUM_TRAINED, longest=LONGEST, accumulates=True
+    )
+    return memory.total
+
+
+@pytest.mark.parametrize(("family", "checkpointing", "dtype", "ratio"), SIMULATIONS)
+def test_the_simulated_peak_is_that_of_a_real_step(family, checkpointing, dtype, ratio, elsewhere, world, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path / "model")
+    predicted = elsewhere(predict, path, checkpointing, dtype, ratio)
+    osft = None if ratio is None else OSFTSettings(unfreeze_rank_ratio=ratio, cache_dir=str(tmp_path))
+    model = build(path, world, activation_checkpointing=checkpointing, dtype=dtype, osft=osft)
+    counter = MemoryCounter()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        counter.count(tensor)
+    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    with counter:
+        for _ in range(2):
+            for _ in range(2):
+                model(make_micro_batch(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert predicted == pytest.approx(counter.num_peak, rel=0.02)
+    assert 0.5 * counter.num_peak > counter.num_live > 0  # what is freed is counted as freed
+
+
+def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
+    model = Path(shutil.copytree(inputs["model_name_or_path"], tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").write_text("of another's")
+    code, text = plan(
+        model_name_or_path=str(model), max_tokens_per_gpu=20, plan_world_size=16, num_warmup_steps=9,
+        memory_budget_gb=1e-4, keep_checkpoints=10**9, output_dir=str(tmp_path / "full"), plan_device="H9000",
+    )  # fmt: skip
+    assert code == ExitCode.BAD_INPUT
+    for problem in (
+        "no weights",
+        "are longer than --max-tokens-per-gpu 20",
+        "--batch-size 8 is smaller than the 16 ranks",
+        "--num-warmup-steps 9: the run of 5 steps",
+        "GiB on each rank, and of 0.0 GiB",
+        "checkpoints and exports need",
+        "--plan-device H9000: not known",
+    ):
+        assert text.count(f"{problem}") == 1, f"{problem}\n{text}"
+    assert "7 problems found" in text
+    code, text = plan(output_dir=str(tmp_path / "full"))
+    assert code == ExitCode.BAD_INPUT and "full is not an empty directory" in text
+
+
+def test_more_ranks_share_what_is_sharded(plan):
+    totals = []
+    for num_ranks in (1, 8):
+        code, text = plan(plan_world_size=num_ranks, plan_device="H100", memory_budget_gb=80)
+        assert code == ExitCode.DONE and f"plan for {num_ranks} x H100, 80.0 GiB" in text
+        assert "bfloat16 compute" in text and "assumed: 40% of 989 TFLOP/s" in text
+        totals.append(float(text.partition("  together")[2].split()[0]))
+    assert totals[0] >= totals[1] > 0
+
+
+def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
+    code, text = plan(data_path=str(tmp_path / "none.arrow"))
+    assert code == ExitCode.BAD_INPUT and "none.arrow: cannot be read" in text and "model: qwen3" in text
+    code, text = plan(model_name_or_path=str(tmp_path / "none"))
+    assert code == ExitCode.BAD_INPUT and "there is no such directory" in text and "40 samples" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(dry_run=False, plan_world_size=2), "--plan-world-size: no effect without --dry-run"),
+        (dict(dry_run=False, memory_budget_gb=3.0), "--memory-budget-gb has no effect"),
+        (dict(memory_budget_gb=0.0), "--memory-budget-gb 0.0: must be above 0"),
+        (dict(plan_world_size=0), "--plan-world-size 0: must be at least 1"),
+        (dict(max_tokens_per_gpu="auto", drop_overlong=True), "--drop-overlong has no effect"),
+    ],
+)
+def test_options_without_effect_are_refused(changes, problem, inputs):
+    assert [problem in found for found in find_problems(TrainOptions(**(inputs | changes)))] == [True]
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
+    before = sorted(tmp_path.parent.rglob("*"))
+    result = run([sys.executable, "train.py", *flags(**(inputs | dict(output_dir=tmp_path / "run")))])
+    assert result.returncode == ExitCode.DONE, result.stderr
+    assert "measured here, on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
+    assert sorted(tmp_path.parent.rglob("*")) == before
