@@ -49,6 +49,7 @@ from checkpoint_files import (
     write_manifest,
     write_tensors,
 )
+from optimization import state_keys
 from osft import OSFTLinear
 from process_group import World, call_on_rank0, gather_on_rank0, log
 from training_args import ExitCode, RunError
@@ -106,7 +107,7 @@ class Checkpointer:
         shards = {
             name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
             for name, tensor in tensors.items()
-            if isinstance(tensor, DTensor) or self.world.rank == 0
+            if self.world.rank == 0 or (isinstance(tensor, DTensor) and self.world.rank < self.world.num_shards)
         }
         if self.is_async:
             self.write = self.writer.submit(self._write, self._stage(shards))
@@ -135,7 +136,12 @@ class Checkpointer:
         return {name: self.staging[name] for name in shards}
 
     def _write(self, shards: dict[str, Tensor]) -> dict[str, Any]:
-        """Writes this rank's file. What happened is data for `_commit`: no rank raises before all are done."""
+        """Writes this rank's file, if it is one of the first copy of the model.
+
+        What happened is data for `_commit`: no rank raises before all are done.
+        """
+        if self.world.rank >= self.world.num_shards:
+            return {}
         name = shard_name(self.world.rank)
         try:
             return {"file": name, "entry": write_tensors(self.aside / name, shards)}
@@ -148,9 +154,9 @@ class Checkpointer:
             errors = [outcome for outcome in outcomes if "error" in outcome]
             if errors:
                 raise OSError(f"{errors[0]['file']}: {errors[0]['error']}")
-            files = {outcome["file"]: outcome["entry"] for outcome in outcomes}
+            files = {outcome["file"]: outcome["entry"] for outcome in outcomes if outcome}
             files[STATE] = write_json(self.aside / STATE, self.state)
-            shards = {"num_shards": self.world.world_size, "tensors": self.layouts}
+            shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}
             write_manifest(self.aside, {"format": FORMAT, **shards, "files": files})
             if self.target.exists():  # of a run that resumed from an earlier one
                 remove(self.target)
@@ -244,14 +250,16 @@ class Checkpointer:
             fill(tensor, name, reader)
         for param_name, param in model.named_parameters():
             prefix, suffix = "optimizer/", f"/{param_name}"
-            for name in [name for name in layouts if name.startswith(prefix) and name.endswith(suffix)]:
-                key = name.removeprefix(prefix).removesuffix(suffix)
-                dtype = next(dtype for dtype, text in DTYPES.items() if text == layouts[name]["dtype"])
-                if layouts[name]["shape"] == list(param.shape):
-                    value = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                else:
-                    value = torch.zeros(layouts[name]["shape"], dtype=dtype, device=param.device)
-                fill(value, name, reader)
+            names = [name for name in layouts if name.startswith(prefix) and name.endswith(suffix)]
+            keys = {name.removeprefix(prefix).removesuffix(suffix) for name in names}
+            if keys and keys != state_keys(optimizer, param):
+                raise ValueError(
+                    f"{checkpoint.path}: was written by another --optimizer: of {param_name} it holds"
+                    f" {', '.join(sorted(keys))}, and not {', '.join(sorted(state_keys(optimizer, param)))}"
+                )
+            for key in keys:
+                value = make_state(param, layouts[f"{prefix}{key}{suffix}"])
+                fill(value, f"{prefix}{key}{suffix}", reader)
                 optimizer.state[param][key] = value
 
 
@@ -271,10 +279,20 @@ def describe_layout(tensor: Tensor) -> dict[str, Any]:
     """What the manifest says of a tensor: `dim` is the one along which the ranks share it; None if rank 0 has it."""
     dim = None
     if isinstance(tensor, DTensor):
-        (placement,) = tensor.placements
+        *copies, placement = tensor.placements
+        assert all(copy.is_replicate() for copy in copies), f"cannot save a tensor that is placed as {copies}"
         assert isinstance(placement, Shard), f"cannot save a tensor that is placed as {placement}"
         dim = placement.dim
     return {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype], "dim": dim}
+
+
+@torch.no_grad()
+def make_state(param: DTensor, layout: dict[str, Any]) -> Tensor:
+    """Zeros for optimizer state of `layout`, shared among the ranks as `param` is; shorter in the last dimension."""
+    dtype = next(dtype for dtype, text in DTYPES.items() if text == layout["dtype"])
+    if layout["dim"] is None:
+        return torch.zeros(layout["shape"], dtype=dtype, device=param.device)
+    return torch.zeros_like(param, dtype=dtype)[..., : layout["shape"][-1]].contiguous()
 
 
 @torch.no_grad()
@@ -282,7 +300,7 @@ def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
     """Gives `tensor`, or this rank's shard of it, the values saved under `name`."""
     offset = [0] * tensor.ndim
     if isinstance(tensor, DTensor):
-        dim, mesh = tensor.placements[0].dim, tensor.device_mesh
+        dim, mesh = tensor.placements[-1].dim, tensor.device_mesh["shard"]
         offset[dim], _ = chunk_range(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
         tensor = tensor.to_local()
     reader.read(tensor, name, offset)
@@ -335,7 +353,7 @@ def export_model(
     All ranks call this. One parameter at a time is gathered, cast to `dtype`, and moved to rank 0's CPU memory, so no
     device ever holds the whole model. Raises ValueError on every rank if rank 0 cannot write; nothing is left then.
     """
-    weights = {name: weight for name, weight in gather_weights(model, dtype) if weight is not None}
+    weights = {name: weight for name, weight in gather_weights(model, dtype, world) if weight is not None}
     call_on_rank0(
         world,
         lambda: write_export(
@@ -349,12 +367,12 @@ def export_model(
     )
 
 
-def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | None]]:
+def gather_weights(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Iterator[tuple[str, Tensor | None]]:
     """Each parameter, whole and in `dtype`, on rank 0's CPU; None on the other ranks. Tied parameters come once.
 
     So do the buffers that belong to a checkpoint, as they are. An OSFT layer gives the one weight that it stands for.
     """
-    is_rank0 = torch.distributed.get_rank() == 0
+    is_rank0 = world.rank == 0
     merged = set()
     for prefix, layer in model.named_modules():
         if isinstance(layer, OSFTLinear):
@@ -364,7 +382,7 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple
     for name, param in model.named_parameters():
         if name in merged:
             continue
-        weight = param.detach().to(dtype).full_tensor()
+        weight = param.detach().to(world.device, dtype).full_tensor()
         yield name, weight.cpu() if is_rank0 else None
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():

@@ -160,9 +160,7 @@ def check_weights(path: Path) -> None:
     """ValueError unless the weights are whole safetensors files of the directory itself."""
     from safetensors import SafetensorError, safe_open
 
-    names = [WEIGHTS] if (path / WEIGHTS).exists() else []
-    if not names and (path / INDEX).exists():
-        names = read_index(path / INDEX)
+    names = list_weights(path)
     if not names:
         others = sorted(file.name for file in path.iterdir() if file.suffix in OTHER_WEIGHTS)
         raise ValueError(
@@ -177,6 +175,13 @@ def check_weights(path: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path / name}: damaged, or no safetensors file: {error}") from None
+
+
+def list_weights(path: Path) -> list[str]:
+    """The names of the files that hold a model's weights; none if there are none (see `read_index`)."""
+    if (path / WEIGHTS).exists():
+        return [WEIGHTS]
+    return read_index(path / INDEX) if (path / INDEX).exists() else []
 
 
 def read_index(index: Path) -> list[str]:

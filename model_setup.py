@@ -5,18 +5,26 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 
 import functools
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from tqdm import tqdm
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -27,13 +35,27 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import packed_attention
 from chat_masking import fingerprint_tokenizer
 from chat_templates import load_tokenizer
 from model_files import check_model_dir
 from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
-from packed_attention import check_layer_types, choose_backend, register_backends, registered_name
+from packed_attention import check_layer_types, choose_backend, find_features, register_backends, registered_name
 from process_group import World, call_on_rank0, log
 from token_loss import sum_token_loss
+from training_log import describe_device
+from weight_files import Reader, read_weights
+
+# What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
+GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # of experts
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"}) | GROUPED_PRODUCTS
+ATTENTION = frozenset({
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
+})  # fmt: skip
+
+MIN_FLOAT8_SIZE = 256  # of a layer's input and output: below, casting costs more than fp8 saves
 
 
 class PackedCausalLM(nn.Module):
@@ -90,47 +112,6 @@ class PackedCausalLM(nn.Module):
         """The model's own answer for one sequence (1, L) alone: hidden states (1, L, H) and logits (1, L, V)."""
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden, self.model(input_ids=input_ids, use_cache=False).logits
-
-
-def read_weights(model_dir: str, *, vocab_size: int, trust_remote_code: bool) -> dict[str, Tensor]:
-    """All parameters and buffers by name, on the CPU.
-
-    In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type. Where
-    the model has fewer than `vocab_size` embeddings (and rows of the head), the new ones are the mean of the old.
-    """
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
-    problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
-    if problems:
-        raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
-    head = model.get_output_embeddings()
-    if model.config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
-        raise ValueError(
-            f"--model-name-or-path {model_dir}: the config ties the head to the embedding, but the weights"
-            " hold two different ones: set tie_word_embeddings to false in config.json to train both"
-        )
-    if vocab_size > model.config.vocab_size:
-        grow_vocabulary(model, vocab_size)
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-
-@torch.no_grad()
-def grow_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
-    """Adds embeddings, and rows and biases of the head, up to `vocab_size`, each the mean of the old ones."""
-    old_size = model.config.vocab_size
-    model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    head = model.get_output_embeddings()
-    for rows in (model.get_input_embeddings().weight, head.weight, head.bias):
-        if rows is not None:
-            rows[old_size:] = rows[:old_size].float().mean(dim=0).to(rows.dtype)
 
 
 def load_generation_config(model_dir: str, config: PreTrainedConfig) -> GenerationConfig:
@@ -221,16 +202,20 @@ def build_model(
     trust_remote_code: bool = False,
     world: World,
     compute_dtype: torch.dtype,
+    weights_dtype: torch.dtype = torch.float32,
     attention: str,
     activation_checkpointing: str,
     compile: bool,
     use_liger_kernels: bool,
+    reshard_after_forward: str = "auto",
+    cpu_offload: bool = False,
+    float8: bool = False,
     osft: OSFTSettings | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> PackedCausalLM:
     """The model in `model_dir` (see model_files), sharded over `world.mesh`, in train mode; with `osft`, constrained.
 
-    Only rank 0 reads the weights; every other rank receives them block by block. `progress` is told where a long
+    Only rank 0 reads the weights, block by block, and sends them to the other ranks. `progress` is told where a long
     start is.
     """
     model, blocks, backend = shape_model(
@@ -242,9 +227,10 @@ def build_model(
         activation_checkpointing=activation_checkpointing,
         compile=compile,
         use_liger_kernels=use_liger_kernels,
+        float8=float8,
     )
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
-    weights: dict[str, Tensor] = {}  # stays empty on the other ranks
+    weights: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(
         world,
         lambda: weights.update(
@@ -265,7 +251,16 @@ def build_model(
     packed_model = PackedCausalLM(
         model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels
     )
-    apply_fsdp(packed_model, blocks, weights=weights, subspaces=subspaces, world=world)
+    apply_fsdp(
+        packed_model,
+        blocks,
+        weights=weights,
+        weights_dtype=weights_dtype,
+        subspaces=subspaces,
+        world=world,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+    )
     return packed_model.train()
 
 
@@ -279,6 +274,7 @@ def shape_model(
     activation_checkpointing: str,
     compile: bool,
     use_liger_kernels: bool,
+    float8: bool = False,
 ) -> tuple[PreTrainedModel, nn.ModuleList, str]:
     """The model without memory (on the meta device) and with all that changes its code; its blocks, its backend."""
     with torch.device("meta"):
@@ -287,6 +283,11 @@ def shape_model(
     if use_liger_kernels:
         apply_liger_kernels(model, device)
     blocks = find_blocks(model)
+    if float8:
+        apply_float8(blocks, device)
+    if activation_checkpointing == "selective":
+        kept = choose_kept_operations(model, backend=backend, compile=compile)
+        apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
     if compile:
         apply_compile(blocks)
     if activation_checkpointing == "full":
@@ -319,6 +320,28 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
+def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
+    """Replaces the blocks' large linear layers by torchao's in fp8.
+
+    With one scale for each row of activations, so that no token's numbers depend on another's, and the weights'
+    gradients in bf16, which any number of tokens allows.
+    """
+    is_installed = importlib.util.find_spec("torchao") is not None
+    is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not is_able or not is_installed:
+        raise ValueError(
+            "--float8 needs a Hopper GPU or newer and the package torchao (pip install 'mini-trainer[float8]'); this is"
+            f" {describe_device(device)}, torchao is {'' if is_installed else 'not '}installed"
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_suited(module: nn.Module, name: str) -> bool:
+        return all(size % 16 == 0 and size >= MIN_FLOAT8_SIZE for size in module.weight.shape)
+
+    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
+
+
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """The transformer blocks: the module list as long as the model is deep."""
     num_blocks = model.config.num_hidden_layers
@@ -328,47 +351,89 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"model type {model.config.model_type!r}: no list of {num_blocks} blocks found to shard")
 
 
-def apply_compile(blocks: nn.ModuleList) -> None:
-    """Compiles each block by itself, for any number of tokens."""
+def apply_compile(blocks: nn.ModuleList, *, backend: Any = "inductor") -> None:
+    """Compiles each block by itself, for any number of tokens and sequences; `backend` is torch.compile's.
+
+    All blocks of a kind share one compiled code, and no micro-batch compiles again, since none has a dimension or a
+    longest sequence of 1 (see pack_samples), which would be taken for constants.
+    """
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
-def apply_activation_checkpointing(blocks: nn.ModuleList) -> None:
-    """Keeps only each block's input for backward and recomputes the rest.
+def choose_kept_operations(model: PreTrainedModel, *, backend: str, compile: bool) -> frozenset[str]:
+    """The operations whose outputs --activation-checkpointing selective keeps for backward."""
+    if compile and backend in packed_attention.UNCOMPILED:
+        raise ValueError(
+            f"--compile with --activation-checkpointing selective needs --attention flash_attn or varlen, this is"
+            f" {backend}: it cannot be compiled, and blocks that keep some of their operations only as a whole;"
+            " use --activation-checkpointing none or full"
+        )
+    kept = MATRIX_PRODUCTS | ATTENTION
+    if "dropout" in find_features(model, model.config):
+        kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
+    if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):
+        kept -= GROUPED_PRODUCTS  # transformers adds the experts' biases in place, and what is kept must not change
+    return kept
+
+
+def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] = frozenset()) -> None:
+    """Keeps each block's input and the outputs of the operations `kept` for backward, and recomputes the rest.
 
     Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.
     """
+
+    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operation.name() in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if kept else {}
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
 def apply_fsdp(
     packed_model: PackedCausalLM,
     blocks: nn.ModuleList,
     *,
-    weights: dict[str, Tensor],
+    weights: dict[str, Reader],
+    weights_dtype: torch.dtype,
     subspaces: dict[str, Path],
     world: World,
+    reshard_after_forward: str,
+    cpu_offload: bool,
 ) -> None:
     """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
 
-    One after the other, so that no rank but 0 ever holds more than one of them unsharded. Master weights are fp32,
-    compute is in the model's `compute_dtype`, gradients are reduced in fp32.
+    One after the other, so that no rank ever holds more than one of them unsharded. Master weights are in
+    `weights_dtype`, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the
+    weights' type.
     """
+    reshard = {"auto": None, "always": True, "never": False}[reshard_after_forward]
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = embedding.weight is head.weight
-    for unit in (*blocks, *([] if is_tied else [embedding]), packed_model):
+    tied = packed_model.model.all_tied_weights_keys.keys()
+    units = (*blocks, *([] if is_tied else [embedding]), packed_model)
+    is_shown = world.rank == 0 and sys.stderr.isatty()
+    for unit in tqdm(units, desc="loading", unit="block", disable=not is_shown):
         for module in unit.modules():
             name = names.get(module, "")
             if isinstance(module, OSFTLinear) and module.base.is_meta:
                 fill_layer(module, name, weights=weights, file=subspaces.get(name), world=world)
-            fill_module(module, name, weights=weights, device=world.device)
+            fill_module(module, name, weights=weights, tied=tied, dtype=weights_dtype, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
-        fully_shard(unit, mesh=world.mesh, mp_policy=policy, shard_placement_fn=choose_dim(world.world_size))
+        fully_shard(
+            unit,
+            mesh=world.mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=choose_dim(world.num_shards),
+            mp_policy=policy,
+            offload_policy=offload,
+        )
     assert not weights, f"the model has no place for {', '.join(weights)}"
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
@@ -379,25 +444,48 @@ def apply_fsdp(
     register_fsdp_forward_method(packed_model, "reference")
 
 
-def choose_dim(world_size: int) -> Callable[[nn.Parameter], Shard | None]:
+def set_gradient_sync(packed_model: PackedCausalLM, when: str, *, is_last: bool) -> None:
+    """Says whether the next backward sums gradients over ranks: `when` is every or last micro-batch of a step.
+
+    Over the copies of a model that is sharded in each node, once a step in any case: until then their sums wait as
+    shards, which takes no memory.
+    """
+    if when == "last":
+        packed_model.set_requires_gradient_sync(is_last)
+    else:
+        packed_model.set_requires_all_reduce(is_last)
+
+
+def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
     """Shards the experts of a layer, stored as (experts, rows, columns), by rows if there are too few of them."""
 
     def placement(param: nn.Parameter) -> Shard | None:
-        by_rows = param.ndim == 3 and param.shape[0] % world_size != 0 and param.shape[1] % world_size == 0
+        by_rows = param.ndim == 3 and param.shape[0] % num_shards != 0 and param.shape[1] % num_shards == 0
         return Shard(1) if by_rows else None
 
     return placement
 
 
-def fill_module(module: nn.Module, name: str, *, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`; fp32 weights."""
+def fill_module(
+    module: nn.Module,
+    name: str,
+    *,
+    weights: dict[str, Reader],
+    tied: Container[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Gives the meta parameters, as `dtype`, and buffers that `module` itself holds rank 0's values, on `device`.
+
+    Those named in `tied` are left to `tie_weights`.
+    """
     tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     for key, meta in tensors.items():
-        if not meta.is_meta:
+        if not meta.is_meta or f"{name}.{key}" in tied:
             continue
-        value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        value = torch.empty(meta.shape, dtype=dtype if isinstance(meta, nn.Parameter) else meta.dtype, device=device)
         if dist.get_rank() == 0:
-            value.copy_(weights.pop(f"{name}.{key}"))
+            value.copy_(weights.pop(f"{name}.{key}")())
         dist.broadcast(value, src=0)
         setattr(module, key, nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value)
 
@@ -458,7 +546,9 @@ def check_model(packed_model: PackedCausalLM, pack_samples: Callable[..., Any], 
             f"{refused}its head does something to the logits that is not known here; our loss over {len(sequences)}"
             f" sequences is {loss:.6f}, the model's own {own_loss:.6f}"
         )
-    packed_model.reshard()  # without a backward, FSDP leaves the root's parameters gathered
+    for module in packed_model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward, FSDP leaves parameters gathered: the root's, or all
     packed_model.train()
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from compact_adamw import CompactAdamW
+
 Scheduler = Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"]
 
 
@@ -42,16 +44,41 @@ def learning_rate_at(
 
 
 def build_optimizer(
-    model: nn.Module, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float
-) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters; norms and biases (fewer than 2 dimensions) are not decayed."""
+    model: nn.Module,
+    *,
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw",
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    seed: int = 0,
+) -> torch.optim.AdamW | CompactAdamW:
+    """AdamW over the trainable parameters; norms and biases (fewer than 2 dimensions) are not decayed.
+
+    torch's fused one where moments and weights are fp32, else `CompactAdamW`, for which `seed` rounds.
+    """
     params = [p for p in model.parameters() if p.requires_grad]
     assert all(isinstance(p, DTensor) for p in params), "gathered parameters: the optimizer would train dead copies"
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    if optimizer == "adamw" and all(p.dtype == torch.float32 for p in params):
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    return CompactAdamW(groups, lr=learning_rate, betas=betas, eps=eps, is_8bit=optimizer == "adamw8bit", seed=seed)
+
+
+def set_step(optimizer: torch.optim.Optimizer, *, step: int, learning_rate: float) -> None:
+    """What the optimizer has to know of the step (0-based) that it takes next."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+        if isinstance(optimizer, CompactAdamW):
+            group["step"] = step
+
+
+def state_keys(optimizer: torch.optim.Optimizer, param: DTensor) -> set[str]:
+    """The names of what the optimizer keeps of a parameter."""
+    return optimizer.state_keys(param) if isinstance(optimizer, CompactAdamW) else {"step", "exp_avg", "exp_avg_sq"}
 
 
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:

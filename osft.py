@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from process_group import World, call_on_rank0, log
+from weight_files import Reader
 
 DEFAULT_CACHE_DIR = "~/.cache/mini_trainer/osft"
 CACHE_VERSION = 1  # of what a cached file holds
@@ -331,14 +332,14 @@ def apply_osft(
     targets: dict[str, nn.Linear | Conv1D],
     settings: OSFTSettings,
     *,
-    weights: dict[str, Tensor],
+    weights: dict[str, Reader],
     compute_dtype: torch.dtype,
     world: World,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Path]:
     """Replaces the meta model's `targets` by OSFTLinear, and freezes all else unless others are to be trained.
 
-    `weights`: rank 0's, in fp32, by name. `progress` is told of each decomposition. Returns rank 0's files with the
+    `weights`: rank 0's, by name. `progress` is told of each decomposition. Returns rank 0's files with the
     layers' subspaces, for `fill_layer`.
     """
     experts = [param for param in model.parameters() if param.ndim == 3 and min(param.shape) > 1]
@@ -356,7 +357,7 @@ def apply_osft(
         if not uses_weights:
             return settings.statistics.covariance(name)
         module = targets[name]
-        weight = weights[f"{name}.weight"].detach().to(compute_dtype)
+        weight = weights[f"{name}.weight"]().to(compute_dtype)
         return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
 
     files = prepare_subspaces(
@@ -446,11 +447,11 @@ def choose_ratio(name: str, settings: OSFTSettings) -> float:
 
 
 @torch.no_grad()
-def fill_layer(layer: OSFTLinear, name: str, *, weights: dict[str, Tensor], file: Path | None, world: World) -> None:
+def fill_layer(layer: OSFTLinear, name: str, *, weights: dict[str, Reader], file: Path | None, world: World) -> None:
     """Gives a meta layer W0, no update, and its directions: from rank 0's `weights` and subspace `file`. No bias."""
     weight, subspace = None, {}
     if world.rank == 0:
-        weight = weights.pop(f"{name}.weight").to(layer.base.dtype)
+        weight = weights.pop(f"{name}.weight")().to(layer.base.dtype)
         weight = orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
         subspace = read_subspace(file)
     num_columns, num_kept = layer.num_columns, layer.num_kept
@@ -486,15 +487,16 @@ def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world:
     kept_values = singular_values[:num_kept]
     is_null = kept_values <= NULL * singular_values[0]
     scale = torch.where(is_null, 0.0, 1 / kept_values)
-    chunks = base.chunk(world.world_size)  # as Shard(0) does
-    rows = chunks[world.rank] if world.rank < len(chunks) else base[:0]
+    mesh = world.shard_mesh
+    chunks, part = base.chunk(mesh.size()), mesh.get_local_rank()  # as Shard(0) does
+    rows = chunks[part] if part < len(chunks) else base[:0]
     U_high = rows.double() @ (V_high.double() * scale)
     gram = U_high.T @ U_high
-    dist.all_reduce(gram)
+    dist.all_reduce(gram, group=mesh.get_group())
     factor = torch.linalg.cholesky(gram + torch.diag(is_null.double()))
     U_high = torch.linalg.solve_triangular(factor.T, U_high, upper=True, left=False).float()
     return DTensor.from_local(
-        U_high, world.mesh, [Shard(0)], run_check=False, shape=(len(base), num_kept), stride=(num_kept, 1)
+        U_high, mesh, [Shard(0)], run_check=False, shape=(len(base), num_kept), stride=(num_kept, 1)
     )
 
 
@@ -528,6 +530,11 @@ def project_updates(layers: list[OSFTLinear]) -> None:
     project(layers, [layer.coefficients.to_local() for layer in layers])
 
 
+def shard_group(layer: OSFTLinear) -> dist.ProcessGroup:
+    """The ranks that hold the rows of the layer's tensors between them."""
+    return layer.coefficients.device_mesh.get_group("shard")
+
+
 def project(layers: list[OSFTLinear], tensors: list[Tensor]) -> None:
     """X <- X - U_high U_high^T X in place, on each rank's rows (of L, r); few all-reduces for all layers."""
     bucket: list[tuple[OSFTLinear, Tensor, Tensor]] = []
@@ -536,7 +543,7 @@ def project(layers: list[OSFTLinear], tensors: list[Tensor]) -> None:
         if i + 1 < len(layers) and sum(seen.numel() for _, _, seen in bucket) < BUCKET_NUMEL:
             continue
         flat = torch.cat([seen.flatten() for _, _, seen in bucket])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=shard_group(layer))
         parts = flat.split([seen.numel() for _, _, seen in bucket])
         for (layer, rows, seen), part in zip(bucket, parts, strict=True):
             rows.addmm_(layer.U_high.to_local(), part.view_as(seen), alpha=-1)
@@ -557,11 +564,11 @@ def measure_leak(layers: list[OSFTLinear]) -> float:
         known = layer.U_low if layer.is_core else layer.U_high
         if known is not None:
             seen = known.to_local().T @ rows  # (r or k, s)
-            dist.all_reduce(seen)
+            dist.all_reduce(seen, group=shard_group(layer))
             outside = rows - known.to_local() @ seen if layer.is_core else known.to_local() @ seen
             left = outside.square().sum()
         squares = torch.stack([rows.square().sum(), left, right])
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=shard_group(layer))
         total, left, right = squares.sqrt().tolist()
         leaks.append(max(left, right) / total if total > 0 else 0.0)
     return max(leaks)

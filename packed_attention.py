@@ -21,6 +21,7 @@ BACKENDS: dict[str, set[str]] = {
     "sdpa": {"dropout"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
 }
+UNCOMPILED = frozenset({"sdpa", "eager"})  # whose loop over sequences torch.compile leaves out
 MAX_HEAD_SIZE = 256  # of FlashAttention's kernels
 
 

@@ -29,13 +29,38 @@ class World:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh  # 1-D, over all ranks
+    mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
     control: dist.ProcessGroup  # gloo, on the CPU: for waiting on rank 0
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """1-D: the ranks that this one shares one copy of the model with."""
+        return self.mesh["shard"]
 
-def init_world(*, hang_timeout: float = 0.0) -> World:
-    """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU."""
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the model; ranks 0 to `num_shards` - 1 share the first one."""
+        return self.shard_mesh.size()
+
+
+def init_world(
+    *, hang_timeout: float = 0.0, sharding: Literal["full", "hybrid"] = "full", shard_size: int | None = None
+) -> World:
+    """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
+
+    With `sharding` hybrid, each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
+    if there are not several.
+    """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    num_shards = world_size
+    if sharding == "hybrid":
+        num_shards = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if shard_size is None else shard_size
+        if num_shards < 2 or world_size % num_shards != 0 or num_shards == world_size:
+            raise ValueError(
+                f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on {num_shards}"
+                f" ranks each ({'the ranks of a node' if shard_size is None else '--shard-size'}); give a --shard-size"
+                " of at least 2 that divides the number of ranks, or --sharding full"
+            )
     timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -49,7 +74,12 @@ def init_world(*, hang_timeout: float = 0.0) -> World:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, world_size, device, init_device_mesh(device.type, (world_size,)), control)
+    if num_shards == world_size:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    else:
+        shape = (world_size // num_shards, num_shards)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return World(rank, world_size, device, mesh, control)
 
 
 def connect_lifeline(world: World, control: RunControl) -> None:

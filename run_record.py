@@ -23,6 +23,7 @@ PARAMS_FILE = "training_params.json"
 IDENTIFYING_OPTIONS = (
     "batch_size", "seed", "learning_rate", "num_warmup_steps", "lr_scheduler", "num_decay_steps", "min_lr_ratio",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm",
+    "optimizer", "master_weights", "float8",
     "osft", "osft_unfreeze_rank_ratio", "osft_target_patterns", "osft_train_others", "osft_basis", "osft_keep_energy",
     "osft_rank_allocation",
 )  # fmt: skip

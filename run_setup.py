@@ -121,10 +121,14 @@ def build_run_model(
         trust_remote_code=options.trust_remote_code,
         world=world,
         compute_dtype=inputs.compute_dtype,
+        weights_dtype=getattr(torch, options.master_weights),
         attention=options.attention,
         activation_checkpointing=options.activation_checkpointing,
         compile=options.compile,
         use_liger_kernels=options.use_liger_kernels,
+        float8=options.float8,
+        reshard_after_forward=options.reshard_after_forward,
+        cpu_offload=options.cpu_offload,
         progress=progress,
     )
     statistics = None

@@ -5,6 +5,7 @@ table of micro-batches without talking to the others, and then reads its own row
 """
 
 import functools
+import gc
 import json
 import mmap
 import os
@@ -299,12 +300,19 @@ def iterate_batches(
 
 
 def idle_sample() -> Sample:
-    """What a rank without work trains on: one token, no target, so that it takes part in every collective."""
-    return np.zeros(1, dtype=np.int64), np.full(1, IGNORED), None
+    """What a rank without work trains on: two tokens, no target, so that it takes part in every collective."""
+    return np.zeros(2, dtype=np.int64), np.full(2, IGNORED), None
 
 
 def pack_samples(samples: list[Sample]) -> MicroBatch:
-    """Packs samples into one row; either all have weights or none."""
+    """Packs samples into one row; either all have weights or none.
+
+    Where no sample has more than one token, an idle one joins them: torch.compile takes 0 and 1 for constants, and
+    would compile such a row by itself, whenever it comes.
+    """
+    if max(len(input_ids) for input_ids, _, _ in samples) == 1:
+        ids, labels, _ = idle_sample()
+        samples = [*samples, (ids, labels, None if samples[0][2] is None else np.zeros(len(ids), dtype=np.float32))]
     lengths = [len(input_ids) for input_ids, _, _ in samples]
     cu_seqlens = np.cumsum([0, *lengths])
     targets = np.full(cu_seqlens[-1], IGNORED, dtype=np.int64)
@@ -360,3 +368,22 @@ def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:
             yield value
     finally:
         closed.set()
+
+
+def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Iterator[Item]:
+    """`items`, with Python's garbage collector running only before each `every`-th of them.
+
+    Left alone it runs in the middle of some step, on another rank each time, and all others wait. What there is at
+    the start is never looked through again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for i, item in enumerate(items, start=1):
+            if i % every == 0:
+                gc.collect()
+            yield item
+    finally:
+        gc.unfreeze()
+        gc.enable()

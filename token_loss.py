@@ -41,17 +41,17 @@ class _SumTokenLoss(torch.autograd.Function):
         num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
         for start in range(0, hidden.shape[0], num_rows):
             chunk = slice(start, start + num_rows)
-            logits = torch.nn.functional.linear(hidden[chunk], weight, bias).float()  # (rows, V)
+            logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
             if softcap is not None:
-                logits = logits.div_(softcap).tanh_().mul_(softcap)
+                logits = logits.float().div_(softcap).tanh_().mul_(softcap)
             target = targets[chunk, None]
-            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
-            losses = log_normalizer - logits.gather(1, target)  # (rows, 1)
+            log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # one kernel, casts on the way
+            losses = -log_probs.gather(1, target)  # (rows, 1)
             loss_sum += (losses if token_weights is None else losses * token_weights[chunk, None]).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
-            d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' memory
+            d_logits = log_probs.exp_()
             d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target))
             if slope is not None:
                 d_logits.mul_(slope)
@@ -63,7 +63,11 @@ class _SumTokenLoss(torch.autograd.Function):
             if needs_hidden:
                 d_hidden[chunk] = d_logits @ weight
             if needs_weight:
-                d_weight += d_logits.T @ hidden[chunk]
+                if d_logits.dtype == d_weight.dtype:
+                    d_weight.addmm_(d_logits.T, hidden[chunk])
+                else:
+                    d_weight += d_logits.T @ hidden[chunk]
+            del logits, log_probs, d_logits, slope  # before the next chunk's are made
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         return loss_sum

@@ -30,12 +30,13 @@ import torch.distributed as dist
 from auto_tokens import choose_max_tokens
 from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
-from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients
+from model_setup import set_gradient_sync
+from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients, set_step
 from osft import find_osft_layers, measure_leak, project_gradients, project_updates
 from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
 from run_record import check_output_dir, check_same_run, check_unused, identify_run, record_end, record_start
 from run_setup import build_run_model, is_export_due, open_inputs
-from sampler import RunPosition, derive_seed, iterate_batches, prefetch
+from sampler import RunPosition, collect_garbage_between, derive_seed, iterate_batches, prefetch
 from training_log import (
     TrainingLog,
     count_flops,
@@ -95,10 +96,12 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     osft_layers = find_osft_layers(model)  # none without --osft
     optimizer = build_optimizer(
         model,
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         weight_decay=options.weight_decay,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_eps,
+        seed=options.seed,
     )
     chosen = None
     if options.max_tokens_per_gpu == "auto":
@@ -172,12 +175,13 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     last_save = step_end = time.monotonic()
     seconds_between_saves = 60 * (options.checkpoint_every_minutes or float("inf"))
     control.start_loop(steps_done=start.step)
-    for batch in prefetch(batches):
+    for batch in collect_garbage_between(prefetch(batches)):
         step_start = time.monotonic()
         torch.manual_seed(derive_seed(options.seed, batch.step, world.rank))  # dropout
         losses = []
         for k, micro_batch in enumerate(batch.micro_batches):
             control.progress(describe_micro_batch(batch, k))
+            set_gradient_sync(model, options.micro_batch_grad_sync, is_last=k + 1 == len(batch.micro_batches))
             loss_sum = model(micro_batch.to(world.device))
             (loss_sum / max(1, batch.num_loss_tokens)).backward()  # FSDP sums over ranks: see apply_fsdp
             losses.append(loss_sum.detach())
@@ -191,6 +195,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             losses,
             gradients,
             device=world.device,
+            num_shards=world.num_shards,
             data_wait_seconds=step_start - step_end,
             flags=flags,
         )
@@ -206,8 +211,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             min_lr_ratio=options.min_lr_ratio or 0.0,
         )
         clip_gradients(gradients, grad_norm=sums.grad_norm, max_grad_norm=options.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_step(optimizer, step=batch.step, learning_rate=lr)
         optimizer.step()
         project_updates(osft_layers)
         optimizer.zero_grad()
@@ -264,7 +268,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
 if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
-        world = init_world(hang_timeout=options.hang_timeout)
+        world = init_world(hang_timeout=options.hang_timeout, sharding=options.sharding, shard_size=options.shard_size)
         connect_lifeline(world, control)
         code, message = train(options, world, control)
         dist.destroy_process_group()

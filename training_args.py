@@ -96,6 +96,11 @@ class TrainOptions:
     """AdamW's decay of the second moment."""
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit: AdamW that keeps its moments in 8 bits, a quarter of their memory; slightly other steps."""
+    master_weights: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: hold weights, and gradients between micro-batches, in half the memory, and round every update up or
+    down at random so that small ones are not lost; noisier."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
 
@@ -161,14 +166,32 @@ class TrainOptions:
     """Data type of exported weights."""
 
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32."""
+    """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights."""
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "eager"] = "auto"
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), or SDPA / plain matrix
     products one sequence at a time. auto: the fastest one that this machine and this model allow."""
-    activation_checkpointing: Literal["none", "full"] = "full"
-    """full: keep only each block's input and recompute the rest in backward; less memory, about a third slower."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "full"
+    """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
+    selective: keep the outputs of matrix products and attention too, and recompute only what is cheap."""
     compile: bool = False
-    """torch.compile each block."""
+    """torch.compile each block, once for all numbers of tokens; the first step takes a minute or more longer."""
+    float8: bool = False
+    """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install 'mini-trainer[float8]', torchao): faster,
+    and less exact. Only with --compile, which makes one kernel of a cast, is there much to gain."""
+    sharding: Literal["full", "hybrid"] = "full"
+    """full: weights, gradients and optimizer state are divided over all ranks. hybrid: over the ranks of a node, and
+    every node holds a copy of all of it: more memory, and between nodes only gradients travel, once a step."""
+    shard_size: int | None = None
+    """hybrid only: ranks that share one copy of the model, if not those of a node."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Free a layer's gathered weights after its forward pass, and gather them again for backward. auto: all but the
+    last, which backward begins with; never: less communication, and memory for the whole model in compute-dtype."""
+    micro_batch_grad_sync: Literal["every", "last"] = "every"
+    """Sum gradients over ranks after every micro-batch, or once a step, after the last one: less communication, and
+    memory for the whole model's gradients in float32 on every rank."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in CPU memory, where the optimizer then runs; each layer's weights
+    travel to the GPU when they are used. Slow: for models that do not fit otherwise."""
     use_liger_kernels: bool = False
     """Use liger-kernel's Triton kernels (CUDA; pip install 'mini-trainer[cuda]')."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -382,6 +405,19 @@ def find_train_problems(o: TrainOptions) -> list[str]:
             f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")  # fmt: skip
     require(o.num_warmup_steps == 0 or o.lr_scheduler != "constant",
             "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")  # fmt: skip
+    require(not o.osft or o.activation_checkpointing != "selective",
+            "--activation-checkpointing selective: with --osft it keeps more than none, since each of its layers is"
+            " several matrix products; use none or full")  # fmt: skip
+    require(not o.osft or o.master_weights == "float32",
+            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
+            " use float32")  # fmt: skip
+    require(o.shard_size is None or o.sharding == "hybrid",
+            f"--shard-size has no effect with --sharding {o.sharding}: it belongs to hybrid")  # fmt: skip
+    require(not (o.cpu_offload and o.osft),
+            "--cpu-offload cannot be used with --osft, whose projections run where the weights are")  # fmt: skip
+    require(not (o.float8 and o.osft), "--float8: --osft's layers are products of their own, which are not in fp8")
+    require(not o.float8 or o.compute_dtype != "float32",
+            "--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")  # fmt: skip
     is_auto = o.max_tokens_per_gpu == "auto"
     require(not (is_auto and o.drop_overlong),
             "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"

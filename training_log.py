@@ -139,11 +139,21 @@ class StepSums:
 
 
 def reduce_step(
-    losses: list[Tensor], gradients: list[Tensor], *, device: torch.device, data_wait_seconds: float, flags: int = 0
+    losses: list[Tensor],
+    gradients: list[Tensor],
+    *,
+    device: torch.device,
+    num_shards: int,
+    data_wait_seconds: float,
+    flags: int = 0,
 ) -> StepSums:
-    """The step's one collective and one host sync: each rank's losses, gradient norm, memory, wait and flags."""
+    """The step's one collective and one host sync: each rank's losses, gradient norm, memory, wait and flags.
+
+    The first `num_shards` ranks hold the whole gradient; what others hold are copies.
+    """
+    squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square()  # fp32 sums lose 1e-5 on CPU
     own = [
-        torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum(),  # fp32 sums lose 1e-5 on CPU
+        squares.sum().to(device, non_blocking=True),  # from the CPU with --cpu-offload
         torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync
         torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
         torch.full((), flags, dtype=torch.float64, device=device),
@@ -155,7 +165,7 @@ def reduce_step(
     losses_by_rank = rows[:, len(own) :]
     return StepSums(
         loss_sum=losses_by_rank.sum().item(),
-        grad_norm=rows[:, 0].sum().sqrt().item(),
+        grad_norm=rows[:num_shards, 0].sum().sqrt().item(),
         peak_memory_bytes=rows[:, 1].max().item(),
         data_wait_seconds=rows[:, 2].max().item(),
         flags=functools.reduce(operator.or_, map(int, rows[:, 3].tolist())),

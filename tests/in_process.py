@@ -1,9 +1,22 @@
 """train.py's run in the process of the test, which is faster than starting one."""
 
+from pathlib import Path
+
+from processes import flags, run, torchrun
+
 from process_group import World
 from run_control import RunControl
 from train import train
 from training_args import TrainOptions
+
+
+def train_on(num_ranks: int, world: World, **options: object) -> None:
+    """Trains on this many ranks: on one in this process, which is faster, on more under torchrun."""
+    if num_ranks == 1:
+        train_here(world, **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()})
+        return
+    result = run(torchrun(num_ranks, "train.py", *flags(**options)))
+    assert result.returncode == 0, result.stderr
 
 
 def train_here(world: World, **options: object) -> None:

@@ -18,8 +18,14 @@ from sampler import TokenizedData, draw_samples
 pytestmark = pytest.mark.slow
 
 NUM_SAMPLES, BATCH_SIZE, STEPS, LEARNING_RATE, SEED = 40, 9, 10, 1e-2, 5
-# How the same run can be laid out: processes, and the cap that makes 1 to 6 micro-batches of a batch.
-LAYOUTS = {"1 rank": (1, 1000), "1 rank, small cap": (1, 41), "2 ranks": (2, 60), "4 ranks": (4, 41)}
+# How the same run can be laid out: processes, the cap that makes 1 to 6 micro-batches of a batch, and options.
+LAYOUTS = {
+    "1 rank": (1, 1000, {}),
+    "1 rank, small cap": (1, 41, {}),
+    "2 ranks": (2, 60, dict(checkpoint_every_steps=4, keep_checkpoints=9)),
+    "4 ranks": (4, 41, dict(micro_batch_grad_sync="last", reshard_after_forward="never", cpu_offload=True)),
+}
+HYBRID = dict(sharding="hybrid", shard_size=2, checkpoint_every_steps=4, reshard_after_forward="always")
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +40,11 @@ def inputs(tmp_path_factory) -> dict:
     )
 
 
-def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int) -> list[str]:
+def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int, **options: object) -> list[str]:
     return ["train.py", *flags(
         model_name_or_path=inputs["model"], data_path=inputs["data"], output_dir=output_dir, batch_size=BATCH_SIZE,
         max_tokens_per_gpu=max_tokens_per_gpu, max_steps=STEPS, learning_rate=LEARNING_RATE, seed=SEED,
-        max_grad_norm=1.0, weight_decay=0.1, export_dtype="float32",
+        max_grad_norm=1.0, weight_decay=0.1, export_dtype="float32", **options,
     )]  # fmt: skip
 
 
@@ -50,9 +56,9 @@ def read_rows(output_dir: Path) -> list[dict]:
 def runs(inputs) -> dict[str, Path]:
     """The same training in every layout, and on two nodes of one process each."""
     output_dirs = {}
-    for layout, (num_ranks, cap) in LAYOUTS.items():
+    for layout, (num_ranks, cap, options) in LAYOUTS.items():
         output_dirs[layout] = inputs["root"] / layout.replace(" ", "_").replace(",", "")
-        argv = train_command(inputs, output_dirs[layout], cap)
+        argv = train_command(inputs, output_dirs[layout], cap, **options)
         result = run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv))
         assert result.returncode == 0, result.stderr
     output_dirs["2 nodes"] = inputs["root"] / "two_nodes"
@@ -126,6 +132,29 @@ def test_the_layouts_are_different_ones(runs):
         assert params["world_size"] == world_size
 
 
+def test_a_model_sharded_in_each_node_goes_on_from_one_sharded_over_all_and_the_other_way_round(inputs, runs):
+    """2 x 2 ranks do what 2 did, and 1 does what they did: losses, norms (counted once), checkpoints, exports."""
+    reference = read_rows(runs["1 rank"])
+    hybrid, after = inputs["root"] / "hybrid", inputs["root"] / "after_hybrid"
+    argv = train_command(inputs, hybrid, 41, resume=runs["2 ranks"] / "checkpoints" / "step_4", **HYBRID)
+    result = run(torchrun(4, *argv))
+    assert result.returncode == 0, result.stderr
+    checkpoint = hybrid / "checkpoints" / "step_8"
+    assert {path.name for path in checkpoint.glob("*.safetensors")} == {f"rank_0000{i}.safetensors" for i in (0, 1)}
+    result = run([sys.executable, *train_command(inputs, after, 1000, resume=checkpoint)])
+    assert result.returncode == 0, result.stderr
+    for output_dir, first_step in ((hybrid, 4), (after, 8)):
+        rows = read_rows(output_dir)
+        assert [row["step"] for row in rows] == list(range(first_step + 1, STEPS + 1))
+        for row, expected in zip(rows, reference[first_step:], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    export = f"hf_format/samples_{STEPS * BATCH_SIZE}/model.safetensors"
+    expected = load_file(runs["1 rank"] / export)
+    for name, weight in load_file(hybrid / export).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+
+
 def test_the_export_of_several_ranks_is_that_of_one(runs):
     export = f"hf_format/samples_{STEPS * BATCH_SIZE}"
     prompt = torch.arange(3, 23)[None]
@@ -137,20 +166,23 @@ def test_the_export_of_several_ranks_is_that_of_one(runs):
         torch.testing.assert_close(logits[layout], logits["1 rank"], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("batch_size", [9, 3])
-def test_the_first_gradients_do_not_depend_on_ranks_and_caps(batch_size, inputs):
-    results = {}
+def test_the_first_gradients_do_not_depend_on_ranks_and_caps(inputs):
+    batch_sizes, results = (9, 3), {}
     for num_ranks, cap in ((1, 1000), (2, 41), (4, 41)):
-        output = inputs["root"] / f"gradients_{batch_size}_{num_ranks}.pt"
-        worker = ROOT / "tests" / "workers" / "first_gradients.py"
-        result = run(torchrun(num_ranks, worker, inputs["model"], inputs["data"], batch_size, cap, output))
+        output = inputs["root"] / f"gradients_{num_ranks}.pt"
+        argv = [ROOT / "tests" / "workers" / "first_gradients.py", inputs["model"], inputs["data"], cap, output]
+        command = [sys.executable, *map(str, argv)] if num_ranks == 1 else torchrun(num_ranks, *argv)
+        result = run([*command, *map(str, batch_sizes)])
         assert result.returncode == 0, result.stderr
         results[num_ranks] = torch.load(output)
-    assert (results[4]["num_idle"] > 0) == (batch_size == 3)  # fewer samples than ranks: some only take part
-    for num_ranks in (2, 4):
-        assert results[num_ranks]["sample_ids"] == results[1]["sample_ids"]
-        assert results[num_ranks]["loss"] == pytest.approx(results[1]["loss"], rel=1e-6)
-        assert results[num_ranks]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=1e-5)
-        for name, expected in results[1]["gradients"].items():
-            error = (results[num_ranks]["gradients"][name] - expected).norm() / expected.norm()
-            assert error <= 1e-5, f"{name}: relative error {error:.1e} on {num_ranks} ranks"
+    for i, batch_size in enumerate(batch_sizes):
+        one = results[1][i]
+        assert (results[4][i]["num_idle"] > 0) == (batch_size == 3)  # fewer samples than ranks: some only take part
+        for num_ranks in (2, 4):
+            other = results[num_ranks][i]
+            assert other["sample_ids"] == one["sample_ids"]
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+            for name, expected in one["gradients"].items():
+                error = (other["gradients"][name] - expected).norm() / expected.norm()
+                assert error <= 1e-5, f"{name}: relative error {error:.1e} on {num_ranks} ranks"

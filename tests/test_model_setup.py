@@ -82,8 +82,15 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         assert torch.equal(rows[0][i], rows[1][i]), f"sequence {i} moved"
 
 
-@pytest.mark.parametrize("change", [dict(activation_checkpointing="full"), dict(attention="eager"), dict(compile=True)])
-@pytest.mark.parametrize("family", ["llama_tied_bias", "mistral_window"])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama_tied_bias", dict(activation_checkpointing="full")),
+        ("llama_tied_bias", dict(attention="eager")),
+        ("mistral_window", dict(attention="eager")),
+        ("mistral_window", dict(compile=True)),
+    ],
+)
 def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path):
     path = save_model(FAMILIES[family], tmp_path)
     results = []
@@ -172,18 +179,6 @@ def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_pat
     model.logit_scale = 1.0
     with pytest.raises(ValueError, match="its head does something to the logits that is not known here"):
         check_model(model, pack_samples, device=world.device)
-
-
-def test_activation_checkpointing_keeps_less_for_backward(world, tmp_path):
-    path = save_model(FAMILIES["llama"], tmp_path)
-    num_bytes = {}
-    for mode in ("none", "full"):
-        model = build(path, world, activation_checkpointing=mode)
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):  # noqa: B023
-            model(pack_samples(make_samples()))
-        num_bytes[mode] = sum(saved)
-    assert num_bytes["full"] < num_bytes["none"] / 2
 
 
 @pytest.mark.parametrize(

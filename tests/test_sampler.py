@@ -1,8 +1,10 @@
 """The stream: every sample once an epoch, the same for any number of ranks; and what a micro-batch holds."""
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tiny_data import make_samples, to_row, write_rows, write_samples
 from sampler import (
     IGNORED,
     TokenizedData,
+    collect_garbage_between,
     count_steps,
     draw_samples,
     idle_sample,
@@ -261,3 +264,20 @@ def test_prefetch_raises_what_the_producer_raised_and_leaves_no_thread():
             return
         time.sleep(0.01)
     raise AssertionError("the prefetch thread outlives its consumer")
+
+
+def test_garbage_is_collected_between_items_only_and_as_before_afterwards():
+    class Node:
+        pass
+
+    freed = []
+    for i in collect_garbage_between(iter(range(1, 9)), every=3):
+        assert not gc.isenabled()
+        node = Node()
+        node.itself = node  # which only the collector frees
+        weakref.finalize(node, freed.append, i)
+        del node
+        assert freed == list(range(1, i // 3 * 3))
+        if i == 7:
+            break
+    assert gc.isenabled() and gc.get_freeze_count() == 0

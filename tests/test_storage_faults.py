@@ -7,13 +7,11 @@ from fault_table import FAULTS, Run, Table, make_inputs, no_valid_checkpoint, ru
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 45
+NUM_STEPS = 30
 NAMES = [  # none that needs a disk of its own, and with it root
     "kill -9 of one rank, in a save",
-    "kill -9 of all, in an export",
     "SIGTERM in an asynchronous save",
     "file too large, one rank",
-    "a stop file from before",
 ]
 
 

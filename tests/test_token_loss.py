@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from op_recording import OpRecorder
 from torch.nn.functional import cross_entropy, linear
 
 from token_loss import sum_token_loss
@@ -61,3 +62,28 @@ def test_bf16_inputs_give_an_fp32_loss_summed_in_fp32():
     expected = cross_entropy(linear(hidden, weight).double(), targets, reduction="sum")
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, 1.5)])
+def test_beyond_the_gradients_memory_does_not_grow_with_the_tokens(bias, softcap):
+    num_rows = 16  # of a chunk
+    extras = {}
+    for factor in (1, 8):
+        hidden, weight, targets, bias_vector = make_inputs(bias=bias, num_rows=num_rows * factor)
+        with OpRecorder() as recorder:
+            loss = sum_token_loss(
+                hidden, weight, targets, bias=bias_vector, softcap=softcap, chunk_bytes=num_rows * 4 * V
+            )
+        gradients = sum(tensor.nbytes for tensor in (hidden, weight, *([bias_vector] if bias else [])))
+        assert recorder.live_bytes() == gradients + loss.nbytes
+        assert recorder.largest == max(num_rows * 4 * V, hidden.nbytes)  # one chunk's logits, or d_hidden
+        extras[factor] = recorder.peak - gradients
+    assert extras[8] <= 1.1 * extras[1]
+
+
+def test_the_budget_of_a_chunk_is_honoured_for_any_vocabulary():
+    for vocab_size in (V, 50 * V):
+        hidden, weight = torch.randn(40, H), torch.randn(vocab_size, H)
+        with OpRecorder() as recorder:
+            sum_token_loss(hidden, weight, torch.zeros(40, dtype=torch.long), chunk_bytes=10 * 4 * V * 50)
+        assert recorder.largest <= 10 * 4 * V * 50

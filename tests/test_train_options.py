@@ -122,6 +122,8 @@ EFFECTS = {
     "adam_beta1": (dict(adam_beta1=0.5), lambda r, b: not same_weights(r, b)),
     "adam_beta2": (dict(adam_beta2=0.5), lambda r, b: not same_weights(r, b)),
     "adam_eps": (dict(adam_eps=1e-2), lambda r, b: not same_weights(r, b)),
+    "optimizer": (dict(optimizer="adamw8bit"), lambda r, b: not same_weights(r, b)),
+    "master_weights": (dict(master_weights="bfloat16"), lambda r, b: not same_weights(r, b)),
     "max_grad_norm": (dict(max_grad_norm=1e-3), lambda r, b: not same_weights(r, b)),
     "max_steps": (dict(max_steps=2), lambda r, b: len(r.rows) == 2),
     "max_epochs": (dict(max_steps=None, max_epochs=2), lambda r, b: len(r.rows) == 8),  # 60 samples, 8 a step
@@ -169,8 +171,8 @@ EFFECTS = {
     ),
     "attention": (dict(attention="eager"), lambda r, b: " eager attention" in r.text and " sdpa attention" in b.text),
     "activation_checkpointing": (
-        dict(activation_checkpointing="full"),
-        lambda r, b: "full activation checkpointing" in r.text and r.column("loss") == b.column("loss"),
+        dict(activation_checkpointing="selective"),
+        lambda r, b: "selective activation checkpointing" in r.text and r.column("loss") == b.column("loss"),
     ),
     "compile": (
         dict(compile=True),
@@ -207,7 +209,13 @@ TESTED_ELSEWHERE = {
     "allow_changed_options",
     "hang_timeout",  # these: test_faults.py
     "max_time",
-    "use_liger_kernels",  # below: refused without a GPU
+    "sharding",  # these two: test_distributed.py
+    "shard_size",
+    "reshard_after_forward",  # these: test_sharding.py
+    "micro_batch_grad_sync",
+    "cpu_offload",
+    "use_liger_kernels",  # these two below: refused without a GPU
+    "float8",
     "model_revision",  # these: test_hostile_inputs.py
     "trust_remote_code",
     "memory_budget_gb",  # these: test_planner.py
@@ -293,6 +301,11 @@ def test_an_output_directory_in_use_is_refused_and_left_alone(run, base):
 def test_liger_without_a_gpu_is_refused_with_what_it_needs(run):
     with pytest.raises(ValueError, match="--use-liger-kernels needs a CUDA device"):
         run(use_liger_kernels=True)
+
+
+def test_float8_without_a_gpu_is_refused_with_what_it_needs(run):
+    with pytest.raises(ValueError, match=r"--float8 needs a Hopper GPU or newer and the package torchao.*this is CPU"):
+        run(float8=True)
 
 
 @pytest.mark.parametrize("attention", ["flash_attn", "varlen"])

@@ -66,6 +66,20 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--osft-statistics", "f"],
             ["have no effect with --osft-basis weights"],
         ),
+        (
+            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--activation-checkpointing", "selective"],
+            ["--activation-checkpointing selective: with --osft it keeps more"],
+        ),
+        (["--shard-size", "2"], ["--shard-size has no effect with --sharding full"]),
+        (
+            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--cpu-offload"],
+            ["--cpu-offload cannot be used with --osft"],
+        ),
+        (
+            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--master-weights", "bfloat16", "--float8"],
+            ["--master-weights bfloat16: --osft keeps directions exactly", "--float8: --osft's layers"],
+        ),
+        (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
         (["--no-save-final-checkpoint"], ["never be written"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],

@@ -91,7 +91,17 @@ def save_tokenizer(path: Path) -> Path:
 
 
 def build(
-    path, world, *, attention="auto", activation_checkpointing="none", compile=False, dtype=torch.float32, osft=None
+    path,
+    world,
+    *,
+    attention="auto",
+    activation_checkpointing="none",
+    compile=False,
+    dtype=torch.float32,
+    weights_dtype=torch.float32,
+    reshard_after_forward="auto",
+    cpu_offload=False,
+    osft=None,
 ):
     """The model at `path` as train.py builds it."""
     return build_model(
@@ -99,9 +109,12 @@ def build(
         load_config(str(path)),
         world=world,
         compute_dtype=dtype,
+        weights_dtype=weights_dtype,
         attention=attention,
         activation_checkpointing=activation_checkpointing,
         compile=compile,
         use_liger_kernels=False,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
         osft=osft,
     )

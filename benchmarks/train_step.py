@@ -1,0 +1,579 @@
+"""Our training step against those of transformers, TRL and a plain FSDP2 loop, side by side on the same samples.
+
+    OMP_NUM_THREADS=1 python benchmarks/train_step.py --data-path gsm8k.arrow            # CPU, about 20 minutes
+    python benchmarks/train_step.py --data-path gsm8k.arrow --shape qwen2.5-1.5b --batch-size 256 \
+        --max-tokens-per-gpu 32768 --micro-batch-size 64                                 # one CUDA device
+    … --shape qwen2.5-7b --activation-checkpointing full
+
+The same random weights, learning rate, AdamW, clipping, compute dtype and global batches for all; `METHODS` says what
+each does. Each method runs in a process of its own, one after the other, round after round; the first step of each
+process is not timed. On the CPU ratios go by CPU seconds, which other work on the machine moves less than the clock.
+
+Loss: after each step, outside the timing, the mean over the trained tokens of the same held-out samples, one by one and
+with the model's own logits. Methods with equal global batches and an exact loss show the same numbers.
+
+Samples apart: one sample's tokens are changed, and the others' hidden states in the same row or batch looked at.
+
+MFU: FLOPs that the samples need (`training_log.FlopCount`: 6 per weight and token, the head for trained tokens only,
+attention over real lengths, no recomputation, no padding) / what the device could do in the time: the data sheet's
+number on CUDA; on the CPU, CPU seconds times the speed of a 2048 x 2048 fp32 product measured at the start.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+from make_tiny_model import train_tokenizer
+from packing import DISTRIBUTIONS, draw_lengths
+
+from model_setup import apply_activation_checkpointing, build_model, find_blocks, load_config
+from optimization import build_optimizer, clip_gradients, local_gradients
+from process_group import World, init_world, setup_logging
+from sampler import IGNORED, Sample, TokenizedData, draw_samples, iterate_batches, prefetch
+from training_log import FlopCount, count_flops, peak_flops, peak_memory, reduce_step
+
+METHODS = {
+    "ours": "train.py's step: packed, trained rows reach the head, one gradient per global batch",
+    "padded": "transformers.Trainer, samples in order, padded to the longest of the micro-batch, all logits",
+    "grouped": "the same with group_by_length: global batches of its own, of similar lengths",
+    "rebalanced": "the same with batch_rebalance: each global batch sorted by length and cut at equal padded cost",
+    "trl": "TRL's SFTTrainer, packing 'bfd' (padding-free), each global batch packed by itself",
+    "trl-wrapped": "TRL's SFTTrainer, packing 'wrapped': one stream of tokens, cut anywhere",
+    "plain": "an FSDP2 loop: fixed samples a micro-batch, padded, all logits, mean of means, .item() each time",
+}
+SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied head
+    "nano": (32, 64, 2, 2, 1, 512, True),  # for the test
+    "tiny": (128, 352, 4, 4, 2, 512, True),  # of benchmarks/scaling.py
+    "small": (128, 352, 4, 4, 2, 151936, True),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+BETAS, EPS, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 1.0
+NUM_HELD_OUT = 4
+LEAK = 1e-3  # relative change of the others' hidden states above which samples are said to see each other
+
+
+def make_config(shape: str) -> Qwen2Config:
+    hidden, inner, num_layers, num_heads, num_key_value_heads, vocab_size, tied = SHAPES[shape]
+    return Qwen2Config(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=num_layers, num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads, vocab_size=vocab_size, tie_word_embeddings=tied,
+        max_position_embeddings=32768, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+
+
+def save_random_model(shape: str, model_dir: str | Path) -> None:
+    torch.manual_seed(0)
+    with find_device():
+        AutoModelForCausalLM.from_config(make_config(shape), dtype=torch.bfloat16).save_pretrained(model_dir)
+
+
+def write_random_data(path: Path, lengths: np.ndarray) -> None:
+    """A data set of random tokens; 30 to 85 % of each sample is trained, as in question and answer."""
+    random = np.random.default_rng(0)
+    input_ids = [random.integers(3, 500, length) for length in lengths]
+    firsts = [max(1, round(len(ids) * random.uniform(0.15, 0.7))) for ids in input_ids]
+    labels = [np.where(np.arange(len(ids)) < k, IGNORED, ids) for ids, k in zip(input_ids, firsts, strict=True)]
+    columns = {
+        "input_ids": pa.array(input_ids, pa.list_(pa.int32())),
+        "labels": pa.array(labels, pa.list_(pa.int32())),
+        "len": pa.array(lengths, pa.int32()),
+        "num_loss_counted_tokens": pa.array([np.count_nonzero(row[1:] != IGNORED) for row in labels], pa.int32()),
+    }
+    table = pa.table(columns)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+# --- What every method shares -------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """What a method's run was: its timed steps, and the loss of the held-out samples before and after each step."""
+
+    device: torch.device
+    held_out: list[Sample]
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    leak: float = 0.0
+
+    def start(self, logits_of: Callable[[Tensor], Tensor]) -> None:
+        self.logits_of = logits_of
+        self._evaluate()
+
+    def step_done(self) -> None:
+        now = self._clocks()
+        self.seconds.append(now[0] - self.resumed[0])
+        self.cpu_seconds.append(now[1] - self.resumed[1])
+        self._evaluate()
+
+    def _clocks(self) -> tuple[float, float]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic(), time.process_time()
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
+    def _evaluate(self) -> None:
+        loss_sum, num_targets = 0.0, 0
+        for input_ids, labels, _ in self.held_out:
+            logits = self.logits_of(torch.from_numpy(input_ids.astype(np.int64))[None].to(self.device))[0, :-1]
+            targets = torch.from_numpy(labels[1:].astype(np.int64)).to(self.device)
+            trained = targets != IGNORED
+            loss_sum += nn.functional.cross_entropy(logits[trained].float(), targets[trained], reduction="sum").item()
+            num_targets += int(trained.sum())
+        self.losses.append(loss_sum / num_targets)
+        self.resumed = self._clocks()
+
+
+@torch.no_grad()
+def find_leak(encode: Callable[[Tensor], Tensor], input_ids: Tensor, sample_of: Tensor) -> float:
+    """How far the other samples' hidden states move, relative to their size, when sample 0's tokens change.
+
+    `input_ids`, `sample_of` (rows, T): the sample of each token, -1 for padding; `encode` returns (rows, T, H).
+    """
+    before = encode(input_ids)[sample_of > 0].float()
+    after = encode(torch.where(sample_of == 0, (input_ids + 7) % 500, input_ids))[sample_of > 0].float()
+    return ((after - before).norm(dim=-1) / before.norm(dim=-1)).max().item()
+
+
+def plan_batches(data: TokenizedData, method: str, args: argparse.Namespace) -> list[np.ndarray]:
+    """The rows of each global batch, the untimed first included: the stream's, but for group_by_length."""
+    size = args.batch_size
+    if method != "grouped":
+        return [draw_samples(data, seed=args.seed, start=k * size, count=size) for k in range(args.num_steps + 1)]
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    generator = torch.Generator().manual_seed(args.seed)
+    order = get_length_grouped_indices(data.lengths[data.kept].tolist(), size, generator=generator)
+    order = data.kept[order[: len(order) // size * size]].reshape(-1, size)
+    order = order[data.lengths[order].sum(axis=1).argsort()]
+    middles = (np.arange(args.num_steps) + 0.5) / args.num_steps * len(order)
+    return list(order[[len(order) // 2, *middles.astype(int)]])  # the timed ones: evenly from shortest to longest
+
+
+def load_model(args: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+    """The model as a user of transformers loads it."""
+    is_trl = args.worker.startswith("trl")
+    return AutoModelForCausalLM.from_pretrained(
+        args.model_dir,
+        dtype=getattr(torch, args.weights),
+        attn_implementation=args.trl_attention if is_trl else "sdpa",
+    ).to(device)
+
+
+def find_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@functools.cache
+def open_world() -> World:
+    """The process group of the methods that use FSDP; the trainers make their own arrangements."""
+    return init_world()
+
+
+# --- The methods: each trains the batches and fills the record ----------------------------------------------
+
+
+def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record) -> None:
+    world = open_world()
+    config = load_config(args.model_dir)
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    model = build_model(
+        args.model_dir, config, world=world, compute_dtype=dtype, attention=args.attention,
+        activation_checkpointing=args.activation_checkpointing, compile="ours" in args.compile, use_liger_kernels=False,
+    )  # fmt: skip
+    optimizer = build_optimizer(model, learning_rate=args.learning_rate, weight_decay=0.0, betas=BETAS, eps=EPS)
+    planned = iterate_batches(
+        data, batch_size=args.batch_size, seed=args.seed, num_steps=len(batches),
+        max_tokens_per_gpu=args.max_tokens_per_gpu, attention_cost=count_flops(model.model, config).attention_cost,
+        rank=0, world_size=1, vocab_size=config.vocab_size, pin_memory=world.device.type == "cuda",
+    )  # fmt: skip
+
+    def logits_of(input_ids: Tensor) -> Tensor:
+        backend = model.model.config._attn_implementation
+        model.model.set_attn_implementation("sdpa")
+        logits = model.reference(input_ids)[1]
+        model.model.set_attn_implementation(backend)
+        model.reshard()
+        return logits
+
+    for batch, rows in zip(prefetch(planned), batches, strict=True):
+        assert (batch.sample_ids == rows).all(), "the other methods train other samples"
+        if batch.step == 0:
+            first = next(m for m in batch.micro_batches if len(m.seq_lengths) > 1).to(world.device)
+            borders = torch.repeat_interleave(torch.arange(len(first.seq_lengths)), torch.tensor(first.seq_lengths))
+            record.leak = find_leak(
+                lambda ids, first=first: model.hidden_states(replace(first, input_ids=ids)),
+                first.input_ids,
+                borders[None].to(world.device),
+            )
+            record.start(logits_of)
+        losses = []
+        for micro_batch in batch.micro_batches:
+            loss_sum = model(micro_batch.to(world.device))
+            (loss_sum / batch.num_loss_tokens).backward()
+            losses.append(loss_sum.detach())
+        gradients = local_gradients(model)
+        sums = reduce_step(losses, gradients, device=world.device, data_wait_seconds=0.0)
+        clip_gradients(gradients, grad_norm=sums.grad_norm, max_grad_norm=MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        record.step_done()
+
+
+def pad_samples(samples: list[Sample], device: torch.device) -> dict[str, Tensor]:
+    """A padded batch, padded on the right: (samples, longest) each."""
+
+    def pad(rows: list[np.ndarray], value: int) -> Tensor:
+        tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
+        return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
+
+    return {
+        "input_ids": pad([ids for ids, _, _ in samples], 0),
+        "labels": pad([labels for _, labels, _ in samples], IGNORED),
+        "attention_mask": pad([np.ones_like(ids) for ids, _, _ in samples], 0),
+    }
+
+
+def train_plain(args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record) -> None:
+    world = open_world()
+    model = load_model(args, world.device).train()
+    blocks = find_blocks(model)
+    if args.activation_checkpointing == "full":
+        apply_activation_checkpointing(blocks)
+    if "plain" in args.compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward, dynamic=True)
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for unit in (*blocks, model):
+        fully_shard(unit, mesh=world.mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+    )
+
+    def logits_of(input_ids: Tensor) -> Tensor:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        model.reshard()
+        return logits
+
+    record.start(logits_of)
+    for rows in batches:
+        micro_batches = rows.reshape(-1, args.micro_batch_size)
+        loss_of_step = 0.0
+        for micro_rows in micro_batches:
+            samples = [data.read(row, vocab_size=model.config.vocab_size) for row in micro_rows]
+            loss = model(**pad_samples(samples, world.device), use_cache=False).loss / len(micro_batches)
+            loss.backward()
+            loss_of_step += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        record.step_done()
+
+
+def pack_with_trl(rows: list[dict], strategy: str, max_length: int, num_packed: int | None) -> list[dict]:
+    """One global batch packed by TRL; into exactly `num_packed` rows, if given, by a smaller length of rows."""
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    packed = pack_dataset(Dataset.from_list(rows), max_length, strategy)
+    while num_packed is not None and len(packed) < num_packed:
+        max_length -= 8
+        packed = pack_dataset(Dataset.from_list(rows), max_length, strategy)
+    assert num_packed in (None, len(packed)), f"{len(packed)} rows of {max_length} tokens instead of {num_packed}"
+    return packed.to_list()
+
+
+def train_with_trainer(
+    args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record
+) -> None:
+    """transformers.Trainer, or TRL's, which loads the batches' samples in order."""
+    import datasets
+    from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    method, on_cuda = args.worker, record.device.type == "cuda"
+    datasets.disable_progress_bars()
+    model = load_model(args, record.device)
+    tokenizer = train_tokenizer([], vocab_size=288)
+
+    class TellRecord(TrainerCallback):
+        def on_step_end(self, *_, **__) -> None:
+            record.step_done()
+
+    class InOrder:
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            dataset = self.train_dataset if train_dataset is None else train_dataset
+            if method != "rebalanced":
+                return SequentialSampler(dataset)
+            from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+            return BatchRebalanceSampler(
+                [len(ids) for ids in dataset["input_ids"]], effective_batch_size=args.batch_size, dp_size=1,
+                grad_accum=args.batch_size // args.micro_batch_size, shuffle=False,
+            )  # fmt: skip
+
+    settings = dict(
+        output_dir=tempfile.gettempdir(), save_strategy="no", report_to="none", disable_tqdm=True,
+        max_steps=len(batches), learning_rate=args.learning_rate, lr_scheduler_type="constant", weight_decay=0.0,
+        adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS, max_grad_norm=MAX_GRAD_NORM,
+        optim="adamw_torch_fused", bf16=on_cuda, use_cpu=not on_cuda, torch_compile=method in args.compile,
+        gradient_checkpointing=args.activation_checkpointing == "full",
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip
+
+    def read(row: int, number: int) -> dict[str, list[int]]:
+        input_ids, labels, _ = data.read(row, vocab_size=model.config.vocab_size)
+        return {"input_ids": input_ids.tolist(), "labels": labels.tolist(), "sample_of": [number] * len(input_ids)}
+
+    per_batch = [[read(row, number) for number, row in enumerate(rows)] for rows in batches]
+    if method.startswith("trl"):
+        from trl import SFTConfig, SFTTrainer
+
+        class InOrderTrainer(InOrder, SFTTrainer):
+            pass
+
+        strategy = "wrapped" if method == "trl-wrapped" else "bfd"
+        packed = [pack_with_trl(rows, strategy, args.max_tokens_per_gpu, None) for rows in per_batch]
+        num_packed = max(map(len, packed))
+        packed = [pack_with_trl(rows, strategy, args.max_tokens_per_gpu, num_packed) for rows in per_batch]
+        rows = [row for batch in packed for row in batch]
+        trainer = InOrderTrainer(
+            model=model,
+            args=SFTConfig(
+                **settings, per_device_train_batch_size=1, gradient_accumulation_steps=num_packed, packing=True,
+                packing_strategy=strategy, max_length=args.max_tokens_per_gpu,
+                dataset_kwargs={"skip_prepare_dataset": True},
+            ),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[TellRecord()],
+        )  # fmt: skip
+        shown = [next(row for row in rows if len(set(row["sample_of"])) > 1)]
+    else:
+
+        class InOrderTrainer(InOrder, Trainer):
+            pass
+
+        rows = [row for batch in per_batch for row in batch]
+        trainer = InOrderTrainer(
+            model=model,
+            args=TrainingArguments(
+                **settings, per_device_train_batch_size=args.micro_batch_size,
+                gradient_accumulation_steps=args.batch_size // args.micro_batch_size,
+            ),
+            train_dataset=datasets.Dataset.from_list([{k: row[k] for k in ("input_ids", "labels")} for row in rows]),
+            data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
+            callbacks=[TellRecord()],
+        )  # fmt: skip
+        shown = rows[: args.micro_batch_size]
+    trainer.remove_callback(PrinterCallback)  # stdout carries the result
+    keys = set(shown[0]) - {"sample_of"}
+    inputs = trainer.data_collator([{key: row[key] for key in keys} for row in shown])
+    inputs = {k: v.to(record.device) if isinstance(v, Tensor) else v for k, v in inputs.items() if k != "labels"}
+    samples_of = [torch.tensor(row["sample_of"]) for row in shown]
+    sample_of = nn.utils.rnn.pad_sequence(samples_of, batch_first=True, padding_value=-1).to(record.device)
+    sample_of = torch.where(sample_of == sample_of[0, 0], 0, torch.where(sample_of < 0, -1, sample_of + 1))
+    with torch.autocast(record.device.type, torch.bfloat16, enabled=on_cuda):
+        record.leak = find_leak(
+            lambda ids: model.base_model(**inputs | {"input_ids": ids}, use_cache=False).last_hidden_state,
+            inputs["input_ids"],
+            sample_of,
+        )
+
+    def logits_of(input_ids: Tensor) -> Tensor:
+        with torch.autocast(record.device.type, torch.bfloat16, enabled=on_cuda):
+            return model(input_ids=input_ids, use_cache=False).logits
+
+    record.start(logits_of)
+    trainer.train()
+
+
+def run_worker(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains with one method in this process; `Record`'s numbers and the peak of memory."""
+    data = open_data(args)
+    batches = plan_batches(data, args.worker, args)
+    held_out = draw_samples(data, seed=args.seed, start=(args.num_steps + 1) * args.batch_size, count=NUM_HELD_OUT)
+    vocab_size = make_config(args.shape).vocab_size
+    record = Record(find_device(), [data.read(row, vocab_size=vocab_size) for row in held_out])
+    train = {"ours": train_ours, "plain": train_plain}.get(args.worker, train_with_trainer)
+    train(args, data, batches, record)
+    return {
+        "seconds": record.seconds[1:],
+        "cpu_seconds": record.cpu_seconds[1:],
+        "losses": record.losses,
+        "leak": record.leak,
+        "peak_bytes": peak_memory(record.device),
+    }
+
+
+def open_data(args: argparse.Namespace) -> TokenizedData:
+    data = TokenizedData(args.data_path)
+    data.fit_to(args.max_tokens_per_gpu, drop_overlong=True)
+    return data
+
+
+# --- The rounds and the table -------------------------------------------------------------------------------
+
+
+def measure_matmul(size: int = 2048) -> float:
+    """FLOP per CPU second of a large fp32 matrix product: the best of five."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    speeds = []
+    for _ in range(5):
+        start = time.process_time()
+        torch.mm(a, b)
+        speeds.append(2 * size**3 / (time.process_time() - start))
+    return max(speeds)
+
+
+def start_worker(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    """Runs one method in a process of its own."""
+    paths = ["--model-dir", args.model_dir, "--data-path", args.data_path]
+    command = [sys.executable, __file__, *sys.argv[1:], *paths, "--worker", method]
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{method} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_table(
+    args: argparse.Namespace, rounds: list[dict[str, dict]], flops: FlopCount, peak: float | None, on_cuda: bool
+) -> None:
+    data = open_data(args)
+    clock = "seconds" if on_cuda else "cpu_seconds"
+    batches = {method: np.concatenate(plan_batches(data, method, args)[1:]) for method in rounds[0]}
+    num_tokens = {method: int(data.lengths[rows].sum()) for method, rows in batches.items()}
+
+    def per_token(results: dict[str, dict], method: str, clock: str) -> float:
+        return sum(results[method][clock]) / num_tokens[method]
+
+    print("| method | samples/s | tokens/s | trained tokens/s | CPU s a step | peak memory | MFU | ours is faster by"
+          " | by the clock | samples apart |")  # fmt: skip
+    print("| --- " * 10 + "|")
+    for method, rows in batches.items():
+        runs = [results[method] for results in rounds]
+        seconds = statistics.median(sum(run["seconds"]) for run in runs)
+        counted = statistics.median(sum(run[clock]) for run in runs)
+        num_trained = int(data.num_loss_tokens[rows].sum())
+        utilisation = flops.of_batch(data.lengths[rows], num_trained) / counted / peak if peak else None
+        ratio, by_clock = (
+            statistics.median(per_token(r, method, c) / per_token(r, "ours", c) for r in rounds)
+            if "ours" in rounds[0]
+            else float("nan")
+            for c in (clock, "seconds")
+        )
+        cpu = statistics.median(sum(run["cpu_seconds"]) for run in runs) / args.num_steps
+        print(
+            f"| {method} | {len(rows) / seconds:.2f} | {num_tokens[method] / seconds:,.0f}"
+            f" | {num_trained / seconds:,.0f} | {cpu:.2f} | {max(run['peak_bytes'] for run in runs) / 1e9:.2f} GB"
+            f" | {'-' if utilisation is None else f'{utilisation:.1%}'} | {ratio:.2f} | {by_clock:.2f}"
+            f" | {'yes' if max(run['leak'] for run in runs) < LEAK else '**no: they see each other**'} |"
+        )
+    print("\nloss of the held-out samples, before the first step and after each:")
+    for method in batches:
+        losses = " ".join(f"{loss:.4f}" for loss in rounds[0][method]["losses"])
+        print(f"  {method:12} {losses}{'   (its own batches)' if method == 'grouped' else ''}")
+    print("\nlargest change of other samples' hidden states:", end=" ")
+    print(", ".join(f"{method} {rounds[0][method]['leak']:.1e}" for method in batches))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--data-path", help="data set of process_data.py; without, random tokens")
+    parser.add_argument("--lengths", choices=DISTRIBUTIONS, default="gsm8k", help="of the random tokens")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--batch-size", type=int, default=32, help="samples of a global batch")
+    parser.add_argument("--max-tokens-per-gpu", type=int, default=2048, help="of our micro-batches and TRL's rows")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="samples of the padded micro-batches")
+    parser.add_argument("--num-steps", type=int, default=3, help="timed steps of a round")
+    parser.add_argument("--num-rounds", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--activation-checkpointing", choices=["none", "full"], default="none")
+    parser.add_argument("--attention", default="auto", help="ours")
+    parser.add_argument("--trl-attention", default="sdpa", help="flash_attention_2 where flash-attn is installed")
+    parser.add_argument("--compile", nargs="*", choices=METHODS, default=[], help="methods that compile")
+    parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32",
+                        help="of the others' weights; ours are fp32, computed in bf16 on CUDA")  # fmt: skip
+    parser.add_argument("--in-one-process", action="store_true", help="for a test: peak memory means nothing")
+    parser.add_argument("--worker", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--model-dir", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.batch_size % args.micro_batch_size:
+        parser.error("--batch-size must be a multiple of --micro-batch-size")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    setup_logging("ERROR")
+    if args.worker:
+        return print(json.dumps(run_worker(args)))
+    device = find_device()
+    on_cuda = device.type == "cuda"
+    config = make_config(args.shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    flops = count_flops(model, config)
+    peak = peak_flops(device, torch.bfloat16) if on_cuda else measure_matmul()
+    with tempfile.TemporaryDirectory() as directory:
+        args.model_dir = str(Path(directory) / "model")
+        save_random_model(args.shape, args.model_dir)
+        if args.data_path is None:
+            args.data_path = str(Path(directory) / "data.arrow")
+            write_random_data(Path(args.data_path), draw_lengths(args.lengths, 2000)[0])
+        rounds = []
+        for _ in range(args.num_rounds):
+            results = {}
+            for method in args.methods:
+                args.worker = method
+                results[method] = run_worker(args) if args.in_one_process else start_worker(args, method)
+                print(f"round {len(rounds) + 1}: {method}", results[method], file=sys.stderr, flush=True)
+            rounds.append(results)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        lengths = open_data(args).lengths
+        names = ("torch", "transformers", "trl")
+        print(f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}")
+        print(f"{torch.cuda.get_device_name() if on_cuda else 'CPU'}; torch threads {torch.get_num_threads()};"
+              f" {', '.join(f'{name} {version(name)}' for name in names)}")  # fmt: skip
+        print(f"{args.shape}: {model.num_parameters():,} parameters, vocabulary {config.vocab_size:,};"
+              f" {'bf16 compute, fp32 weights' if on_cuda else 'fp32'}, activation checkpointing"
+              f" {args.activation_checkpointing}; {args.batch_size} samples a step; lengths {lengths.mean():.0f} on"
+              f" average, {np.percentile(lengths, 5):.0f} to {np.percentile(lengths, 95):.0f} in 9 of 10,"
+              f" {lengths.max()} at most")  # fmt: skip
+        print(f"{args.num_rounds} rounds of {args.num_steps} timed steps; medians over rounds; peak for the MFU:"
+              f" {'unknown' if peak is None else f'{peak / 1e9:,.0f} GFLOP/s'}\n")  # fmt: skip
+        print_table(args, rounds, flops, peak, on_cuda)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What is kept for backward and what is computed again, and that the gradients are the same to the last bit."""
+
+import numpy as np
+import pytest
+import torch
+from op_recording import OpRecorder
+from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from torch import Tensor
+
+from model_setup import ATTENTION, choose_kept_operations
+from sampler import MicroBatch, pack_samples
+
+MODES = ("none", "selective", "full")
+COSTLY = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention_for_cpu"}
+
+
+def make_micro_batch(lengths: tuple[int, ...] = (13, 1, 22, 7)) -> MicroBatch:
+    random = np.random.default_rng(0)
+    return pack_samples([(ids, ids, None) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)])
+
+
+def run_backward(model, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], int, list[str]]:
+    """Loss and gradients, bytes that forward leaves for backward, and the operations of backward."""
+    torch.manual_seed(0)  # dropout
+    with OpRecorder() as forward:
+        loss = model(micro_batch)
+    num_bytes = forward.live_bytes()
+    with OpRecorder() as backward:
+        loss.backward()
+    gradients = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+    return {"loss": loss.detach()} | gradients, num_bytes, backward.names
+
+
+def count_costly(names: list[str]) -> int:
+    return sum(name in COSTLY for name in names)
+
+
+def with_dropout(family: str):
+    config = FAMILIES[family]
+    return type(config).from_dict(config.to_dict() | dict(attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3))
+
+
+CASES = FAMILIES | {"dropout": with_dropout("gpt2")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_bitwise_the_same_and_selective_keeps_more_to_compute_less_again(case, world, tmp_path):
+    path = save_model(CASES[case], tmp_path)
+    results, num_bytes, num_costly = {}, {}, {}
+    for mode in MODES:
+        model = build(path, world, activation_checkpointing=mode)
+        results[mode], num_bytes[mode], names = run_backward(model, make_micro_batch())
+        num_costly[mode] = count_costly(names)
+    for mode in ("selective", "full"):
+        assert results[mode].keys() == results["none"].keys()
+        for name, value in results["none"].items():
+            assert torch.equal(results[mode][name], value), f"{mode}: {name}"
+    assert num_bytes["full"] < num_bytes["selective"] < num_bytes["none"]
+    assert num_costly["full"] > num_costly["selective"] >= num_costly["none"]
+    if case != "gpt_oss_sinks":  # whose experts have biases, see choose_kept_operations
+        assert num_costly["selective"] == num_costly["none"]
+
+
+def test_attention_that_draws_random_numbers_is_repeated(world, tmp_path):
+    kept = {}
+    for name, config in (("with", with_dropout("gpt2")), ("without", FAMILIES["gpt2"])):
+        model = build(save_model(config, tmp_path / name), world)
+        kept[name] = choose_kept_operations(model.model, backend="sdpa", compile=False)
+    assert kept["without"] >= ATTENTION and kept["with"] == kept["without"] - ATTENTION

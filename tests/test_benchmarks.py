@@ -1,0 +1,85 @@
+"""The benchmarks of the training step still run, at their smallest size, and find what they are to find."""
+
+import sys
+
+import numpy as np
+import pytest
+from processes import ROOT, run
+
+sys.path.append(str(ROOT / "benchmarks"))
+import scaling
+
+
+def read_table(text: str, first_column: str) -> dict[str, list[str]]:
+    """The rows of the first table of `text` whose header begins with `first_column`, by their first cell."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[name] = cells
+    return rows
+
+
+@pytest.mark.slow
+def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_found():
+    done = run([sys.executable, ROOT / "benchmarks/train_step.py", "--shape", "nano", "--batch-size", "8",
+                "--micro-batch-size", "4", "--max-tokens-per-gpu", "512", "--num-steps", "1", "--num-rounds", "1",
+                "--learning-rate", "1e-2", "--in-one-process"])  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_table(done.stdout, "method")
+    apart = {method: cells[-1] for method, cells in rows.items()}
+    assert {method for method, answer in apart.items() if answer != "yes"} == {"trl-wrapped"}, apart
+    losses = {line.split()[0]: line.split()[1:4] for line in done.stdout.splitlines() if line.startswith("  ")}
+    exact = [losses[method] for method in ("ours", "padded", "rebalanced", "trl")]
+    for before, *after in zip(*exact, strict=True):
+        assert all(abs(float(loss) - float(before)) <= 2e-4 for loss in after), exact
+    assert losses["ours"][-1] != losses["ours"][0], "nothing was trained"
+
+
+@pytest.mark.slow
+def test_scaling_runs_at_its_smallest_size():
+    done = run([sys.executable, ROOT / "benchmarks/scaling.py", "--measured-shape", "nano", "--processes", "2",
+                "--num-steps", "1", "--max-tokens", "512", "--batch-size", "8", "--num-repeats", "1", "--gpus", "8",
+                "64", "--num-batches", "1", "--lengths", "chats", "--samples-per-gpu", "8"])  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(read_table(done.stdout, "ranks")) == {"2"}
+    assert set(read_table(done.stdout, "GPUs")) == {"8", "64"}
+
+
+COSTS = scaling.Costs(fixed=1e-3, per_token=1e-6, per_loss_token=2e-6, per_pair=1e-9)
+NETWORK = scaling.Network(node_bandwidth=3e11, network_bandwidth=1e11, node_latency=1e-6, network_latency=1e-5)
+
+
+def simulate(lengths: list[int], num_ranks: int, **changes: object) -> scaling.Simulated:
+    settings = dict(share=0.5, max_tokens=1000, costs=COSTS, network=NETWORK, block_parameters=[1000] * 4,
+                    other_parameters=5000, reduce_every=True, forward_share=1 / 3)  # fmt: skip
+    return scaling.simulate_step(np.array(lengths), num_ranks=num_ranks, **(settings | changes))
+
+
+def test_a_simulated_step_on_one_gpu_is_its_computing():
+    lengths = [300, 200, 900]
+    step = simulate(lengths, 1)
+    assert step.idle == step.exposed == 0 and step.num_micro_batches == 2
+    expected = 2 * 1e-3 + 1400 * (1e-6 + 0.5 * 2e-6) + 1e-9 * sum(length**2 / 2 for length in lengths)
+    assert step.total == pytest.approx(expected)
+
+
+def test_simulated_ranks_wait_for_the_costliest_and_for_a_network_that_computing_cannot_hide():
+    assert simulate([500] * 16, 16).idle == pytest.approx(0)
+    assert simulate([500] * 15 + [1000], 16).idle > 0
+    hidden, shown = (simulate([500] * 16, 16, block_parameters=[n] * 4) for n in (1000, 10_000_000))
+    in_the_open = NETWORK.seconds(2 * 1000, 16) + NETWORK.seconds(4 * 1000, 16)
+    in_the_open += NETWORK.seconds(2 * 5000, 16) + NETWORK.seconds(4 * 5000, 16)
+    assert hidden.exposed == pytest.approx(in_the_open)
+    assert shown.exposed > 10 * hidden.exposed and scaling.name_limit(shown) == "communication"
+
+
+def test_fitted_costs_are_those_that_made_the_times_and_never_negative():
+    random = np.random.default_rng(0)
+    terms = np.array([scaling.count_terms(random.integers(1, 500, 5), n) for n in range(0, 200, 10)])
+    for costs in (np.array([1e-3, 1e-6, 2e-6, 1e-9]), np.array([1e-3, 1e-6, 0, 1e-9])):
+        np.testing.assert_allclose(scaling.fit_nonnegative(terms / (terms @ costs)[:, None]), costs, atol=1e-12)
+    assert (scaling.fit_nonnegative(terms / (terms @ [1e-3, 1e-6, -1e-7, 1e-9])[:, None]) >= 0).all()

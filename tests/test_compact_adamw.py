@@ -1,0 +1,178 @@
+"""8-bit moments and bf16 weights: as AdamW trains within what they promise, less memory, exact to resume."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import train_here
+from processes import flags, torchrun
+from processes import run as run_process
+from safetensors.torch import load_file
+from test_resume import OPTIONS, make_inputs, read_rows
+from tiny_models import FAMILIES, build, save_model
+from torch.distributed.tensor import DTensor, Shard
+
+from compact_adamw import CompactAdamW, decode, encode, make_generator, round_to_bf16
+from optimization import build_optimizer, set_step
+
+ADAMW = dict(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def train_matrix(world, *, optimizer: str, dtype: torch.dtype, num_steps: int) -> tuple[DTensor, torch.optim.Optimizer]:
+    """A (64, 512) matrix, and a vector, that learn to map random vectors to others."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(512, 64).to(dtype)
+    for name, param in list(module.named_parameters()):
+        shard = DTensor.from_local(param.detach(), world.mesh, [Shard(0)])
+        module.register_parameter(name, torch.nn.Parameter(shard))
+    built = build_optimizer(module, optimizer=optimizer, **ADAMW)
+    inputs, targets = torch.randn(32, 512), torch.randn(32, 64)
+    for step in range(num_steps):
+        weight, bias = module.weight.to_local().float(), module.bias.to_local().float()
+        error = inputs @ weight.detach().T + bias.detach() - targets  # (32, 64)
+        gradients = {module.weight: error.T @ inputs / 32, module.bias: error.mean(0)}
+        for param, gradient in gradients.items():
+            param.grad = DTensor.from_local(gradient.to(dtype), world.mesh, [Shard(0)])
+        set_step(built, step=step, learning_rate=ADAMW["learning_rate"] / (step + 1))
+        built.step()
+    return module.weight, built
+
+
+def test_without_8_bits_and_rounding_it_is_torchs_adamw(world, monkeypatch):
+    expected, _ = train_matrix(world, optimizer="adamw", dtype=torch.float32, num_steps=20)
+    monkeypatch.setattr(CompactAdamW, "choose_block_size", lambda self, param: None)
+    weight, _ = train_matrix(world, optimizer="adamw8bit", dtype=torch.float32, num_steps=20)
+    torch.testing.assert_close(weight.to_local(), expected.to_local(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw8bit", "float32"), ("adamw", "bfloat16")])
+def test_twenty_steps_end_near_those_of_adamw(optimizer, dtype, world):
+    expected, _ = train_matrix(world, optimizer="adamw", dtype=torch.float32, num_steps=20)
+    start, _ = train_matrix(world, optimizer="adamw", dtype=torch.float32, num_steps=0)
+    weight, _ = train_matrix(world, optimizer=optimizer, dtype=getattr(torch, dtype), num_steps=20)
+    moved = (expected - start).to_local().norm()
+    assert (weight.float() - expected).to_local().norm() < 0.05 * moved
+
+
+def count_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+
+
+def test_moments_take_a_quarter_of_the_memory_and_bf16_weights_half(world, tmp_path):
+    _, adamw = train_matrix(world, optimizer="adamw", dtype=torch.float32, num_steps=1)
+    _, adamw8bit = train_matrix(world, optimizer="adamw8bit", dtype=torch.float32, num_steps=1)
+    assert count_bytes(adamw8bit) == pytest.approx(count_bytes(adamw) / 4, rel=0.03)
+    path = save_model(FAMILIES["gpt2"], tmp_path)
+    models = {dtype: build(path, world, weights_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    num_bytes = {dtype: sum(param.nbytes for param in model.parameters()) for dtype, model in models.items()}
+    assert num_bytes[torch.bfloat16] == num_bytes[torch.float32] / 2
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_codes_keep_seven_decades_of_a_block_and_never_turn_a_second_moment_to_zero(is_signed):
+    torch.manual_seed(0)
+    value = torch.tensor([1e-3, 1.0, 50.0, 0.0])[:, None] * torch.logspace(-9, 0, 256)
+    if is_signed:
+        value *= torch.randn_like(value).sign()
+    codes, scales = torch.empty(4, 256, dtype=torch.uint8), torch.empty(4, 1)
+    encode(value, codes, scales, is_signed=is_signed)
+    decoded = decode(codes, scales, is_signed=is_signed)
+    share = (value / scales)[:3].abs()
+    error = ((decoded - value) / value)[:3].abs()
+    assert error[share > 0.1].max() < (0.072 if is_signed else 0.036)  # half of 0.9 / 64 or 0.9 / 128, at 0.1
+    assert error[share > 1e-3].max() < (0.29 if is_signed else 0.15)  # two decades below, four times as wide
+    assert torch.equal(decoded[:3].sign()[share > 1e-6], value[:3].sign()[share > 1e-6])
+    assert torch.equal(decoded[3], value[3])
+    if not is_signed:
+        assert torch.equal(decoded > 0, value > 0)
+
+
+def test_rounding_is_unbiased_and_leaves_what_bf16_can_hold(world):
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(1000).bfloat16().float()
+    assert torch.equal(round_to_bf16(exact.clone(), generator), exact)
+    value = torch.randn(50, dtype=torch.float32)
+    rounded = round_to_bf16(value.repeat(20_000, 1), generator)
+    assert torch.equal(rounded.bfloat16().float(), rounded)
+    step = value.abs() * 2**-7  # at least the distance of two neighbours
+    assert ((rounded - value).abs() <= step).all()
+    assert ((rounded.double().mean(0) - value).abs() < 5 * 0.5 * step / 20_000**0.5).all()  # 5 standard errors
+
+
+def test_updates_below_bf16s_resolution_are_not_lost(world):
+    """Steps of 1e-4 from 1, where bf16's neighbours are 2^-8 below: rounded to nearest, none would ever move."""
+    param = torch.nn.Parameter(DTensor.from_local(torch.ones(4000, dtype=torch.bfloat16), world.mesh, [Shard(0)]))
+    optimizer = CompactAdamW(
+        [{"params": [param], "weight_decay": 0.0}], lr=0.0, betas=(0.9, 0.95), eps=1e-8, is_8bit=False, seed=3
+    )
+    for step in range(10):
+        param.grad = torch.ones_like(param)
+        set_step(optimizer, step=step, learning_rate=1e-4)
+        optimizer.step()
+    assert torch.ones(1).bfloat16() - 1e-4 == 1
+    moved = 1 - param.to_local().double().mean().item()
+    assert moved == pytest.approx(10 * 1e-4, rel=0.15)  # a standard error of 3 %
+
+
+def test_random_numbers_differ_from_step_to_step_and_follow_from_the_seed(world):
+    param = DTensor.from_local(torch.ones(4), world.mesh, [Shard(0)])
+    draws = [torch.rand(3, generator=make_generator(seed, step, param)) for seed, step in ((1, 0), (1, 1), (2, 0))]
+    assert len({tuple(draw.tolist()) for draw in draws}) == 3
+    assert torch.equal(draws[1], torch.rand(3, generator=make_generator(1, 1, param)))
+
+
+CHANGES = {
+    "8-bit": dict(optimizer="adamw8bit"),
+    "bf16": dict(master_weights="bfloat16"),
+    "both": dict(optimizer="adamw8bit", master_weights="bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
+
+
+def train(world, inputs: dict, output_dir: Path, **changes) -> Path:
+    train_here(world, **(inputs | OPTIONS | dict(output_dir=str(output_dir), save_final_checkpoint=True) | changes))
+    return output_dir
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, inputs, world, tmp_path):
+    whole = train(world, inputs, tmp_path / "whole", max_steps=4, **CHANGES[case])
+    for max_steps in (2, 4):
+        parts = train(world, inputs, tmp_path / "parts", max_steps=max_steps, **CHANGES[case])
+    assert read_rows(whole) == read_rows(parts)
+    tensors = [load_file(path / "checkpoints" / "step_4" / "rank_00000.safetensors") for path in (whole, parts)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+    dtypes = {value.dtype for value in tensors[0].values()}
+    assert (torch.uint8 in dtypes) == ("optimizer" in CHANGES[case])
+    assert (torch.bfloat16 in dtypes) == ("master_weights" in CHANGES[case])
+
+
+def test_a_checkpoint_of_another_optimizer_or_other_weights_is_refused(inputs, world, tmp_path):
+    output_dir = train(world, inputs, tmp_path / "run", max_steps=1)
+    with pytest.raises(ValueError, match=r"other optimizer \(adamw before, now adamw8bit\)"):
+        train(world, inputs, output_dir, max_steps=2, optimizer="adamw8bit")
+    with pytest.raises(ValueError, match=r"was written by another --optimizer: of .* exp_avg, exp_avg_sq, step"):
+        train(world, inputs, output_dir, max_steps=2, optimizer="adamw8bit", allow_changed_options=True)
+    with pytest.raises(ValueError, match="'dtype': 'BF16'"):
+        train(world, inputs, output_dir, max_steps=2, master_weights="bfloat16", allow_changed_options=True)
+
+
+@pytest.mark.slow
+def test_8_bit_moments_move_between_numbers_of_ranks_and_bf16_weights_resume_on_two(inputs, world, tmp_path):
+    whole = train(world, inputs, tmp_path / "whole", max_steps=4, optimizer="adamw8bit")
+    parts = train(world, inputs, tmp_path / "parts", max_steps=2, optimizer="adamw8bit")
+    changes = dict(output_dir=parts, max_steps=4, optimizer="adamw8bit")
+    result = run_process(torchrun(2, "train.py", *flags(**(inputs | OPTIONS | changes))))
+    assert result.returncode == 0, result.stderr
+    for row, other in zip(read_rows(whole), read_rows(parts), strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)  # where rounding moves a code to the next one
+    for name, max_steps in (("whole16", 3), ("parts16", 1), ("parts16", 3)):
+        changes = dict(output_dir=tmp_path / name, max_steps=max_steps, **CHANGES["both"])
+        result = run_process(torchrun(2, "train.py", *flags(**(inputs | OPTIONS | changes))))
+        assert result.returncode == 0, result.stderr
+    assert read_rows(tmp_path / "whole16") == read_rows(tmp_path / "parts16")

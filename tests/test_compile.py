@@ -1,0 +1,86 @@
+"""Compiled blocks: what they compute, and that compilation ends with the first micro-batch."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+import packed_attention
+from model_setup import apply_compile, check_model, find_blocks
+from sampler import MicroBatch, idle_sample, pack_samples
+
+FIRST = (13, 1, 22, 7)
+# An idle rank, rows of single tokens, one sequence, many, round and odd numbers of tokens.
+OTHERS = ((), (1,), (1, 1, 1), (30,), (5, 9), (64,), (2, 2, 2), (17, 31, 4, 4, 1, 1), (128, 64), (3,) * 20, (33,))
+
+
+def make_micro_batch(lengths: tuple[int, ...], *, seed: int) -> MicroBatch:
+    random = np.random.default_rng(seed)
+    samples = [(ids, ids, None) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
+    return pack_samples(samples or [idle_sample()])
+
+
+def attend_traceable(query, key, value, micro_batch, *, scaling, window):
+    """What the kernels for CUDA take: cumulative lengths and the longest one; it can be compiled anywhere."""
+    position = torch.arange(query.shape[2])
+    sequence = torch.bucketize(position, micro_batch.cu_seqlens, right=True)
+    distance = position[:, None] - position
+    mask = (sequence[:, None] == sequence) & (distance >= 0) & (distance < micro_batch.max_seqlen)
+    if window is not None:
+        mask = mask & (distance < window)
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2)
+
+
+def deepen(family: str, num_layers: int):
+    kinds = ["sliding_attention", "full_attention"] * (num_layers // 2)
+    changes = dict(num_hidden_layers=num_layers) | (dict(layer_types=kinds) if family == "gemma3" else {})
+    return type(FAMILIES[family]).from_dict(FAMILIES[family].to_dict() | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing", "is_traceable"),
+    [
+        ("llama", "none", False),
+        ("gemma3", "selective", True),
+    ],
+)
+def test_no_micro_batch_after_the_first_compiles_again(
+    family, checkpointing, is_traceable, world, tmp_path, monkeypatch
+):
+    if is_traceable:
+        monkeypatch.setattr(packed_attention, "attend_sdpa", attend_traceable)
+        monkeypatch.setattr(packed_attention, "UNCOMPILED", frozenset())
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr("model_setup.apply_compile", lambda blocks: apply_compile(blocks, backend=counter))
+    path = save_model(deepen(family, 10), tmp_path)
+    model = build(path, world, activation_checkpointing=checkpointing, compile=True)
+    reference = build(path, world)
+    check_model(model, pack_samples, device=world.device)
+    assert counter.frame_count == 0
+    counts = []
+    for seed, lengths in enumerate((FIRST, *OTHERS)):
+        micro_batch = make_micro_batch(lengths, seed=seed)
+        losses = []
+        for one in (reference, model):
+            one.zero_grad()
+            losses.append(one(micro_batch))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+        for param, other in zip(reference.parameters(), model.parameters(), strict=True):
+            expected = param.grad.to_local()
+            torch.testing.assert_close(
+                other.grad.to_local(), expected, rtol=1e-4, atol=1e-5 + 1e-4 * expected.abs().max().item()
+            )
+        counts.append(counter.frame_count)
+    assert counts == [counts[0]] * len(counts)
+    assert 0 < counts[0] < len(find_blocks(model.model))  # blocks of a kind share their code
+
+
+def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused(world, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    with pytest.raises(ValueError, match="needs --attention flash_attn or varlen, this is sdpa"):
+        build(path, world, activation_checkpointing="selective", compile=True)

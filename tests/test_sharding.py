@@ -1,0 +1,96 @@
+"""How weights and gradients are held, and when they are summed, changes no number; on ranks: test_distributed.py."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from model_setup import check_model, find_blocks, set_gradient_sync
+from optimization import build_optimizer, local_gradients
+from process_group import init_world
+from sampler import pack_samples
+
+WHERE = dict(reshard_after_forward="never", cpu_offload=True)
+
+
+def make_micro_batches(num: int) -> list:
+    """`num` micro-batches, the last one without a trained token, as a rank with nothing to do gets it."""
+    random = np.random.default_rng(0)
+    batches = []
+    for k in range(num):
+        ids = random.integers(3, VOCAB_SIZE, 20)
+        labels = np.full_like(ids, -100) if k == num - 1 else ids
+        batches.append(pack_samples([(ids, labels, None)]))
+    return batches
+
+
+def run_backward(model, micro_batches, when: str) -> list[list[torch.Tensor]]:
+    """What gradients this rank holds after each micro-batch."""
+    seen = []
+    for k, micro_batch in enumerate(micro_batches):
+        set_gradient_sync(model, when, is_last=k + 1 == len(micro_batches))
+        model(micro_batch).backward()
+        seen.append([gradient.clone() for gradient in local_gradients(model)])
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_gradients_summed_at_the_last_micro_batch_are_those_summed_at_every(family, dtype, world, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path)
+    every = run_backward(build(path, world, dtype=dtype), make_micro_batches(3), "every")
+    last = run_backward(build(path, world, dtype=dtype, **WHERE), make_micro_batches(3), "last")
+    assert [len(gradients) > 0 for gradients in every] == [True, True, True]
+    assert [len(gradients) > 0 for gradients in last] == [False, False, True]
+    assert len(every[-1]) == len(last[-1])
+    for gradient, expected in zip(last[-1], every[-1], strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks_kept", "root_kept"), [("auto", False, True), ("always", False, False), ("never", True, True)]
+)
+def test_weights_are_freed_after_forward_as_asked(policy, blocks_kept, root_kept, world, tmp_path):
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, reshard_after_forward=policy)
+    model(make_micro_batches(2)[0])
+    for block in find_blocks(model.model):
+        assert all(isinstance(param, DTensor) != blocks_kept for param in block.parameters())
+    assert isinstance(model.model.get_output_embeddings().weight, DTensor) != root_kept
+    # The checks at the start run no backward; the optimizer must find the shards.
+    check_model(model, pack_samples, device=world.device)
+    build_optimizer(model, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+
+
+def test_offloaded_weights_are_offloaded_in_every_part_of_the_model(world, tmp_path, monkeypatch):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    policies = []
+
+    def record(*args, offload_policy, **kwargs):
+        policies.append(offload_policy)
+        return fully_shard(*args, offload_policy=offload_policy, **kwargs)
+
+    monkeypatch.setattr("model_setup.fully_shard", record)
+    for cpu_offload in (True, False):
+        policies.clear()
+        build(path, world, cpu_offload=cpu_offload)
+        assert [isinstance(policy, CPUOffloadPolicy) for policy in policies] == 4 * [cpu_offload]  # 2 blocks
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "local", "shard_size", "message"),
+    [
+        (8, 8, None, "8 ranks into several copies of the model on 8 ranks each (the ranks of a node)"),
+        (8, 4, 3, "8 ranks into several copies of the model on 3 ranks each (--shard-size)"),
+        (4, 1, None, "4 ranks into several copies of the model on 1 ranks each"),
+        (4, 4, 1, "4 ranks into several copies of the model on 1 ranks each"),
+    ],
+)
+def test_ranks_that_cannot_hold_several_copies_are_refused(num_ranks, local, shard_size, message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    with pytest.raises(ValueError) as error:
+        init_world(sharding="hybrid", shard_size=shard_size)
+    assert message in str(error.value)

@@ -1,0 +1,109 @@
+"""A step waits for the device once: in reduce_step, whatever the number of micro-batches."""
+
+import sys
+
+import pytest
+import torch
+from in_process import train_here
+from test_compile import OTHERS, make_micro_batch
+from test_resume import OPTIONS, make_inputs
+from tiny_models import FAMILIES, build, save_model
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optimization import build_optimizer, clip_gradients, local_gradients, set_step
+
+NUM_STEPS = 4
+# On a GPU each of these waits until it has computed what they read.
+WAITING_CALLS = {f"torch.Tensor.{name}" for name in ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__",
+                 "__int__", "__float__", "__index__", "__array__", "__contains__", "masked_select")}  # fmt: skip
+WAITING_OPERATIONS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::_unique2",
+                      "aten::masked_select", "aten::unique_dim", "aten::repeat_interleave.Tensor"}  # fmt: skip
+
+
+class WaitRecorder:
+    """What waits, in the thread that trains, in its order: whether it is called by reduce_step, and its name."""
+
+    def __init__(self):
+        self.events: list[tuple[bool, str]] = []
+        recorder = self
+
+        class Calls(TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                name = resolve_name(function)
+                if name in WAITING_CALLS:
+                    recorder.add(name)
+                return function(*args, **(kwargs or {}))
+
+        class Operations(TorchDispatchMode):
+            def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+                masks = operation.name() in ("aten::index.Tensor", "aten::index_put_") and any(
+                    isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in tree_leaves(args[1])
+                )
+                if operation.name() in WAITING_OPERATIONS or masks:
+                    recorder.add(operation.name())
+                return operation(*args, **(kwargs or {}))
+
+        self.modes = (Calls(), Operations())
+
+    def add(self, name: str) -> None:
+        frame, names = sys._getframe(1), []
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        self.events.append(("reduce_step" in names, name))
+
+    def __enter__(self) -> "WaitRecorder":
+        for mode in self.modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        for mode in reversed(self.modes):
+            mode.__exit__(*error)
+
+
+CASES = {
+    "llama": ("llama", {}),
+    "experts, selective": ("mixtral", dict(activation_checkpointing="selective")),
+    "compact": ("llama", dict(optimizer="adamw8bit", master_weights="bfloat16")),
+    "osft": ("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.5, activation_checkpointing="full")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_reduce_step_waits_and_as_often_for_one_micro_batch_as_for_many(case, world, tmp_path):
+    family, changes = CASES[case]
+    inputs = make_inputs(tmp_path, family) | dict(checkpoint_every_steps=None, osft_cache_dir=str(tmp_path / "osft"))
+    if "osft" not in changes:
+        del inputs["osft_cache_dir"]
+    num_waits = {}
+    for cap in (1000, 40):  # one micro-batch, and several
+        output_dir = str(tmp_path / str(cap))
+        options = OPTIONS | inputs | changes | dict(max_tokens_per_gpu=cap, max_steps=NUM_STEPS, output_dir=output_dir)
+        with WaitRecorder() as recorder:
+            train_here(world, **options)
+        inside = [i for i, (is_inside, _) in enumerate(recorder.events) if is_inside]
+        between = [name for is_inside, name in recorder.events[inside[0] : inside[-1]] if not is_inside]
+        assert between == []
+        num_waits[cap] = len(inside)
+    assert num_waits[1000] == num_waits[40] > 0
+    assert [name for _, name in recorder.events].count("torch.Tensor.cpu") >= NUM_STEPS  # the recorder sees them
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.set_sync_debug_mode needs a CUDA device")
+def test_no_micro_batch_and_no_update_waits_for_the_gpu(world, tmp_path):
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
+    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    micro_batches = [make_micro_batch(lengths, seed=0).pin_memory() for lengths in OTHERS]
+    for mode in ("default", "error"):  # what is set up in the first step may wait
+        torch.cuda.set_sync_debug_mode(mode)
+        for step, micro_batch in enumerate(micro_batches):
+            model(micro_batch.to(world.device)).backward()
+            clip_gradients(local_gradients(model), grad_norm=2.0, max_grad_norm=1.0)
+            set_step(optimizer, step=step, learning_rate=1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,141 @@
+"""The weights of every family come from the files one by one, bitwise as transformers loads them."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from weight_files import read_weights, read_whole
+
+
+def load_plainly(path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def read_tensors(path, *, vocab_size: int = VOCAB_SIZE) -> dict[str, torch.Tensor]:
+    readers = read_weights(str(path), vocab_size=vocab_size, trust_remote_code=False)
+    return {name: read().to(torch.float32) for name, read in readers.items()}
+
+
+def assert_same_weights(model: torch.nn.Module, reference: PreTrainedModel) -> None:
+    """Every parameter and buffer of the sharded `model` is the reference's, bit by bit."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    expected = dict(reference.named_parameters()) | dict(reference.named_buffers())
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+        assert whole.dtype == expected[name].dtype and torch.equal(whole, expected[name]), name
+
+
+@pytest.fixture
+def never_whole(monkeypatch) -> None:
+    """Fails the test if a model is loaded as a whole."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the whole model was loaded")
+
+    monkeypatch.setattr("weight_files.read_whole", refuse)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_loaded_as_transformers_does(family, world, tmp_path, never_whole):
+    """In bf16 and several files, as models are published; Mixtral's experts are stored apart."""
+    save_model(FAMILIES[family], tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(
+        tmp_path, max_shard_size="20KB"
+    )
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_same_weights(build(tmp_path, world).model, load_plainly(tmp_path))
+
+
+def test_the_whole_model_gives_the_same_as_its_parts(tmp_path):
+    path = str(save_model(FAMILIES["mixtral"], tmp_path))
+    _, readers, _ = read_whole(path, trust_remote_code=False)
+    parts = read_tensors(path)
+    assert readers.keys() == parts.keys()
+    assert all(torch.equal(readers[name](), tensor) for name, tensor in parts.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # tied heads
+def test_weights_of_the_model_without_its_head_are_found(family, tmp_path, never_whole):
+    save_model(FAMILIES[family], tmp_path)
+    load_plainly(tmp_path).base_model.save_pretrained(tmp_path)  # names without the prefix
+    expected = dict(load_plainly(tmp_path).named_parameters())
+    tensors = read_tensors(tmp_path)
+    assert expected.keys() <= tensors.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def test_weights_stored_in_several_types_are_not_rounded(world, tmp_path, never_whole):
+    save_model(FAMILIES["llama"], tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name: w.to(torch.float16) if "mlp" in name else w.double() for name, w in weights.items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same_weights(build(tmp_path, world).model, load_plainly(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi_head_bias"])
+def test_new_rows_of_the_vocabulary_are_the_mean_of_the_old(family, tmp_path, never_whole):
+    save_model(FAMILIES[family], tmp_path)
+    reference = load_plainly(tmp_path)
+    tensors = read_tensors(tmp_path, vocab_size=VOCAB_SIZE + 3)
+    modules = [reference.get_input_embeddings(), reference.get_output_embeddings()]
+    num_grown = 0
+    for name, old in reference.named_parameters():
+        expected = old
+        if any(old is param for module in modules for param in module.parameters()):
+            expected = torch.cat([old, old.mean(dim=0).expand(3, *old.shape[1:])])
+            num_grown += 1
+        assert torch.equal(tensors[name], expected), name
+    assert num_grown == {"qwen2": 2, "qwen3": 1, "phi_head_bias": 3}[family]
+
+
+def change_weights(path, change) -> None:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "missing_keys: {'model.norm.weight'}"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(31)}),
+            "mismatched_keys: {('model.norm.weight', torch.Size([31]), torch.Size([32]))}",
+        ),
+        (
+            lambda weights: weights.update({"lm_head.weight": torch.ones(VOCAB_SIZE, 32)}),
+            "the config ties the head to the embedding, but the weights hold two different ones",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(change, message, tmp_path, never_whole):
+    change_weights(save_model(FAMILIES["qwen3"], tmp_path), change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_weights(str(tmp_path), vocab_size=VOCAB_SIZE, trust_remote_code=False)
+
+
+def test_a_tied_head_that_is_stored_too_is_read_once(tmp_path, never_whole):
+    def add_head(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+
+    change_weights(save_model(FAMILIES["qwen3"], tmp_path), add_head)
+    tensors = read_tensors(tmp_path)
+    assert "lm_head.weight" not in tensors and "model.embed_tokens.weight" in tensors
+
+
+def test_weights_that_the_model_has_no_place_for_are_reported_as_transformers_does(tmp_path, never_whole, caplog):
+    change_weights(save_model(FAMILIES["llama"], tmp_path), lambda w: w.update(surplus=torch.ones(2)))
+    transformers_logging.enable_propagation()
+    try:
+        tensors = read_tensors(tmp_path)
+    finally:
+        transformers_logging.disable_propagation()
+    assert "surplus" not in tensors
+    assert "surplus" in caplog.text and "UNEXPECTED" in caplog.text
