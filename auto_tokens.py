@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from memory_counter import MemoryCounter
+from model_setup import PackedCausalLM, set_gradient_sync
+from optimization import moment_bytes
 from process_group import World, log
 from run_control import is_out_of_memory
 from sampler import IGNORED, MicroBatch, RunPosition, TokenizedData, draw_samples, pack_samples
@@ -99,13 +100,15 @@ def make_micro_batch(num_tokens: int, num_trained: int, *, longest: int) -> Micr
 
 
 def choose_max_tokens(
-    model: nn.Module,
+    model: PackedCausalLM,
     optimizer: torch.optim.Optimizer,
     data: TokenizedData,
     *,
     batch_size: int,
     seed: int,
     start: RunPosition,
+    optimizer_name: str,
+    grad_sync: str,
     memory_budget_gb: float | None,
     previous: dict[str, Any] | None,
     world: World,
@@ -127,8 +130,8 @@ def choose_max_tokens(
         log.info(f"--max-tokens-per-gpu auto: {previous['max_tokens_per_gpu']:,}, as before")
         return previous
     limit = memory_limit(memory_budget_gb, world.device)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    state_bytes = sum(2 * param.to_local().numel() * param.element_size() for param in trained)  # two moments
+    trained = [param for param in model.parameters() if param.requires_grad and param.device.type == world.device.type]
+    state_bytes = sum(moment_bytes(param.to_local(), optimizer_name) for param in trained)
     short = max(2, int(np.quantile(data.lengths[data.kept], SHORT)))
     is_cuda = world.device.type == "cuda"
     resident = 0 if is_cuda else resident_memory()
@@ -140,6 +143,7 @@ def choose_max_tokens(
             progress(f"--max-tokens-per-gpu auto, trying {num_tokens:,} tokens")
             micro_batches = [make_micro_batch(num_tokens, num_tokens, longest=length) for length in (short, longest)]
             try:
+                set_gradient_sync(model, grad_sync, is_last=False)
                 for micro_batch in micro_batches:
                     model(micro_batch.to(world.device)).backward()  # to make the gradients, and to warm up
                 counter.reset_peak()

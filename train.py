@@ -112,6 +112,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             batch_size=options.batch_size,
             seed=options.seed,
             start=start,
+            optimizer_name=options.optimizer,
+            grad_sync=options.micro_batch_grad_sync,
             memory_budget_gb=options.memory_budget_gb,
             previous=checkpoint and checkpoint.state.get("auto_tokens"),
             world=world,
