@@ -138,7 +138,8 @@ def simulate_step(
     """A micro-batch of `num_tokens`, `num_trained` of them trained, in sequences of up to `longest` tokens.
 
     `accumulates`: whether the step has more than one micro-batch, so that gradients are there during the forward pass.
-    `offloads`: whether what is sharded lies elsewhere, and is not counted. Uses `shaped` up. RuntimeError where an operation of the model cannot be simulated.
+    `offloads`: whether what is sharded lies elsewhere, and is not counted. Uses `shaped` up. RuntimeError where an
+    operation of the model cannot be simulated.
     """
     packed_model = PackedCausalLM(
         shaped.model, backend=shaped.backend, compute_dtype=shaped.compute_dtype, use_liger_kernels=False
@@ -177,11 +178,17 @@ def simulate_step(
         optimizer.step()
         project_updates(osft_layers)
         peaks = [counter.peak]
-        for size in (num_tokens // 2, num_tokens):
+        # Where gradients stay whole until the last micro-batch, a first one has to make them.
+        waits = accumulates and options.micro_batch_grad_sync == "last"
+        passes = [(num_tokens // 2, not waits), (num_tokens, not waits)]
+        passes = [passes[0], *passes, (num_tokens, True)] if waits else passes
+        if waits:
+            optimizer.zero_grad()
+        for size, is_last in passes:
             if not accumulates:
                 optimizer.zero_grad()
             counter.reset_peak()
-            set_gradient_sync(packed_model, options.micro_batch_grad_sync, is_last=not accumulates)
+            set_gradient_sync(packed_model, options.micro_batch_grad_sync, is_last=is_last)
             micro_batch = make_micro_batch(size, size * num_trained // num_tokens, longest=longest)
             (packed_model(micro_batch._map_tensors(fake.from_tensor)) / 1.0).backward()
             for param in params:
@@ -193,7 +200,7 @@ def simulate_step(
     return StepMemory(
         peak=max(peaks, key=Counter.total),
         num_tokens=num_tokens,
-        per_token=(peaks[2].total() - peaks[1].total()) / (num_tokens - num_tokens // 2),
+        per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (num_tokens - num_tokens // 2),
     )
 
 
