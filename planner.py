@@ -129,10 +129,13 @@ def plan_run(options: TrainOptions) -> ExitCode:
         plan_disk(options, run, problems, lines)
     speed = None
     if is_here:
-        world = init_world(sharding=options.sharding, shard_size=options.shard_size)
-        if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft):
-            speed = measure_speed(options, world, cap=call_on_rank0(world, lambda: cap))
-        dist.destroy_process_group()
+        try:
+            world = init_world(sharding=options.sharding, shard_size=options.shard_size)
+            if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft):
+                speed = measure_speed(options, world, cap=call_on_rank0(world, lambda: cap))
+            dist.destroy_process_group()
+        except (ValueError, OSError) as error:  # of the model itself, on every rank
+            problems.append(str(error))
     if is_rank0:
         plan_time(options, target, run, packing, speed, lines)
         print("\n".join(lines))
@@ -158,10 +161,12 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
         num_shards = options.shard_size or ranks_per_node
         if num_shards < 2 or world_size % num_shards or num_shards == world_size:
-            problems.append(
-                f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on {num_shards}"
-                " ranks each; give a --shard-size of at least 2 that divides the number of ranks, or --sharding full"
-            )
+            if not is_here:  # else init_world says it
+                problems.append(
+                    f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on"
+                    f" {num_shards} ranks each; give a --shard-size of at least 2 that divides the number of ranks, or"
+                    " --sharding full"
+                )
             num_shards = world_size
     return Target(
         world_size, num_shards, device, name, peak, limit, is_here, options.cpu_offload and device.type == "cuda"

@@ -154,10 +154,17 @@ def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):
     assert code == ExitCode.DONE and "plan for 8 x H100, 80.0 GiB" in text
     assert "bfloat16 compute" in text and "assumed: 40% of 989 TFLOP/s" in text
     model = Path(inputs["model_name_or_path"])
-    alone, shared = (elsewhere(predict, model, num_ranks, {}).peak for num_ranks in (1, 4))
+    alone, shared = (elsewhere(predict, model, num_ranks, dict(compute_dtype="float32")).peak for num_ranks in (1, 4))
     for kind in ("weights", "gradients", "optimizer"):
         assert alone[kind] == pytest.approx(4 * shared[kind], rel=0.02), kind
     assert alone["activations"] == pytest.approx(shared["activations"], rel=0.1)
+
+
+def test_hybrid_sharding_divides_by_fewer_ranks(plan):
+    code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=4)
+    assert code == ExitCode.DONE, text
+    code, text = plan(plan_world_size=8, sharding="hybrid", shard_size=3)
+    assert code == ExitCode.BAD_INPUT and "cannot divide 8 ranks into several copies of the model on 3 ranks" in text
 
 
 def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
