@@ -64,7 +64,9 @@ def fake_world(world_size: int) -> Iterator[World]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         device = torch.device("cpu")
-        yield World(0, world_size, device, init_device_mesh("cpu", (world_size,)), dist.group.WORLD)
+        yield World(
+            0, world_size, device, init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",)), dist.group.WORLD
+        )
     finally:
         dist.destroy_process_group()
 
@@ -135,7 +137,16 @@ def simulate_step(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_world(world_size) as world, quiet_simulation(), fake, MemoryCounter() as counter:
         give_memory(packed_model, world)
-        apply_fsdp(packed_model, shaped.blocks, weights={}, subspaces={}, world=world)
+        apply_fsdp(
+            packed_model,
+            shaped.blocks,
+            weights={},
+            weights_dtype=torch.float32,
+            subspaces={},
+            world=world,
+            reshard_after_forward="auto",
+            cpu_offload=False,
+        )
         tensors = [*packed_model.train().parameters(), *packed_model.buffers()]
         params = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in tensors:
