@@ -104,6 +104,7 @@ def shape_run_model(
         activation_checkpointing=activation_checkpointing,
         compile=False,
         use_liger_kernels=False,
+        has_osft=osft is not None,
     )
     num_params = sum(param.numel() for param in model.parameters())
     if osft is not None:
