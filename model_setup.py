@@ -228,6 +228,7 @@ def build_model(
         compile=compile,
         use_liger_kernels=use_liger_kernels,
         float8=float8,
+        has_osft=osft is not None,
     )
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
     weights: dict[str, Reader] = {}  # stays empty on the other ranks
@@ -275,6 +276,7 @@ def shape_model(
     compile: bool,
     use_liger_kernels: bool,
     float8: bool = False,
+    has_osft: bool = False,
 ) -> tuple[PreTrainedModel, nn.ModuleList, str]:
     """The model without memory (on the meta device) and with all that changes its code; its blocks, its backend."""
     with torch.device("meta"):
@@ -286,7 +288,7 @@ def shape_model(
     if float8:
         apply_float8(blocks, device)
     if activation_checkpointing == "selective":
-        kept = choose_kept_operations(model, backend=backend, compile=compile)
+        kept = choose_kept_operations(model, backend=backend, compile=compile, has_osft=has_osft)
         apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
     if compile:
         apply_compile(blocks)
@@ -361,7 +363,9 @@ def apply_compile(blocks: nn.ModuleList, *, backend: Any = "inductor") -> None:
         block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
-def choose_kept_operations(model: PreTrainedModel, *, backend: str, compile: bool) -> frozenset[str]:
+def choose_kept_operations(
+    model: PreTrainedModel, *, backend: str, compile: bool, has_osft: bool = False
+) -> frozenset[str]:
     """The operations whose outputs --activation-checkpointing selective keeps for backward."""
     if compile and backend in packed_attention.UNCOMPILED:
         raise ValueError(
@@ -370,6 +374,8 @@ def choose_kept_operations(model: PreTrainedModel, *, backend: str, compile: boo
             " use --activation-checkpointing none or full"
         )
     kept = MATRIX_PRODUCTS | ATTENTION
+    if has_osft:
+        kept -= {"aten::mm"}  # of an OSFT layer's products the last and largest is an addmm, the others are cheap
     if "dropout" in find_features(model, model.config):
         kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
     if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):

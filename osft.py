@@ -107,15 +107,14 @@ class OSFTLinear(nn.Module):
         """x W0^T + x dW^T, through the free directions: dW is never built."""
         flat = x.reshape(-1, x.shape[-1])  # (T, in)
         if self.on_input:
-            out, low = linear(flat, self.base, self.bias), flat @ self.V_low
-            if self.U_low is None:
-                out = torch.addmm(out, low, self.coefficients.t())
-            else:
-                out = torch.addmm(out, linear(low, self.coefficients), self.U_low.t())
+            low = linear(flat @ self.V_low, self.coefficients)
+            update, base = low if self.U_low is None else linear(low, self.U_low), self.base.t()
         else:
-            out = flat @ self.base if self.bias is None else torch.addmm(self.bias, flat, self.base)
             low = flat if self.U_low is None else flat @ self.U_low
-            out = torch.addmm(out, low @ self.coefficients, self.V_low.t())
+            update, base = linear(low @ self.coefficients, self.V_low), self.base
+        if self.bias is not None:
+            update = update + self.bias
+        out = torch.addmm(update, flat, base)  # last, and the one addmm: see choose_kept_operations of model_setup.py
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @torch.no_grad()

@@ -86,8 +86,8 @@ class TokenizedData:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         table, self._maps = open_table(self.path)
-        self.lengths = table.column("len").to_numpy().astype(np.int32)
-        self.num_loss_tokens = table.column("num_loss_counted_tokens").to_numpy().astype(np.int32)
+        self.lengths = read_column(table, "len")
+        self.num_loss_tokens = read_column(table, "num_loss_counted_tokens")
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
         self._input_ids = [list_views(chunk) for chunk in table.column("input_ids").chunks]
         self._labels = [list_views(chunk) for chunk in table.column("labels").chunks]
@@ -200,9 +200,18 @@ def convert_to_arrow(path: Path) -> list[Path]:
         raise OSError(str(error.__cause__ or error)) from None
 
 
+def read_column(table: pa.Table, name: str) -> np.ndarray:  # (rows,) int32
+    return np.concatenate([view(chunk) for chunk in table.column(name).chunks] or [[]]).astype(np.int32)
+
+
+def view(array: pa.Array) -> np.ndarray:
+    """The array's numbers where they lie; `to_numpy` would import pandas, half a second of every start."""
+    return np.from_dlpack(array)
+
+
 def list_views(chunk: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """(offsets, values) of a list column's chunk as views into the mapped file: nothing is read yet."""
-    return chunk.offsets.to_numpy(), chunk.values.to_numpy()
+    return view(chunk.offsets), view(chunk.values)
 
 
 def read_sidecar(data_path: str | Path, *, num_samples: int) -> dict[str, Any] | None:

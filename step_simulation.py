@@ -99,6 +99,7 @@ def shape_run_model(
         activation_checkpointing=options.activation_checkpointing,
         compile=False,
         use_liger_kernels=False,
+        has_osft=options.osft,
     )
     num_params = sum(param.numel() for param in model.parameters())
     if (osft := make_osft_settings(options)) is not None:

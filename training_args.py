@@ -405,9 +405,6 @@ def find_train_problems(o: TrainOptions) -> list[str]:
             f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")  # fmt: skip
     require(o.num_warmup_steps == 0 or o.lr_scheduler != "constant",
             "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")  # fmt: skip
-    require(not o.osft or o.activation_checkpointing != "selective",
-            "--activation-checkpointing selective: with --osft it keeps more than none, since each of its layers is"
-            " several matrix products; use none or full")  # fmt: skip
     require(not o.osft or o.master_weights == "float32",
             f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
             " use float32")  # fmt: skip

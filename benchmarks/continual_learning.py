@@ -279,8 +279,10 @@ def write_report(results: dict[str, dict], args: argparse.Namespace, path: Path)
     if of_three:
         lines += ["", "After A, B and C in sequence:", ""]
         lines += ["| method | learning rate | A | B | C | mean |", "|---|---|---|---|---|---|"]
-        for name, r in of_three.items():
-            method, lr, _ = name.split(" @ ")
+        for method, lr in sorted(
+            (name.split(" @ ")[:2] for name in of_three), key=lambda key: (list(METHODS).index(key[0]), float(key[1]))
+        ):
+            r = of_three[f"{method} @ {lr} @ c"]
             mean = (r["a"] + r["b"] + r["c"]) / 3
             lines.append(f"| {method} | {lr} | {r['a']:.3f} | {r['b']:.3f} | {r['c']:.3f} | {mean:.3f} |")
     path.write_text("\n".join(lines) + "\n")

@@ -7,6 +7,7 @@ the CPU, as train.py does, and once more with the whole model read on rank 0 fir
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -119,6 +121,22 @@ def read_status(key: str) -> float:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{key}:")) * 1024 / 1e9
 
 
+@contextlib.contextmanager
+def watch_memory() -> Iterator[list[float]]:
+    """A list of one number: the peak of this process's own memory (RssAnon, GB) so far, sampled every 10 ms."""
+    peak, done = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], read_status("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield peak
+    done.set()
+    watcher.join()
+
+
 def read_from_disk() -> float:
     text = Path("/proc/self/io").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")) / 1e9
@@ -138,27 +156,18 @@ def run_worker(model_dir: str, mode: str) -> None:
 
         weight_files.plan_reading = refuse
     config = load_config(model_dir)
-    peak, done = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.01):
-            peak[0] = max(peak[0], read_status("RssAnon"))
-
     start, read, cpu, wall = read_status("VmRSS"), read_from_disk(), time.process_time(), time.monotonic()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = build_model(
-        model_dir,
-        config,
-        world=world,
-        compute_dtype=torch.float32,
-        attention="auto",
-        activation_checkpointing="none",
-        compile=False,
-        use_liger_kernels=False,
-    )
-    done.set()
-    watcher.join()
+    with watch_memory() as peak:
+        model = build_model(
+            model_dir,
+            config,
+            world=world,
+            compute_dtype=torch.float32,
+            attention="auto",
+            activation_checkpointing="none",
+            compile=False,
+            use_liger_kernels=False,
+        )
     row = dict(
         start=start, anon_peak=peak[0], rss_peak=read_status("VmHWM"), anon_after=read_status("RssAnon"),
         read=read_from_disk() - read, cpu=time.process_time() - cpu, wall=time.monotonic() - wall,

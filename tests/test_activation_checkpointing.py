@@ -8,6 +8,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
 from torch import Tensor
 
 from model_setup import ATTENTION, choose_kept_operations
+from osft import OSFTSettings
 from sampler import MicroBatch, pack_samples
 
 MODES = ("none", "selective", "full")
@@ -43,12 +44,15 @@ def with_dropout(family: str):
 CASES = FAMILIES | {"dropout": with_dropout("gpt2")}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_bitwise_the_same_and_selective_keeps_more_to_compute_less_again(case, world, tmp_path):
-    path = save_model(CASES[case], tmp_path)
+@pytest.mark.parametrize(
+    ("case", "ratio"), [*((case, None) for case in CASES), ("llama_tied_bias", 0.25), ("gpt2", 0.75)]
+)
+def test_gradients_are_bitwise_the_same_and_selective_keeps_more_to_compute_less_again(case, ratio, world, tmp_path):
+    path = save_model(CASES[case], tmp_path / "model")
+    osft = None if ratio is None else OSFTSettings(ratio, cache_dir=str(tmp_path / "cache"))
     results, num_bytes, num_costly = {}, {}, {}
     for mode in MODES:
-        model = build(path, world, activation_checkpointing=mode)
+        model = build(path, world, activation_checkpointing=mode, osft=osft)
         results[mode], num_bytes[mode], names = run_backward(model, make_micro_batch())
         num_costly[mode] = count_costly(names)
     for mode in ("selective", "full"):
@@ -57,7 +61,7 @@ def test_gradients_are_bitwise_the_same_and_selective_keeps_more_to_compute_less
             assert torch.equal(results[mode][name], value), f"{mode}: {name}"
     assert num_bytes["full"] < num_bytes["selective"] < num_bytes["none"]
     assert num_costly["full"] > num_costly["selective"] >= num_costly["none"]
-    if case != "gpt_oss_sinks":  # whose experts have biases, see choose_kept_operations
+    if osft is None and case != "gpt_oss_sinks":  # whose experts have biases, see choose_kept_operations
         assert num_costly["selective"] == num_costly["none"]
 
 

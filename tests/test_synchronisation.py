@@ -94,9 +94,13 @@ def test_only_reduce_step_waits_and_as_often_for_one_micro_batch_as_for_many(cas
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.set_sync_debug_mode needs a CUDA device")
-def test_no_micro_batch_and_no_update_waits_for_the_gpu(world, tmp_path):
-    model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
-    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_no_micro_batch_and_no_update_waits_for_the_gpu(kind, world, tmp_path):
+    weights_dtype = torch.float32 if kind == "adamw" else torch.bfloat16
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16, weights_dtype=weights_dtype)
+    optimizer = build_optimizer(
+        model, optimizer=kind, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
+    )
     micro_batches = [make_micro_batch(lengths, seed=0).pin_memory() for lengths in OTHERS]
     for mode in ("default", "error"):  # what is set up in the first step may wait
         torch.cuda.set_sync_debug_mode(mode)

@@ -66,10 +66,6 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--osft-statistics", "f"],
             ["have no effect with --osft-basis weights"],
         ),
-        (
-            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--activation-checkpointing", "selective"],
-            ["--activation-checkpointing selective: with --osft it keeps more"],
-        ),
         (["--shard-size", "2"], ["--shard-size has no effect with --sharding full"]),
         (
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--cpu-offload"],

@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from weight_files import read_weights, read_whole
+from weight_files import read_weights
 
 
 def load_plainly(path) -> PreTrainedModel:
@@ -53,12 +53,20 @@ def test_every_family_is_loaded_as_transformers_does(family, world, tmp_path, ne
     assert_same_weights(build(tmp_path, world).model, load_plainly(tmp_path))
 
 
-def test_the_whole_model_gives_the_same_as_its_parts(tmp_path):
-    path = str(save_model(FAMILIES["mixtral"], tmp_path))
-    _, readers, _ = read_whole(path, trust_remote_code=False)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+def test_a_model_that_cannot_be_read_in_parts_is_read_as_a_whole(family, tmp_path, monkeypatch, caplog):
+    path = save_model(FAMILIES[family], tmp_path)
     parts = read_tensors(path)
-    assert readers.keys() == parts.keys()
-    assert all(torch.equal(readers[name](), tensor) for name, tensor in parts.items())
+
+    def fail(*args, **kwargs):
+        raise AttributeError("transformers has no such function")
+
+    monkeypatch.setattr("weight_files.plan_reading", fail)
+    with caplog.at_level("DEBUG", logger="mini_trainer"):
+        whole = read_tensors(path)
+    assert "the weights are read as a whole: AttributeError" in caplog.text
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in parts.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # tied heads

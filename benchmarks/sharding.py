@@ -1,0 +1,144 @@
+"""What the options of sharding cost in memory and time, on gloo ranks of one machine; written to results/sharding.txt.
+
+    python benchmarks/sharding.py --work-dir /tmp/sharding
+
+trains a random model of 47 million parameters in float32 for two steps of 4 micro-batches on 4 ranks, once for each
+set of options. On a CPU all ranks share the processor and nothing overlaps: the memory is what this is for, and the
+bytes sent are counted, not timed.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.utils._python_dispatch
+from loading import describe_versions, read_status, watch_memory
+
+OPTIONS = {
+    "defaults": {},
+    "--reshard-after-forward never": dict(reshard_after_forward="never"),
+    "--micro-batch-grad-sync last": dict(micro_batch_grad_sync="last"),
+    "--sharding hybrid (2 x 2)": dict(sharding="hybrid"),
+}
+NUM_RANKS, NUM_MICRO_BATCHES, NUM_TOKENS, NUM_STEPS = 4, 4, 16, 2
+SHAPE = dict(
+    vocab_size=8_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=11, num_attention_heads=8,
+    num_key_value_heads=4, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work-dir", type=Path, required=True)
+    parser.add_argument("--machine", default="unnamed", help="what this machine is, for the report")
+    args = parser.parse_args()
+    num_params = write_model(args.work_dir)
+    lines = [
+        f"{num_params:,} parameters in float32 on {NUM_RANKS} gloo ranks, {NUM_MICRO_BATCHES} micro-batches a step",
+        f"$ python {shlex.join(sys.argv)}",
+        f"{args.machine}; {describe_versions()}",
+        "",
+        f"{'':34}{'own memory, peak':>18}{'gathered, MB':>14}{'reduced, MB':>13}{'CPU s a step':>14}",
+    ]
+    root = Path(__file__).parent.parent
+    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    for name in OPTIONS:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
+                   __file__, "--worker", str(args.work_dir), name]  # fmt: skip
+        subprocess.run(command, check=True, cwd=root, env=env)
+        row = json.loads((args.work_dir / "row.json").read_text())
+        lines.append(
+            f"{name:34}{row['peak']:>15.2f} GB{row['gathered'] / 1e6:>14.0f}{row['reduced'] / 1e6:>13.0f}"
+            f"{row['cpu']:>14.2f}"
+        )
+    shutil.rmtree(args.work_dir)
+    lines += [
+        "",
+        "Of rank 0. own memory: RssAnon while it trains, less what it was before the model was loaded. gathered,",
+        "reduced: what FSDP2 hands to the collectives of one step, whole tensors: weights to all-gather, gradients to",
+        "reduce-scatter and (hybrid) their shards to all-reduce.",
+    ]
+    report = "\n".join(lines) + "\n"
+    print(report)
+    (Path(__file__).parent / "results" / "sharding.txt").write_text(report)
+
+
+def write_model(path: Path) -> int:
+    """Writes the random model; its number of parameters."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
+    model.save_pretrained(path)
+    return sum(p.numel() for p in model.parameters())
+
+
+class CommunicationCounter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Bytes of the collectives that FSDP2 starts, as whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = self.reduced = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name == "c10d::_allgather_base_":
+            self.gathered += args[0].nbytes
+        elif name in ("c10d::_reduce_scatter_base_", "c10d::allreduce_"):
+            self.reduced += args[1].nbytes if "scatter" in name else sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def run_worker(model_dir: str, name: str) -> None:
+    """One rank's steps; rank 0 writes what they took."""
+    from model_setup import build_model, load_config, set_gradient_sync
+    from optimization import build_optimizer
+    from process_group import init_world
+    from sampler import pack_samples
+
+    options = dict(OPTIONS[name])
+    when = options.pop("micro_batch_grad_sync", "every")
+    sharding = options.pop("sharding", "full")
+    world = init_world(sharding=sharding, shard_size=2 if sharding == "hybrid" else None)
+    before = read_status("RssAnon")
+    model = build_model(
+        model_dir,
+        load_config(model_dir),
+        world=world,
+        compute_dtype=torch.float32,
+        attention="auto",
+        activation_checkpointing="full",
+        compile=False,
+        use_liger_kernels=False,
+        **options,
+    )
+    optimizer = build_optimizer(model, learning_rate=1e-4, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    ids = torch.randint(0, SHAPE["vocab_size"], (NUM_TOKENS,)).numpy()
+    for step in range(NUM_STEPS):
+        is_last_step = step + 1 == NUM_STEPS
+        cpu = time.process_time()
+        with watch_memory() as peak, CommunicationCounter() as counter:
+            for k in range(NUM_MICRO_BATCHES):
+                set_gradient_sync(model, when, is_last=k + 1 == NUM_MICRO_BATCHES)
+                model(pack_samples([(ids, ids, None)])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        cpu = time.process_time() - cpu
+        if is_last_step and world.rank == 0:
+            row = dict(peak=peak[0] - before, gathered=counter.gathered, reduced=counter.reduced, cpu=cpu)
+            (Path(model_dir) / "row.json").write_text(json.dumps(row))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--worker":
+        run_worker(*sys.argv[2:])
+    else:
+        main()
