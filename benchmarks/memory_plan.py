@@ -27,8 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
 
 SIZES = {
     "base": dict(hidden_size=64, num_layers=1, vocab_size=288),
-    "5M": dict(hidden_size=192, num_layers=4, vocab_size=8_000),
-    "33M": dict(hidden_size=512, num_layers=6, vocab_size=16_000),
+    "3M": dict(hidden_size=192, num_layers=4, vocab_size=8_000),
+    "26M": dict(hidden_size=512, num_layers=6, vocab_size=16_000),
 }
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
