@@ -1,16 +1,30 @@
 """--max-tokens-per-gpu auto: how much memory there is, and the largest micro-batch that it takes."""
 
+import contextlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from sampler import RunPosition, TokenizedData, draw_samples
+from memory_counter import MemoryCounter
+from model_setup import PackedCausalLM, set_gradient_sync
+from optimization import moment_bytes
+from process_group import World, log
+from run_control import is_out_of_memory
+from sampler import IGNORED, MicroBatch, RunPosition, TokenizedData, draw_samples, pack_samples
+from training_log import describe_device
 
 GIB = 2**30
 MARGIN = 0.1  # of the memory that stays free: for communication buffers and fragmentation
 NUM_BATCHES = 50  # that are looked at
 ROUNDING = 64  # tokens of which the choice is a multiple
+MOST_PROBES = 5
+SHORT = 0.1  # quantile of the lengths that counts as short
 CPU_SHARE = 0.8  # of the available memory that all processes of a machine without GPUs count with
 
 
@@ -72,3 +86,114 @@ def refuse_longest(data: TokenizedData, *, longest: int, needed: float, limit: i
         " --activation-checkpointing full, a larger --memory-budget-gb, or drop long samples with process_data.py"
         " --max-sample-num-tokens"
     )
+
+
+def make_micro_batch(num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
+    """Sequences of `longest` tokens, and one with the rest; about `num_trained` of the tokens are trained."""
+    samples = []
+    for start in range(0, num_tokens, longest):
+        length = min(longest, num_tokens - start)
+        labels = np.full(length, IGNORED)
+        labels[1 : 1 + -(-num_trained * length // num_tokens)] = 0
+        samples.append((np.zeros(length, dtype=np.int64), labels, None))
+    return pack_samples(samples)
+
+
+def choose_max_tokens(
+    model: PackedCausalLM,
+    optimizer: torch.optim.Optimizer,
+    data: TokenizedData,
+    *,
+    batch_size: int,
+    seed: int,
+    start: RunPosition,
+    optimizer_name: str,
+    grad_sync: str,
+    memory_budget_gb: float | None,
+    previous: dict[str, Any] | None,
+    world: World,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """The largest micro-batch that the model takes, and what was measured, as JSON. All ranks call this and agree.
+
+    Forward and backward of micro-batches that grow, every token trained, once in the longest and once in short
+    sequences. As no sequence is longer than the longest sample, memory grows evenly from there on, so that each probe
+    tells how far the next may go. Gradients are there and counted, the optimizer's state is added. The choice of the
+    run that is resumed, `previous`, is kept where it was made for as many of the same devices: it decides the rounding.
+    """
+    device = describe_device(world.device)
+    longest, most = count_useful_tokens(
+        data, batch_size=batch_size, seed=seed, start=start, world_size=world.world_size
+    )
+    same = previous is not None and (previous["device"], previous["world_size"]) == (device, world.world_size)
+    if same and previous["max_tokens_per_gpu"] >= longest:
+        log.info(f"--max-tokens-per-gpu auto: {previous['max_tokens_per_gpu']:,}, as before")
+        return previous
+    limit = memory_limit(memory_budget_gb, world.device)
+    trained = [param for param in model.parameters() if param.requires_grad and param.device.type == world.device.type]
+    state_bytes = sum(moment_bytes(param.to_local(), optimizer_name) for param in trained)
+    short = max(2, int(np.quantile(data.lengths[data.kept], SHORT)))
+    is_cuda = world.device.type == "cuda"
+    resident = 0 if is_cuda else resident_memory()
+    counter = MemoryCounter()
+    probes: list[dict[str, Any]] = []
+    num_tokens = longest
+    with contextlib.nullcontext() if is_cuda else counter:
+        while True:
+            progress(f"--max-tokens-per-gpu auto, trying {num_tokens:,} tokens")
+            micro_batches = [make_micro_batch(num_tokens, num_tokens, longest=length) for length in (short, longest)]
+            try:
+                set_gradient_sync(model, grad_sync, is_last=False)
+                for micro_batch in micro_batches:
+                    model(micro_batch.to(world.device)).backward()  # to make the gradients, and to warm up
+                counter.reset_peak()
+                if is_cuda:
+                    torch.cuda.reset_peak_memory_stats(world.device)
+                for micro_batch in micro_batches:
+                    begin = time.perf_counter()
+                    model(micro_batch.to(world.device)).backward()
+                if is_cuda:
+                    torch.cuda.synchronize(world.device)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or probes:
+                    raise
+                raise ValueError(refuse_longest(data, longest=longest, needed=limit, limit=limit)) from None
+            peak = torch.cuda.max_memory_allocated(world.device) if is_cuda else counter.num_peak
+            needed = resident + peak + state_bytes
+            seconds = time.perf_counter() - begin
+            worst = torch.tensor([needed - limit, needed, seconds], dtype=torch.float64)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=world.control)
+            excess, needed, seconds = worst.tolist()
+            probes.append({"tokens": num_tokens, "bytes": int(needed), "seconds": seconds, "excess": int(excess)})
+            if excess > 0 and len(probes) == 1:
+                raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=int(needed - excess)))
+            largest = find_largest(probes, longest=longest, most=most)
+            if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
+                break
+            num_tokens = min(2 * num_tokens, largest)
+    optimizer.zero_grad()
+    if is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+    choice = min(largest, most)
+    for probe in probes:
+        log.info(
+            f"--max-tokens-per-gpu auto: {probe['tokens']:,} tokens need {probe['bytes'] / GIB:,.2f} GiB and"
+            f" {probe['seconds']:.3f} s"
+        )
+    log.info(
+        f"--max-tokens-per-gpu auto: {choice:,}; {limit / GIB:,.2f} GiB may be used, the longest sample has"
+        f" {longest:,} tokens, and more than {most:,} would not save a micro-batch"
+    )
+    return {"max_tokens_per_gpu": choice, "world_size": world.world_size, "device": device, "limit_bytes": limit,
+            "probes": probes}  # fmt: skip
+
+
+def find_largest(probes: list[dict[str, Any]], *, longest: int, most: int) -> int:
+    """The most tokens that have room, on the line through the two largest probes; after one probe twice its tokens."""
+    last = probes[-1]
+    if len(probes) == 1:
+        return min(2 * last["tokens"], most)
+    slope = (last["excess"] - probes[-2]["excess"]) / (last["tokens"] - probes[-2]["tokens"])
+    room = -last["excess"] / slope if slope > 0 else most
+    return round_tokens(last["tokens"] + room, longest=longest, most=most)

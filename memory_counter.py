@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 # What the code that allocates is part of, by a piece of its file's name; the innermost call that matches tells.
-KINDS = {"token_loss.py": "loss", "/fsdp/_fully_shard/": "gathered", "/torch/optim/": "optimizer"}
+KINDS = {
+    "token_loss.py": "loss",
+    "/fsdp/_fully_shard/": "gathered",
+    "/torch/optim/": "optimizer",
+    "compact_adamw.py": "optimizer",
+}
 OTHER = "activations"
 
 

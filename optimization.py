@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compact_adamw import CompactAdamW
+from compact_adamw import BLOCK_SIZE, CompactAdamW
 
 Scheduler = Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"]
 
@@ -74,6 +74,13 @@ def set_step(optimizer: torch.optim.Optimizer, *, step: int, learning_rate: floa
         group["lr"] = learning_rate
         if isinstance(optimizer, CompactAdamW):
             group["step"] = step
+
+
+def moment_bytes(param: torch.Tensor, optimizer: str) -> int:
+    """Bytes of what `build_optimizer`'s optimizer will keep of a parameter, or of a shard of it."""
+    if optimizer == "adamw8bit" and param.ndim >= 2:
+        return 2 * (param.numel() + 4 * param.numel() // BLOCK_SIZE)  # codes, and fp32 scales
+    return 2 * 4 * param.numel()
 
 
 def state_keys(optimizer: torch.optim.Optimizer, param: DTensor) -> set[str]:

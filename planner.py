@@ -42,17 +42,18 @@ from osft_calibration import open_calibration_data
 from packed_attention import check_rope
 from process_group import World, call_on_rank0, init_world, setup_logging
 from run_record import check_output_dir, check_same_run, check_unused, identify_run
-from run_setup import build_run_model, choose_compute_dtype, is_export_due, make_osft_settings, open_inputs
+from run_setup import build_run_model, choose_compute_dtype, is_export_due, open_inputs
 from sampler import RunPosition, TokenizedData, count_steps, draw_samples, iterate_batches, read_sidecar
 from step_simulation import ShapedModel, StepMemory, shape_run_model, simulate_step
 from training_args import SCHEDULES_WITH_END, ExitCode, TrainOptions
 from training_log import PEAK_FLOPS, count_flops, describe_device
 
+RANKS_PER_NODE = 8  # of machines that are not this one, for --sharding hybrid
 NUM_TIMED = 3  # micro-batches, after one to warm up
 ASSUMED_MFU = 0.4  # where nothing can be measured
 
 KINDS = {  # of StepMemory.peak, in words
-    "weights": "weights that train, fp32, sharded",
+    "weights": "weights that train, sharded",
     "frozen": "weights and buffers that do not train",
     "gradients": "gradients, sharded",
     "optimizer": "optimizer state, sharded",
@@ -80,11 +81,13 @@ class Target:
     """The machine that is planned for."""
 
     world_size: int
+    num_shards: int  # ranks that hold one copy of the model
     device: torch.device
     name: str
     peak_flops: float | None
     limit: int | None  # bytes that a rank may use
     is_here: bool  # these are the ranks that this start has
+    offloads: bool  # what is sharded is in the host's memory
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,13 @@ def plan_run(options: TrainOptions) -> ExitCode:
         plan_disk(options, run, problems, lines)
     speed = None
     if is_here:
-        world = init_world()
-        if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft):
-            speed = measure_speed(options, world, cap=call_on_rank0(world, lambda: cap))
-        dist.destroy_process_group()
+        try:
+            world = init_world(sharding=options.sharding, shard_size=options.shard_size)
+            if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft):
+                speed = measure_speed(options, world, cap=call_on_rank0(world, lambda: cap))
+            dist.destroy_process_group()
+        except (ValueError, OSError) as error:  # of the model itself, on every rank
+            problems.append(str(error))
     if is_rank0:
         plan_time(options, target, run, packing, speed, lines)
         print("\n".join(lines))
@@ -150,7 +156,21 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
         problems.append(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
     is_known = options.memory_budget_gb is not None or is_here or (has_gpu and options.plan_device is None)
     limit = memory_limit(options.memory_budget_gb, device) if is_known else None
-    return Target(world_size, device, name, peak, limit, is_here)
+    num_shards = world_size
+    if options.sharding == "hybrid":
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
+        num_shards = options.shard_size or ranks_per_node
+        if num_shards < 2 or world_size % num_shards or num_shards == world_size:
+            if not is_here:  # else init_world says it
+                problems.append(
+                    f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on"
+                    f" {num_shards} ranks each; give a --shard-size of at least 2 that divides the number of ranks, or"
+                    " --sharding full"
+                )
+            num_shards = world_size
+    return Target(
+        world_size, num_shards, device, name, peak, limit, is_here, options.cpu_offload and device.type == "cuda"
+    )
 
 
 def look_at_run(options: TrainOptions, target: Target, problems: Problems) -> PlannedRun:
@@ -225,15 +245,7 @@ def look_at_run(options: TrainOptions, target: Target, problems: Problems) -> Pl
         )
     # Simulated on a CPU: a GPU's kernels keep what SDPA keeps; only eager attention holds more.
     attention = options.attention if target.device.type == "cpu" or options.attention == "eager" else "auto"
-    shape = functools.partial(
-        shape_run_model,
-        config,
-        trust_remote_code=trust,
-        compute_dtype=compute_dtype,
-        attention=attention,
-        activation_checkpointing=options.activation_checkpointing,
-        osft=make_osft_settings(options),
-    )
+    shape = functools.partial(shape_run_model, options, config, compute_dtype=compute_dtype, attention=attention)
     return PlannedRun(data, longest, start, num_steps, shape, attempt(shape))
 
 
@@ -323,12 +335,15 @@ def plan_memory(
         cap = choose_cap(options, target, run, base, problems)
         packing = cap and pack_batches(options, run, target.world_size, cap=cap)
         memory = packing and simulate_step(
+            options,
             run.shape(),
             world_size=target.world_size,
+            num_shards=target.num_shards,
             num_tokens=packing.num_tokens,
             num_trained=packing.num_trained,
             longest=run.longest,
             accumulates=bool(packing.num_micro_batches.max() > 1),
+            offloads=target.offloads,
         )
     except (RuntimeError, NotImplementedError) as error:  # torch's, of an operation that needs more than shapes
         lines.append(f"memory: not known, since a step of this model cannot be simulated: {error}")
@@ -336,7 +351,7 @@ def plan_memory(
     if memory is None:
         return cap, packing, None
     describe_packing(cap, packing, lines)
-    describe_memory(packing, memory, base, lines)
+    describe_memory(target, packing, memory, base, lines)
     needed = base + memory.total
     if target.limit is None:
         lines.append("  whether that fits is not known: give --memory-budget-gb")
@@ -360,7 +375,15 @@ def choose_cap(options: TrainOptions, target: Target, run: PlannedRun, base: int
         run.data, batch_size=options.batch_size, seed=options.seed, start=run.start, world_size=target.world_size
     )
     memory = simulate_step(
-        run.shape(), world_size=target.world_size, num_tokens=most, num_trained=most, longest=longest, accumulates=True
+        options,
+        run.shape(),
+        world_size=target.world_size,
+        num_shards=target.num_shards,
+        num_tokens=most,
+        num_trained=most,
+        longest=longest,
+        accumulates=True,
+        offloads=target.offloads,
     )
     if base + memory.at(longest) > target.limit:
         needed = base + memory.at(longest)
@@ -405,7 +428,7 @@ def describe_packing(cap: int, packing: Packing, lines: list[str]) -> None:
     )
 
 
-def describe_memory(packing: Packing, memory: StepMemory, base: int, lines: list[str]) -> None:
+def describe_memory(target: Target, packing: Packing, memory: StepMemory, base: int, lines: list[str]) -> None:
     lines.append(
         f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
         f" {packing.num_trained:,} of them trained"
@@ -413,6 +436,8 @@ def describe_memory(packing: Packing, memory: StepMemory, base: int, lines: list
     items = {words: memory.peak[kind] for kind, words in KINDS.items()}
     items["interpreter and libraries"] = base
     lines += [f"  {words:<48}{size / GIB:9.3f} GiB" for words, size in items.items() if size >= 2**20]
+    if target.offloads:
+        lines.append("  what is sharded is in the host's memory and not counted")
     lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
 
@@ -490,7 +515,14 @@ def measure_speed(options: TrainOptions, world: World, *, cap: int) -> tuple[flo
     inputs = open_inputs(options, world, start=start)
     model = build_run_model(options, inputs, world, progress=lambda where: None)
     flops = count_flops(model.model, inputs.config)
-    optimizer = build_optimizer(model, learning_rate=0.0, weight_decay=0.0, betas=(0.9, 0.95), eps=options.adam_eps)
+    optimizer = build_optimizer(
+        model,
+        optimizer=options.optimizer,
+        learning_rate=0.0,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        eps=options.adam_eps,
+    )
     batches = iterate_batches(
         inputs.data,
         batch_size=options.batch_size,

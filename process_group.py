@@ -74,12 +74,15 @@ def init_world(
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     control = dist.new_group(backend="gloo", timeout=timeout)
+    return World(rank, world_size, device, make_mesh(device.type, world_size, num_shards), control)
+
+
+def make_mesh(device_type: str, world_size: int, num_shards: int) -> DeviceMesh:
+    """`World.mesh` of ranks of which every `num_shards` hold one copy of the model."""
     if num_shards == world_size:
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    else:
-        shape = (world_size // num_shards, num_shards)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return World(rank, world_size, device, mesh, control)
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // num_shards, num_shards)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def connect_lifeline(world: World, control: RunControl) -> None:

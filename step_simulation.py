@@ -10,19 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from auto_tokens import make_micro_batch
 from memory_counter import MemoryCounter
-from model_setup import PackedCausalLM, apply_fsdp, shape_model
-from optimization import build_optimizer
+from model_setup import PackedCausalLM, apply_fsdp, set_gradient_sync, shape_model
+from optimization import build_optimizer, moment_bytes
 from osft import (
     OSFTLinear,
     OSFTSettings,
@@ -34,10 +33,12 @@ from osft import (
     project_updates,
     replace_layers,
 )
-from process_group import World
-from sampler import IGNORED, MicroBatch, pack_samples
+from process_group import World, make_mesh
+from run_setup import make_osft_settings
+from training_args import TrainOptions
 from training_log import FlopCount, count_flops
 
+SHARDED = ("weights", "frozen", "gradients", "optimizer")  # kinds of memory that --cpu-offload takes elsewhere
 UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio to plan with where --osft-keep-energy will decide
 
 
@@ -59,14 +60,11 @@ class StepMemory:
 
 
 @contextmanager
-def fake_world(world_size: int) -> Iterator[World]:
+def fake_world(world_size: int, num_shards: int) -> Iterator[World]:
     """Rank 0 of `world_size` ranks that are not there; no other process group may exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        device = torch.device("cpu")
-        yield World(
-            0, world_size, device, init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",)), dist.group.WORLD
-        )
+        yield World(0, world_size, torch.device("cpu"), make_mesh("cpu", world_size, num_shards), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 
@@ -86,31 +84,31 @@ class ShapedModel:
 
 
 def shape_run_model(
-    config: PreTrainedConfig,
-    *,
-    trust_remote_code: bool,
-    compute_dtype: torch.dtype,
-    attention: str,
-    activation_checkpointing: str,
-    osft: OSFTSettings | None,
+    options: TrainOptions, config: PreTrainedConfig, *, compute_dtype: torch.dtype, attention: str
 ) -> ShapedModel:
-    """The model on the meta device, as a run on a CPU would shape it. ValueError for what cannot be trained."""
+    """The model on the meta device, as a run on a CPU would shape it. ValueError for what cannot be trained.
+
+    Without --compile, --float8 and --use-liger-kernels, which need the device itself.
+    """
     model, blocks, backend = shape_model(
         config,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=options.trust_remote_code,
         device=torch.device("cpu"),
         compute_dtype=compute_dtype,
         attention=attention,
-        activation_checkpointing=activation_checkpointing,
+        activation_checkpointing=options.activation_checkpointing,
         compile=False,
         use_liger_kernels=False,
-        has_osft=osft is not None,
+        has_osft=options.osft,
     )
     num_params = sum(param.numel() for param in model.parameters())
-    if osft is not None:
+    if (osft := make_osft_settings(options)) is not None:
         shape_osft(model, blocks, osft, compute_dtype=compute_dtype)
+    else:
+        for param in model.parameters():
+            param.data = param.data.to(getattr(torch, options.master_weights))
     params = list(model.parameters())
-    num_trainable = sum(param.numel() for param in params if param.requires_grad)
+    trained = [param for param in params if param.requires_grad]
     U_high_numel = sum(layer.num_rows * layer.num_kept for layer in find_osft_layers(model) if layer.projects)
     return ShapedModel(
         model,
@@ -118,34 +116,46 @@ def shape_run_model(
         backend,
         compute_dtype,
         num_params=num_params,
-        num_trainable=num_trainable,
-        state_bytes=sum(param.numel() * param.itemsize for param in params) + 4 * (2 * num_trainable + U_high_numel),
+        num_trainable=sum(param.numel() for param in trained),
+        state_bytes=sum(param.numel() * param.itemsize for param in params)
+        + sum(moment_bytes(param, options.optimizer) for param in trained)
+        + 4 * U_high_numel,
         flops=count_flops(model, config),
     )
 
 
 def simulate_step(
-    shaped: ShapedModel, *, world_size: int, num_tokens: int, num_trained: int, longest: int, accumulates: bool
+    options: TrainOptions,
+    shaped: ShapedModel,
+    *,
+    world_size: int,
+    num_shards: int,
+    num_tokens: int,
+    num_trained: int,
+    longest: int,
+    accumulates: bool,
+    offloads: bool = False,
 ) -> StepMemory:
     """A micro-batch of `num_tokens`, `num_trained` of them trained, in sequences of up to `longest` tokens.
 
     `accumulates`: whether the step has more than one micro-batch, so that gradients are there during the forward pass.
-    Uses `shaped` up. RuntimeError where an operation of the model cannot be simulated.
+    `offloads`: whether what is sharded lies elsewhere, and is not counted. Uses `shaped` up. RuntimeError where an
+    operation of the model cannot be simulated.
     """
     packed_model = PackedCausalLM(
         shaped.model, backend=shaped.backend, compute_dtype=shaped.compute_dtype, use_liger_kernels=False
     )
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_world(world_size) as world, quiet_simulation(), fake, MemoryCounter() as counter:
+    with fake_world(world_size, num_shards) as world, quiet_simulation(), fake, MemoryCounter() as counter:
         give_memory(packed_model, world)
         apply_fsdp(
             packed_model,
             shaped.blocks,
             weights={},
-            weights_dtype=torch.float32,
+            weights_dtype=getattr(torch, options.master_weights),
             subspaces={},
             world=world,
-            reshard_after_forward="auto",
+            reshard_after_forward=options.reshard_after_forward,
             cpu_offload=False,
         )
         tensors = [*packed_model.train().parameters(), *packed_model.buffers()]
@@ -155,26 +165,43 @@ def simulate_step(
         for param in params:
             param.grad = torch.zeros_like(param)
             counter.count(param.grad, "gradients")
-        optimizer = build_optimizer(packed_model, learning_rate=0.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+        optimizer = build_optimizer(
+            packed_model,
+            optimizer=options.optimizer,
+            learning_rate=0.0,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+        )
         osft_layers = find_osft_layers(packed_model)
         counter.reset_peak()
         project_gradients(osft_layers)
         optimizer.step()
         project_updates(osft_layers)
         peaks = [counter.peak]
-        for size in (num_tokens // 2, num_tokens):
+        # Where gradients stay whole until the last micro-batch, a first one has to make them.
+        waits = accumulates and options.micro_batch_grad_sync == "last"
+        passes = [(num_tokens // 2, not waits), (num_tokens, not waits)]
+        passes = [passes[0], *passes, (num_tokens, True)] if waits else passes
+        if waits:
+            optimizer.zero_grad()
+        for size, is_last in passes:
             if not accumulates:
                 optimizer.zero_grad()
             counter.reset_peak()
+            set_gradient_sync(packed_model, options.micro_batch_grad_sync, is_last=is_last)
             micro_batch = make_micro_batch(size, size * num_trained // num_tokens, longest=longest)
             (packed_model(micro_batch._map_tensors(fake.from_tensor)) / 1.0).backward()
             for param in params:
-                counter.count(param.grad, "gradients")
+                if param.grad is not None:
+                    counter.count(param.grad, "gradients")
             peaks.append(counter.peak)
+    if offloads:
+        peaks = [Counter({kind: size for kind, size in peak.items() if kind not in SHARDED}) for peak in peaks]
     return StepMemory(
         peak=max(peaks, key=Counter.total),
         num_tokens=num_tokens,
-        per_token=(peaks[2].total() - peaks[1].total()) / (num_tokens - num_tokens // 2),
+        per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (num_tokens - num_tokens // 2),
     )
 
 
@@ -206,20 +233,9 @@ def give_memory(packed_model: PackedCausalLM, world: World) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=world.device))
         if isinstance(module, OSFTLinear) and module.projects:
-            rows, num_kept = -(-module.num_rows // world.world_size), module.num_kept
+            rows, num_kept = -(-module.num_rows // world.num_shards), module.num_kept
             module.U_high = DTensor.from_local(
-                torch.empty(rows, num_kept), world.mesh, [Shard(0)], run_check=False,
+                torch.empty(rows, num_kept), world.shard_mesh, [Shard(0)], run_check=False,
                 shape=(module.num_rows, num_kept), stride=(num_kept, 1),
             )  # fmt: skip
     packed_model.model.tie_weights()
-
-
-def make_micro_batch(num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
-    """Sequences of `longest` tokens, and one with the rest; about `num_trained` of the tokens are trained."""
-    samples = []
-    for start in range(0, num_tokens, longest):
-        length = min(longest, num_tokens - start)
-        labels = np.full(length, IGNORED)
-        labels[1 : 1 + -(-num_trained * length // num_tokens)] = 0
-        samples.append((np.zeros(length, dtype=np.int64), labels, None))
-    return pack_samples(samples)

@@ -1,0 +1,97 @@
+"""--max-tokens-per-gpu auto: all ranks take the same micro-batch, it has room, and the run is that of a fixed cap."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import train_here
+from processes import flags, run, torchrun
+from safetensors.torch import load_file
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+
+from auto_tokens import ROUNDING, find_largest
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("inputs")
+    return dict(
+        model_name_or_path=str(save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))),
+        data_path=str(write_samples(root / "data.arrow", make_samples(60, vocab_size=VOCAB_SIZE))),
+        batch_size=16,
+        learning_rate=1e-2,
+        max_steps=4,
+        export_dtype="float32",
+        activation_checkpointing="none",
+        checkpoint_every_steps=2,
+    )
+
+
+def outcome(output_dir: Path) -> tuple[list, dict[str, torch.Tensor], dict]:
+    """Losses and gradient norms, weights, and training_params.json."""
+    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    (export,) = output_dir.glob("hf_format/*/model.safetensors")
+    return (
+        [(row["loss"], row["grad_norm"], row["grad_accum"]) for row in rows],
+        load_file(export),
+        json.loads((output_dir / "training_params.json").read_text()),
+    )
+
+
+def check_same(a: Path, b: Path) -> None:
+    (steps, weights, _), (other_steps, other_weights, _) = outcome(a), outcome(b)
+    assert steps == other_steps and len(steps) == 4
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_what_has_room_is_on_the_line_through_the_last_probes():
+    limit, fixed, slope = 10_000_000, 2_000_000, 1_000
+    probes = [dict(tokens=tokens, excess=fixed + slope * tokens - limit) for tokens in (500, 1_000, 2_000)]
+    assert find_largest(probes[:1], longest=500, most=20_000) == 1_000
+    assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+    assert find_largest(probes, longest=500, most=3_000) == 3_000
+    assert find_largest(probes, longest=8_001, most=20_000) == 8_001  # never below the longest sample
+    probes.append(dict(tokens=9_000, excess=1_000_000))
+    assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+
+
+def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
+    cap = dict(max_tokens_per_gpu="auto", memory_budget_gb=1000.0)
+    train_here(world, **inputs, **cap, output_dir=str(tmp_path / "whole"))
+    params = outcome(tmp_path / "whole")[2]
+    chosen = params["auto_tokens"]["max_tokens_per_gpu"]
+    assert params["options"]["max_tokens_per_gpu"] == chosen > 0
+    assert [probe["tokens"] for probe in params["auto_tokens"]["probes"]] == sorted(
+        {probe["tokens"] for probe in params["auto_tokens"]["probes"]}
+    )
+    train_here(world, **inputs | dict(max_steps=2, save_final_checkpoint=False, min_samples_per_checkpoint=1000), **cap,
+               output_dir=str(tmp_path / "resumed"))  # fmt: skip
+    train_here(world, **inputs, **cap | dict(memory_budget_gb=500.0), output_dir=str(tmp_path / "resumed"))
+    starts = outcome(tmp_path / "resumed")[2]["starts"]
+    assert starts[0]["auto_tokens"] == starts[1]["auto_tokens"]
+    check_same(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
+    with pytest.raises(ValueError, match=r"the longest sample, row \d+ of .*data.arrow with \d+ tokens, needs"):
+        train_here(world, **inputs, max_tokens_per_gpu="auto", memory_budget_gb=0.01, output_dir=str(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
+    argv = flags(**inputs, output_dir=tmp_path / "auto", max_tokens_per_gpu="auto", memory_budget_gb=1000)
+    result = run(torchrun(2, "train.py", *argv))
+    assert result.returncode == 0, result.stderr
+    chosen = outcome(tmp_path / "auto")[2]["auto_tokens"]
+    assert chosen["world_size"] == 2 and f"auto: {chosen['max_tokens_per_gpu']:,};" in result.stderr
+    fixed = flags(**inputs, output_dir=tmp_path / "fixed", max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
+    result = run(torchrun(2, "train.py", *fixed))
+    assert result.returncode == 0, result.stderr
+    check_same(tmp_path / "auto", tmp_path / "fixed")
+    dry = flags(**inputs, output_dir=tmp_path / "dry", max_tokens_per_gpu="auto", memory_budget_gb=1000, dry_run=True)
+    result = run([sys.executable, "train.py", *dry, "--plan-world-size", "2"])
+    assert f"micro-batches of at most {chosen['max_tokens_per_gpu']:,} tokens" in result.stdout, result.stdout
+    assert not (tmp_path / "dry").exists()
