@@ -171,6 +171,9 @@ def choose_max_tokens(
             if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
                 break
             num_tokens = min(2 * num_tokens, largest)
+    # Gradients that FSDP still keeps for itself would come out in the first step: hand them over, and drop them.
+    set_gradient_sync(model, grad_sync, is_last=True)
+    model(make_micro_batch(2, 2, longest=2).to(world.device)).backward()
     optimizer.zero_grad()
     if is_cuda:
         torch.cuda.empty_cache()
