@@ -24,6 +24,7 @@ MARGIN = 0.1  # of the memory that stays free: for communication buffers and fra
 NUM_BATCHES = 50  # that are looked at
 ROUNDING = 64  # tokens of which the choice is a multiple
 MOST_PROBES = 5
+NUM_TOKEN_IDS = 64  # that probes consist of: several, so that a mixture of experts uses several
 SHORT = 0.1  # quantile of the lengths that counts as short
 CPU_SHARE = 0.8  # of the available memory that all processes of a machine without GPUs count with
 
@@ -94,8 +95,8 @@ def make_micro_batch(num_tokens: int, num_trained: int, *, longest: int) -> Micr
     for start in range(0, num_tokens, longest):
         length = min(longest, num_tokens - start)
         labels = np.full(length, IGNORED)
-        labels[1 : 1 + -(-num_trained * length // num_tokens)] = 0
-        samples.append((np.zeros(length, dtype=np.int64), labels, None))
+        labels[1 : 1 + -(-num_trained * length // num_tokens)] = 1
+        samples.append((np.arange(length) % NUM_TOKEN_IDS, labels, None))
     return pack_samples(samples)
 
 
