@@ -148,8 +148,10 @@ def choose_max_tokens(
                 for micro_batch in micro_batches:
                     model(micro_batch.to(world.device)).backward()  # to make the gradients, and to warm up
                 counter.reset_peak()
+                before = counter.num_live
                 if is_cuda:
                     torch.cuda.reset_peak_memory_stats(world.device)
+                    before = torch.cuda.memory_allocated(world.device)
                 for micro_batch in micro_batches:
                     begin = time.perf_counter()
                     model(micro_batch.to(world.device)).backward()
@@ -162,10 +164,18 @@ def choose_max_tokens(
             peak = torch.cuda.max_memory_allocated(world.device) if is_cuda else counter.num_peak
             needed = resident + peak + state_bytes
             seconds = time.perf_counter() - begin
-            worst = torch.tensor([needed - limit, needed, seconds], dtype=torch.float64)
+            worst = torch.tensor([needed - limit, needed, peak - before, seconds], dtype=torch.float64)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=world.control)
-            excess, needed, seconds = worst.tolist()
-            probes.append({"tokens": num_tokens, "bytes": int(needed), "seconds": seconds, "excess": int(excess)})
+            excess, needed, activations, seconds = worst.tolist()
+            probes.append(
+                {
+                    "tokens": num_tokens,
+                    "bytes": int(needed),
+                    "activation_bytes": int(activations),
+                    "excess_bytes": int(excess),
+                    "seconds": seconds,
+                }
+            )
             if excess > 0 and len(probes) == 1:
                 raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=int(needed - excess)))
             largest = find_largest(probes, longest=longest, most=most)
@@ -194,10 +204,14 @@ def choose_max_tokens(
 
 
 def find_largest(probes: list[dict[str, Any]], *, longest: int, most: int) -> int:
-    """The most tokens that have room, on the line through the two largest probes; after one probe twice its tokens."""
+    """The most tokens that have room, on the line through the two largest probes.
+
+    After one probe as if its activations grew in proportion, which is more than they do, and at most twice its tokens.
+    """
     last = probes[-1]
     if len(probes) == 1:
-        return min(2 * last["tokens"], most)
-    slope = (last["excess"] - probes[-2]["excess"]) / (last["tokens"] - probes[-2]["tokens"])
-    room = -last["excess"] / slope if slope > 0 else most
+        room = -last["excess_bytes"] / last["activation_bytes"] * last["tokens"]
+        return max(longest, min(most, int(last["tokens"] + min(room, last["tokens"]))))
+    slope = (last["excess_bytes"] - probes[-2]["excess_bytes"]) / (last["tokens"] - probes[-2]["tokens"])
+    room = -last["excess_bytes"] / slope if slope > 0 else most
     return round_tokens(last["tokens"] + room, longest=longest, most=most)

@@ -11,6 +11,11 @@ own, which other work on the machine moves little.
 
 prints the same bytes, of plain fine-tuning's, for the layers of well-known models and for these as a whole, from the
 shapes of the tensors alone.
+
+    python benchmarks/osft_cost.py --decompositions "Qwen2.5 1.5B" "Llama 3.1 8B"
+
+times one decomposition of each kind of layer, of random numbers: what the first start on a model costs, divided by the
+number of ranks; later ones read it from the cache.
 """
 
 import argparse
@@ -35,6 +40,7 @@ from osft import (
     OSFTSettings,
     count_kept,
     find_osft_layers,
+    make_subspace,
     measure_leak,
     project_gradients,
     project_updates,
@@ -93,15 +99,34 @@ def count_layer_bytes(out_features: int, in_features: int, ratio: float, dtype: 
     return num_bytes + (4 * layer.num_rows * num_kept if layer.projects else 0)  # U_high
 
 
+def list_layers(shape: dict) -> dict[str, tuple[int, tuple[int, int]]]:
+    """Kinds of a block's linear layers -> how many there are, and (out, in)."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    key_value = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    return {"q, o": (2, (hidden, hidden)), "k, v": (2, (key_value, hidden)), "MLP": (3, (inner, hidden))}
+
+
+def print_decompositions(names: list[str], world: World) -> None:
+    print("| layer | seconds | of the model, by one process |\n|---|---|---|")
+    for name in names:
+        depth, total = MODELS[name]["num_hidden_layers"], 0.0
+        for kind, (number, (out, into)) in list_layers(MODELS[name]).items():
+            matrix = torch.randn(max(out, into), min(out, into), device=world.device)
+            start = read_clock(world)
+            make_subspace(matrix, device=world.device)
+            seconds = read_clock(world) - start
+            total += depth * number * seconds
+            print(f"| {name}: {kind}, {out} × {into} | {seconds:.1f} | {depth * number} × |")
+        print(f"| **{name}** | | {total / 60:.1f} min |")
+
+
 def print_shapes(ratios: list[float]) -> None:
     kinds = [(dtype, ratio) for dtype in (torch.bfloat16, torch.float32) for ratio in ratios]
     header = " | ".join(f"{str(dtype).removeprefix('torch.')}, {ratio}" for dtype, ratio in kinds)
     print(f"| compute dtype, R | {header} |\n{'|---' * (len(kinds) + 1)}|")
     for name, shape in MODELS.items():
-        hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-        key_value = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-        layers = {"q, o": (2, (hidden, hidden)), "k, v": (2, (key_value, hidden)), "MLP": (3, (inner, hidden))}
-        embeddings = (1 if shape["tied"] else 2) * shape["vocab_size"] * hidden
+        layers = list_layers(shape)
+        embeddings = (1 if shape["tied"] else 2) * shape["vocab_size"] * shape["hidden_size"]
         rows = {f"{name}: {kind}, {out} × {into}": (0, {kind: (n, (out, into))})
                 for kind, (n, (out, into)) in layers.items()}  # fmt: skip
         for row, (frozen, parts) in (rows | {f"**{name}**, with frozen embeddings": (embeddings, layers)}).items():
@@ -128,12 +153,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of one micro-batch, in sequences of 256")
     parser.add_argument("--activation-checkpointing", default="full", choices=["none", "full"])
     parser.add_argument("--compute-dtype", choices=["float32", "bfloat16"], help="bfloat16 on CUDA, else float32")
+    parser.add_argument(
+        "--decompositions", nargs="+", choices=list(MODELS), metavar="MODEL", help="only the time of their first start"
+    )
     parser.add_argument("--shapes", action="store_true", help="only the bytes of well-known models")
     args = parser.parse_args()
     if args.shapes:
         return print_shapes(args.ratios)
     setup_logging("ERROR")
     world = init_world()
+    if args.decompositions:
+        print_decompositions(args.decompositions, world)
+        return dist.destroy_process_group()
     dtype = getattr(torch, args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
     config = LlamaConfig(
         hidden_size=args.hidden_size, intermediate_size=args.intermediate_size, num_hidden_layers=args.num_layers,

@@ -49,12 +49,17 @@ def check_same(a: Path, b: Path) -> None:
 
 def test_what_has_room_is_on_the_line_through_the_last_probes():
     limit, fixed, slope = 10_000_000, 2_000_000, 1_000
-    probes = [dict(tokens=tokens, excess=fixed + slope * tokens - limit) for tokens in (500, 1_000, 2_000)]
+    probes = [
+        dict(tokens=tokens, excess_bytes=fixed + slope * tokens - limit, activation_bytes=500 + slope * tokens)
+        for tokens in (500, 1_000, 2_000)
+    ]
     assert find_largest(probes[:1], longest=500, most=20_000) == 1_000
+    nearly_full = dict(tokens=500, excess_bytes=-100_000, activation_bytes=500_000)  # twice as much has no room
+    assert find_largest([nearly_full], longest=500, most=20_000) == 600
     assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
     assert find_largest(probes, longest=500, most=3_000) == 3_000
     assert find_largest(probes, longest=8_001, most=20_000) == 8_001  # never below the longest sample
-    probes.append(dict(tokens=9_000, excess=1_000_000))
+    probes.append(dict(tokens=9_000, excess_bytes=1_000_000))
     assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
 
 
