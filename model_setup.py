@@ -398,6 +398,22 @@ def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] =
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
+def set_activation_checkpointing(packed_model: PackedCausalLM, mode: str) -> None:
+    """Changes what the blocks of a built model keep for backward; none of them may be compiled."""
+    model = packed_model.model
+    blocks = find_blocks(model)
+    for block in blocks:
+        forward = block.forward
+        if isinstance(forward, functools.partial) and forward.func is checkpoint:
+            (block.forward,) = forward.args
+    if mode == "selective":
+        has_osft = any(isinstance(module, OSFTLinear) for module in blocks.modules())
+        kept = choose_kept_operations(model, backend=packed_model.backend, compile=False, has_osft=has_osft)
+        apply_activation_checkpointing(blocks, kept)
+    elif mode == "full":
+        apply_activation_checkpointing(blocks)
+
+
 def apply_fsdp(
     packed_model: PackedCausalLM,
     blocks: nn.ModuleList,

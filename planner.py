@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from auto_tokens import (
+from auto_settings import (
     GIB,
     MARGIN,
     NUM_BATCHES,
@@ -110,7 +110,7 @@ class PlannedRun:
     longest: int | None  # tokens of the longest sample
     start: RunPosition
     num_steps: int | None  # None: no end, or not known
-    shape: Callable[[], ShapedModel] | None = None
+    shape: Callable[[TrainOptions], ShapedModel] | None = None
     shaped: ShapedModel | None = None
 
 
@@ -125,12 +125,15 @@ def plan_run(options: TrainOptions) -> ExitCode:
     if is_rank0:
         target = find_target(options, world_size, is_here=is_here, problems=problems)
         run = look_at_run(options, target, problems)
+        options = choose_checkpointing(options, target, run, problems)
         cap, packing, memory = plan_memory(options, target, run, problems, lines)
         plan_disk(options, run, problems, lines)
     speed = None
     if is_here:
         try:
             world = init_world(sharding=options.sharding, shard_size=options.shard_size)
+            checkpointing = call_on_rank0(world, lambda: options.activation_checkpointing)
+            options = replace(options, activation_checkpointing=checkpointing)
             if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft):
                 speed = measure_speed(options, world, cap=call_on_rank0(world, lambda: cap))
             dist.destroy_process_group()
@@ -245,8 +248,8 @@ def look_at_run(options: TrainOptions, target: Target, problems: Problems) -> Pl
         )
     # Simulated on a CPU: a GPU's kernels keep what SDPA keeps; only eager attention holds more.
     attention = options.attention if target.device.type == "cpu" or options.attention == "eager" else "auto"
-    shape = functools.partial(shape_run_model, options, config, compute_dtype=compute_dtype, attention=attention)
-    return PlannedRun(data, longest, start, num_steps, shape, attempt(shape))
+    shape = functools.partial(shape_run_model, config=config, compute_dtype=compute_dtype, attention=attention)
+    return PlannedRun(data, longest, start, num_steps, shape, attempt(lambda: shape(options)))
 
 
 @dataclass(frozen=True)
@@ -336,7 +339,7 @@ def plan_memory(
         packing = cap and pack_batches(options, run, target.world_size, cap=cap)
         memory = packing and simulate_step(
             options,
-            run.shape(),
+            run.shape(options),
             world_size=target.world_size,
             num_shards=target.num_shards,
             num_tokens=packing.num_tokens,
@@ -364,6 +367,46 @@ def plan_memory(
     return cap, packing, memory
 
 
+def choose_checkpointing(options: TrainOptions, target: Target, run: PlannedRun, problems: Problems) -> TrainOptions:
+    """The options with what --activation-checkpointing auto would come to by simulation, with every token trained."""
+    if options.activation_checkpointing != "auto":
+        return options
+    if target.limit is None:
+        problems.append("--activation-checkpointing auto cannot be planned without --memory-budget-gb")
+    elif run.data is not None and run.shaped is not None:
+        longest, most = count_useful_tokens(
+            run.data, batch_size=options.batch_size, seed=options.seed, start=run.start, world_size=target.world_size
+        )
+        goal = most if options.max_tokens_per_gpu == "auto" else max(longest, min(most, options.max_tokens_per_gpu))
+        base = resident_memory() if target.device.type == "cpu" else 0
+        for mode in ("none", "selective"):
+            settled = replace(options, activation_checkpointing=mode)
+            try:
+                memory = simulate_worst_step(settled, target, run, num_tokens=goal, longest=longest)
+            except (RuntimeError, NotImplementedError):
+                break  # plan_memory says so
+            if base + memory.total <= target.limit:
+                return settled
+    return replace(options, activation_checkpointing="full")
+
+
+def simulate_worst_step(
+    options: TrainOptions, target: Target, run: PlannedRun, *, num_tokens: int, longest: int
+) -> StepMemory:
+    """A step of micro-batches of `num_tokens`, every one trained."""
+    return simulate_step(
+        options,
+        run.shape(options),
+        world_size=target.world_size,
+        num_shards=target.num_shards,
+        num_tokens=num_tokens,
+        num_trained=num_tokens,
+        longest=longest,
+        accumulates=True,
+        offloads=target.offloads,
+    )
+
+
 def choose_cap(options: TrainOptions, target: Target, run: PlannedRun, base: int, problems: Problems) -> int | None:
     """--max-tokens-per-gpu; for auto what it would come to by simulation, with every token trained."""
     if options.max_tokens_per_gpu != "auto":
@@ -374,17 +417,7 @@ def choose_cap(options: TrainOptions, target: Target, run: PlannedRun, base: int
     longest, most = count_useful_tokens(
         run.data, batch_size=options.batch_size, seed=options.seed, start=run.start, world_size=target.world_size
     )
-    memory = simulate_step(
-        options,
-        run.shape(),
-        world_size=target.world_size,
-        num_shards=target.num_shards,
-        num_tokens=most,
-        num_trained=most,
-        longest=longest,
-        accumulates=True,
-        offloads=target.offloads,
-    )
+    memory = simulate_worst_step(options, target, run, num_tokens=most, longest=longest)
     if base + memory.at(longest) > target.limit:
         needed = base + memory.at(longest)
         problems.append(refuse_longest(run.data, longest=longest, needed=needed, limit=target.limit))

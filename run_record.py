@@ -129,11 +129,11 @@ def record_start(
     resumed_from: Path | None,
     first_step: int,
     changes: list[str],
-    auto_tokens: dict[str, Any] | None = None,
+    auto_settings: dict[str, Any] | None = None,
 ) -> None:
     """Makes the run's directory and writes training_params.json: this start's options, and a line for each start.
 
-    `auto_tokens`: what --max-tokens-per-gpu auto has measured and chosen.
+    `auto_settings`: what was chosen for options that were auto, and the measurements.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     try:
@@ -146,7 +146,7 @@ def record_start(
             "first_step": first_step,
             "resumed_from": str(resumed_from) if resumed_from else None,
             "changed_options": changes,
-            "auto_tokens": auto_tokens,
+            "auto_settings": auto_settings,
             "world_size": world.world_size,
             "device": describe_device(world.device),
             "versions": read_versions(),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from auto_tokens import make_micro_batch
+from auto_settings import make_micro_batch
 from memory_counter import MemoryCounter
 from model_setup import PackedCausalLM, apply_fsdp, set_gradient_sync, shape_model
 from optimization import build_optimizer, moment_bytes

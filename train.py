@@ -21,13 +21,13 @@ if __name__ == "__main__":
     control.start()
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from auto_tokens import choose_max_tokens
+from auto_settings import settle_auto_options
 from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
 from model_setup import set_gradient_sync
@@ -103,23 +103,16 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         eps=options.adam_eps,
         seed=options.seed,
     )
-    chosen = None
-    if options.max_tokens_per_gpu == "auto":
-        chosen = choose_max_tokens(
-            model,
-            optimizer,
-            data,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            start=start,
-            optimizer_name=options.optimizer,
-            grad_sync=options.micro_batch_grad_sync,
-            memory_budget_gb=options.memory_budget_gb,
-            previous=checkpoint and checkpoint.state.get("auto_tokens"),
-            world=world,
-            progress=control.progress,
-        )
-        options = replace(options, max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
+    options, auto_settings = settle_auto_options(
+        options,
+        model,
+        optimizer,
+        data,
+        start=start,
+        previous=checkpoint and checkpoint.state.get("auto_settings"),
+        world=world,
+        progress=control.progress,
+    )
     flops = count_flops(model.model, config)
     device_flops = peak_flops(world.device, inputs.compute_dtype)
 
@@ -136,7 +129,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             resumed_from=checkpoint and checkpoint.path,
             first_step=start.step,
             changes=changes,
-            auto_tokens=chosen,
+            auto_settings=auto_settings,
         ),
     )
     batches = iterate_batches(
@@ -249,7 +242,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         if is_due or stop is not None or sums.flags & Flag.CHECKPOINT_DUE:
             training_log.flush_to_disk()
             state = {"position": asdict(position), "identity": identity, "options": asdict(options), "changed": changes}
-            state["auto_tokens"] = chosen
+            state["auto_settings"] = auto_settings
             with control.slow(f"the checkpoint after step {position.step}"):
                 checkpointer.save(model, optimizer, step=position.step, state=state)
             last_save = time.monotonic()

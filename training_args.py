@@ -170,9 +170,10 @@ class TrainOptions:
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "eager"] = "auto"
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), or SDPA / plain matrix
     products one sequence at a time. auto: the fastest one that this machine and this model allow."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "full"
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "full"
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
-    selective: keep the outputs of matrix products and attention too, and recompute only what is cheap."""
+    selective: keep the outputs of matrix products and attention too, and recompute only what is cheap. auto: what
+    recomputes least of those that have room for micro-batches of max-tokens-per-gpu, measured at the start."""
     compile: bool = False
     """torch.compile each block, once for all numbers of tokens; the first step takes a minute or more longer."""
     float8: bool = False
@@ -421,8 +422,12 @@ def find_train_problems(o: TrainOptions) -> list[str]:
             " drop long samples with process_data.py --max-sample-num-tokens, or give a number")  # fmt: skip
     require(o.memory_budget_gb is None or 0 < o.memory_budget_gb < math.inf,
             f"--memory-budget-gb {o.memory_budget_gb}: must be above 0, and finite")  # fmt: skip
-    require(o.memory_budget_gb is None or is_auto or o.dry_run,
-            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto or --dry-run")  # fmt: skip
+    require(o.memory_budget_gb is None or is_auto or o.activation_checkpointing == "auto" or o.dry_run,
+            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
+            " --dry-run")  # fmt: skip
+    require(not (o.compile and o.activation_checkpointing == "auto"),
+            "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
+            " selective or full")  # fmt: skip
     given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(o, name) is not None]
     require(o.dry_run or not given, f"{', '.join(given)}: no effect without --dry-run")
     problems += find_osft_problems(o)

@@ -15,7 +15,7 @@ from processes import flags, run
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
 
-from auto_tokens import make_micro_batch
+from auto_settings import make_micro_batch
 from memory_counter import MemoryCounter
 from model_setup import load_config, set_gradient_sync
 from optimization import build_optimizer
@@ -195,3 +195,11 @@ def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
     assert result.returncode == ExitCode.DONE, result.stderr
     assert "measured here, on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
     assert sorted(tmp_path.parent.rglob("*")) == before
+
+
+def test_auto_settings_are_planned_by_the_room_there_is(plan):
+    for budget, mode in ((80, "none"), (0.0005, "full")):
+        _, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100", memory_budget_gb=budget)
+        assert f"{mode} activation checkpointing" in text, text
+    code, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100")
+    assert code == ExitCode.BAD_INPUT and "auto cannot be planned without --memory-budget-gb" in text

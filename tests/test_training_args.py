@@ -75,6 +75,7 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--master-weights", "bfloat16", "--float8"],
             ["--master-weights bfloat16: --osft keeps directions exactly", "--float8: --osft's layers"],
         ),
+        (["--compile", "--activation-checkpointing", "auto"], ["auto cannot be used with --compile"]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
         (["--no-save-final-checkpoint"], ["never be written"]),
         (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from auto_tokens import ROUNDING, find_largest
+from auto_settings import ROUNDING, find_largest
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +53,29 @@ def test_what_has_room_is_on_the_line_through_the_last_probes():
         dict(tokens=tokens, excess_bytes=fixed + slope * tokens - limit, activation_bytes=500 + slope * tokens)
         for tokens in (500, 1_000, 2_000)
     ]
-    assert find_largest(probes[:1], longest=500, most=20_000) == 1_000
+    assert find_largest(probes[:1], first=500, most=20_000) == 1_000
     nearly_full = dict(tokens=500, excess_bytes=-100_000, activation_bytes=500_000)  # twice as much has no room
-    assert find_largest([nearly_full], longest=500, most=20_000) == 600
-    assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
-    assert find_largest(probes, longest=500, most=3_000) == 3_000
-    assert find_largest(probes, longest=8_001, most=20_000) == 8_001  # never below the longest sample
+    assert find_largest([nearly_full], first=500, most=20_000) == 600
+    assert find_largest(probes, first=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+    assert find_largest(probes, first=500, most=3_000) == 3_000
+    assert find_largest(probes, first=8_001, most=20_000) == 8_001  # never below the longest sample
     probes.append(dict(tokens=9_000, excess_bytes=1_000_000))
-    assert find_largest(probes, longest=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+    assert find_largest(probes, first=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
 
 
 def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
     cap = dict(max_tokens_per_gpu="auto", memory_budget_gb=1000.0)
     train_here(world, **inputs, **cap, output_dir=str(tmp_path / "whole"))
     params = outcome(tmp_path / "whole")[2]
-    chosen = params["auto_tokens"]["max_tokens_per_gpu"]
+    chosen = params["auto_settings"]["max_tokens_per_gpu"]
     assert params["options"]["max_tokens_per_gpu"] == chosen > 0
-    assert [probe["tokens"] for probe in params["auto_tokens"]["probes"]] == sorted(
-        {probe["tokens"] for probe in params["auto_tokens"]["probes"]}
-    )
+    tokens = [probe["tokens"] for probe in params["auto_settings"]["probes"]["max_tokens_per_gpu"]]
+    assert tokens == sorted(set(tokens))
     train_here(world, **inputs | dict(max_steps=2, save_final_checkpoint=False, min_samples_per_checkpoint=1000), **cap,
                output_dir=str(tmp_path / "resumed"))  # fmt: skip
     train_here(world, **inputs, **cap | dict(memory_budget_gb=500.0), output_dir=str(tmp_path / "resumed"))
     starts = outcome(tmp_path / "resumed")[2]["starts"]
-    assert starts[0]["auto_tokens"] == starts[1]["auto_tokens"]
+    assert starts[0]["auto_settings"] == starts[1]["auto_settings"]
     check_same(tmp_path / "whole", tmp_path / "resumed")
 
 
@@ -91,7 +90,7 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     argv = flags(**inputs, output_dir=tmp_path / "auto", max_tokens_per_gpu="auto", memory_budget_gb=1000)
     result = run(torchrun(2, "train.py", *argv))
     assert result.returncode == 0, result.stderr
-    chosen = outcome(tmp_path / "auto")[2]["auto_tokens"]
+    chosen = outcome(tmp_path / "auto")[2]["auto_settings"]
     assert chosen["world_size"] == 2 and f"auto: {chosen['max_tokens_per_gpu']:,};" in result.stderr
     fixed = flags(**inputs, output_dir=tmp_path / "fixed", max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
     result = run(torchrun(2, "train.py", *fixed))
@@ -101,3 +100,20 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     result = run([sys.executable, "train.py", *dry, "--plan-world-size", "2"])
     assert f"micro-batches of at most {chosen['max_tokens_per_gpu']:,} tokens" in result.stdout, result.stdout
     assert not (tmp_path / "dry").exists()
+
+
+def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, monkeypatch):
+    monkeypatch.setattr("auto_settings.resident_memory", lambda: 0)  # of which a tiny model is next to nothing
+    goal = 200
+    options = inputs | dict(max_tokens_per_gpu=goal, activation_checkpointing="auto")
+    limit = 2**60
+    for mode in ("none", "selective", "full"):
+        monkeypatch.setattr("auto_settings.memory_limit", lambda *_, limit=limit: limit)
+        train_here(world, **options, output_dir=str(tmp_path / mode))
+        params = outcome(tmp_path / mode)[2]
+        assert params["options"]["activation_checkpointing"] == mode
+        check_same(tmp_path / mode, tmp_path / "none")
+        if mode != "full":
+            *_, before, last = params["auto_settings"]["probes"][mode]
+            slope = (last["bytes"] - before["bytes"]) / (last["tokens"] - before["tokens"])
+            limit = last["bytes"] + slope * (goal - last["tokens"]) - 0.05 * slope * goal  # a little less than it needs

@@ -1,0 +1,267 @@
+"""What is "auto": how much memory there is, the largest micro-batch that it takes, and what has to be recomputed."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from memory_counter import MemoryCounter
+from model_setup import PackedCausalLM, set_activation_checkpointing, set_gradient_sync
+from optimization import moment_bytes
+from process_group import World, log
+from sampler import IGNORED, MicroBatch, RunPosition, TokenizedData, draw_samples, pack_samples
+from training_args import TrainOptions
+from training_log import describe_device
+
+GIB = 2**30
+MARGIN = 0.1  # of the memory that stays free: for communication buffers and fragmentation
+NUM_BATCHES = 50  # that are looked at
+ROUNDING = 64  # tokens of which the choice is a multiple
+MOST_PROBES = 5
+NUM_TOKEN_IDS = 64  # that probes consist of: several, so that a mixture of experts uses several
+SHORT = 0.1  # quantile of the lengths that counts as short
+CPU_SHARE = 0.8  # of the available memory that all processes of a machine without GPUs count with
+
+
+def memory_limit(memory_budget_gb: float | None, device: torch.device) -> int:
+    """Bytes that one rank may use on `device`: the budget, or what is there, without `MARGIN`."""
+    if memory_budget_gb is not None:
+        size = memory_budget_gb * GIB
+    elif device.type == "cuda":
+        size = torch.cuda.mem_get_info(device)[1]
+    else:
+        size = CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cuda" and torch.cuda.is_available():
+        size = min(size, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))  # others use it too
+    return int(size * (1 - MARGIN))
+
+
+def available_memory() -> int:
+    """Bytes that processes can still be given on this machine, or in this container."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return available if limit == "max" else min(available, int(limit) - int(used))
+    except (OSError, ValueError):  # no control groups, or older ones
+        return available
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def count_useful_tokens(
+    data: TokenizedData, *, batch_size: int, seed: int, start: RunPosition, world_size: int
+) -> tuple[int, int]:
+    """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one.
+
+    Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
+    """
+    longest = int(data.lengths[data.kept].max())
+    count = NUM_BATCHES * batch_size
+    drawn = data.lengths[draw_samples(data, seed=seed, start=start.num_samples, count=count)].reshape(-1, batch_size)
+    largest = int(drawn.sum(axis=1).max())
+    return longest, min(largest, -(-largest // world_size) + longest)
+
+
+def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
+    """`num_tokens` as a multiple of `ROUNDING`, but at least the longest sample and at most `most`."""
+    return max(longest, min(most, int(num_tokens) // ROUNDING * ROUNDING))
+
+
+def refuse_longest(data: TokenizedData, *, longest: int, needed: float, limit: int) -> str:
+    """Why not even the longest sample can be trained, and what to change."""
+    row = int(data.kept[data.lengths[data.kept].argmax()])
+    return (
+        f"--max-tokens-per-gpu auto: the longest sample, row {row + 1} of {data.path} with {longest:,} tokens, needs"
+        f" about {needed / GIB:,.2f} GiB, and {limit / GIB:,.2f} GiB may be used: use more GPUs,"
+        " --activation-checkpointing full, a larger --memory-budget-gb, or drop long samples with process_data.py"
+        " --max-sample-num-tokens"
+    )
+
+
+def make_micro_batch(num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
+    """Sequences of `longest` tokens, and one with the rest; about `num_trained` of the tokens are trained."""
+    samples = []
+    for start in range(0, num_tokens, longest):
+        length = min(longest, num_tokens - start)
+        labels = np.full(length, IGNORED)
+        labels[1 : 1 + -(-num_trained * length // num_tokens)] = 1
+        samples.append((np.arange(length) % NUM_TOKEN_IDS, labels, None))
+    return pack_samples(samples)
+
+
+class Prober:
+    """Runs forward and backward of micro-batches on the built model, and measures what they take. All ranks agree."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        model: PackedCausalLM,
+        *,
+        longest: int,
+        short: int,
+        world: World,
+        progress: Callable[[str], None],
+    ):
+        self.model, self.world, self.progress = model, world, progress
+        self.longest, self.short = longest, short  # tokens of a sample
+        self.grad_sync = options.micro_batch_grad_sync
+        self.is_cuda = world.device.type == "cuda"
+        self.limit = memory_limit(options.memory_budget_gb, world.device)
+        params = [p for p in model.parameters() if p.requires_grad and p.device.type == world.device.type]
+        self.state_bytes = sum(moment_bytes(param.to_local(), options.optimizer) for param in params)
+        self.resident = 0 if self.is_cuda else resident_memory()
+        self.counter = MemoryCounter()
+
+    def probe(self, num_tokens: int) -> dict[str, Any]:
+        """What micro-batches of this many tokens need, every token trained, as JSON: the most of any rank.
+
+        Once in sequences as long as the longest sample and once in short ones. Gradients are there and counted, the
+        optimizer's state is added. `excess_bytes`: what is needed and not there.
+        """
+        self.progress(f"auto, trying micro-batches of {num_tokens:,} tokens")
+        device = self.world.device
+        micro_batches = [
+            make_micro_batch(num_tokens, num_tokens, longest=min(length, num_tokens))
+            for length in (self.short, self.longest)
+        ]
+        set_gradient_sync(self.model, self.grad_sync, is_last=False)
+        for micro_batch in micro_batches:
+            self.model(micro_batch.to(device)).backward()  # to make the gradients, and to warm up
+        self.counter.reset_peak()
+        before = self.counter.num_live
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        for micro_batch in micro_batches:
+            begin = time.perf_counter()
+            self.model(micro_batch.to(device)).backward()
+        if self.is_cuda:
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
+        peak = torch.cuda.max_memory_allocated(device) if self.is_cuda else self.counter.num_peak
+        needed = self.resident + peak + self.state_bytes
+        most = torch.tensor([needed - self.limit, needed, peak - before, seconds], dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.world.control)
+        excess, needed, activations, seconds = most.tolist()
+        probe = dict(tokens=num_tokens, bytes=int(needed), activation_bytes=int(activations), excess_bytes=int(excess),
+                     seconds=seconds)  # fmt: skip
+        log.info(f"  {num_tokens:,} tokens need {needed / GIB:,.2f} GiB and {seconds:.3f} s")
+        return probe
+
+    def find_most(self, first: int, most: int) -> tuple[int, list[dict[str, Any]]]:
+        """The most tokens that have room, from `first` to `most`, 0 if there is none, and the probes that say so.
+
+        As no sequence is longer than the longest sample, memory grows evenly, so that each probe tells how far the
+        next may go.
+        """
+        num_tokens, probes = first, []
+        with contextlib.nullcontext() if self.is_cuda else self.counter:
+            while True:
+                probes.append(self.probe(num_tokens))
+                if probes[0]["excess_bytes"] > 0:
+                    return 0, probes
+                largest = find_largest(probes, first=first, most=most)
+                if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
+                    return largest, probes
+                num_tokens = min(2 * num_tokens, largest)
+
+    def clean_up(self, optimizer: torch.optim.Optimizer) -> None:
+        # Gradients that FSDP still keeps for itself would come out in the first step: hand them over, and drop them.
+        set_gradient_sync(self.model, self.grad_sync, is_last=True)
+        self.model(make_micro_batch(2, 2, longest=2).to(self.world.device)).backward()
+        optimizer.zero_grad()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.world.device)
+
+
+def settle_auto_options(
+    options: TrainOptions,
+    model: PackedCausalLM,
+    optimizer: torch.optim.Optimizer,
+    data: TokenizedData,
+    *,
+    start: RunPosition,
+    previous: dict[str, Any] | None,
+    world: World,
+    progress: Callable[[str], None],
+) -> tuple[TrainOptions, dict[str, Any] | None]:
+    """The options with what the model takes in the place of every "auto", and what was measured for it, as JSON.
+
+    All ranks call this and agree. What was chosen before the run was resumed, `previous`, is kept on as many of the
+    same devices: it decides the rounding. ValueError if not even the longest sample has room.
+    """
+    names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if getattr(options, name) == "auto"]
+    if not names:
+        return options, None
+    place = dict(device=describe_device(world.device), world_size=world.world_size)
+    longest, most = count_useful_tokens(
+        data, batch_size=options.batch_size, seed=options.seed, start=start, world_size=world.world_size
+    )
+    chosen = dict(previous or {})
+    is_known = place.items() <= chosen.items() and all(name in chosen for name in names)
+    if not is_known or chosen.get("max_tokens_per_gpu", longest) < longest:
+        short = max(2, int(np.quantile(data.lengths[data.kept], SHORT)))
+        prober = Prober(options, model, longest=longest, short=short, world=world, progress=progress)
+        chosen = place | dict(limit_bytes=prober.limit, probes={})
+        if "activation_checkpointing" in names:
+            goal = most if "max_tokens_per_gpu" in names else max(longest, min(most, options.max_tokens_per_gpu))
+            chosen["activation_checkpointing"], chosen["probes"] = choose_checkpointing(prober, goal)
+        if "max_tokens_per_gpu" in names:
+            cap, probes = prober.find_most(longest, most)
+            if cap == 0:
+                needed, excess = probes[0]["bytes"], probes[0]["excess_bytes"]
+                raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=needed - excess))
+            chosen["max_tokens_per_gpu"], chosen["probes"]["max_tokens_per_gpu"] = cap, probes
+        prober.clean_up(optimizer)
+        log.info(
+            f"auto: {prober.limit / GIB:,.2f} GiB may be used, the longest sample has {longest:,} tokens, and more than"
+            f" {most:,} in a micro-batch would not save one"
+        )
+    if "activation_checkpointing" in names:
+        set_activation_checkpointing(model, chosen["activation_checkpointing"])
+    settled = {name: chosen[name] for name in names}
+    log.info("auto: " + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settled.items()))
+    return replace(options, **settled), chosen
+
+
+def choose_checkpointing(prober: Prober, goal: int) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+    """The mode that computes least twice with which `goal` tokens have room, or full; and each mode's probes.
+
+    The first micro-batches are an eighth of the longest sample, so that the attempt itself has room.
+    """
+    probes = {}
+    for mode in ("none", "selective"):
+        log.info(f"auto: --activation-checkpointing {mode}")
+        set_activation_checkpointing(prober.model, mode)
+        largest, probes[mode] = prober.find_most(min(goal, max(2, prober.longest // 8)), goal)
+        if largest >= goal:
+            return mode, probes
+    set_activation_checkpointing(prober.model, "full")
+    return "full", probes
+
+
+def find_largest(probes: list[dict[str, Any]], *, first: int, most: int) -> int:
+    """The most tokens that have room, on the line through the two largest probes.
+
+    After one probe as if its activations grew in proportion, which is more than they do, and at most twice its tokens.
+    """
+    last = probes[-1]
+    if len(probes) == 1:
+        room = -last["excess_bytes"] / last["activation_bytes"] * last["tokens"]
+        return max(first, min(most, int(last["tokens"] + min(room, last["tokens"]))))
+    slope = (last["excess_bytes"] - probes[-2]["excess_bytes"]) / (last["tokens"] - probes[-2]["tokens"])
+    room = -last["excess_bytes"] / slope if slope > 0 else most
+    return round_tokens(last["tokens"] + room, longest=first, most=most)
