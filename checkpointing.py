@@ -251,8 +251,8 @@ class Checkpointer:
         for param_name, param in model.named_parameters():
             prefix, suffix = "optimizer/", f"/{param_name}"
             names = [name for name in layouts if name.startswith(prefix) and name.endswith(suffix)]
-            keys = {name.removeprefix(prefix).removesuffix(suffix) for name in names}
-            if keys and keys != state_keys(optimizer, param):
+            keys = [name.removeprefix(prefix).removesuffix(suffix) for name in names]  # in the order they were saved
+            if keys and set(keys) != state_keys(optimizer, param):
                 raise ValueError(
                     f"{checkpoint.path}: was written by another --optimizer: of {param_name} it holds"
                     f" {', '.join(sorted(keys))}, and not {', '.join(sorted(state_keys(optimizer, param)))}"

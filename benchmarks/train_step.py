@@ -239,7 +239,7 @@ def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.n
             (loss_sum / batch.num_loss_tokens).backward()
             losses.append(loss_sum.detach())
         gradients = local_gradients(model)
-        sums = reduce_step(losses, gradients, device=world.device, data_wait_seconds=0.0)
+        sums = reduce_step(losses, gradients, device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0)
         clip_gradients(gradients, grad_norm=sums.grad_norm, max_grad_norm=MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()

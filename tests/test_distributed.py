@@ -163,7 +163,8 @@ def test_the_export_of_several_ranks_is_that_of_one(runs):
         for layout in ("1 rank", "2 ranks", "4 ranks")
     }
     for layout in ("2 ranks", "4 ranks"):
-        torch.testing.assert_close(logits[layout], logits["1 rank"], rtol=1e-3, atol=1e-4)
+        difference = (logits[layout] - logits["1 rank"]).norm()
+        assert difference <= 1e-3 * logits["1 rank"].norm()
 
 
 def test_the_first_gradients_do_not_depend_on_ranks_and_caps(inputs):
