@@ -11,6 +11,8 @@ import packed_attention
 from model_setup import apply_compile, check_model, find_blocks
 from sampler import MicroBatch, idle_sample, pack_samples
 
+pytestmark = pytest.mark.slow
+
 FIRST = (13, 1, 22, 7)
 # An idle rank, rows of single tokens, one sequence, many, round and odd numbers of tokens.
 OTHERS = ((), (1,), (1, 1, 1), (30,), (5, 9), (64,), (2, 2, 2), (17, 31, 4, 4, 1, 1), (128, 64), (3,) * 20, (33,))
