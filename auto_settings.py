@@ -15,7 +15,7 @@ import torch.distributed as dist
 from memory_counter import MemoryCounter
 from model_setup import PackedCausalLM, set_activation_checkpointing, set_gradient_sync
 from optimization import moment_bytes
-from process_group import World, log
+from process_group import World, call_on_rank0, log
 from sampler import IGNORED, MicroBatch, RunPosition, TokenizedData, draw_samples, pack_samples
 from training_args import TrainOptions
 from training_log import describe_device
@@ -24,21 +24,31 @@ GIB = 2**30
 MARGIN = 0.1  # of the memory that stays free: for communication buffers and fragmentation
 NUM_BATCHES = 50  # that are looked at
 ROUNDING = 64  # tokens of which the choice is a multiple
-MOST_PROBES = 5
+FIRST_TOKENS = 1024  # most of a first micro-batch, so that the attempt itself has room
+# A choice that was made before a resume is kept only where all these are as they were given.
+DECIDING_OPTIONS = (
+    "max_tokens_per_gpu", "activation_checkpointing", "memory_budget_gb", "attention", "compile", "float8", "sharding",
+    "shard_size", "reshard_after_forward", "micro_batch_grad_sync", "cpu_offload", "use_liger_kernels",
+)  # fmt: skip
+MOST_PROBES = 8
+PLENTY = 0.5  # share of the memory that nobody would need: no more has to be tried
 NUM_TOKEN_IDS = 64  # that probes consist of: several, so that a mixture of experts uses several
 SHORT = 0.1  # quantile of the lengths that counts as short
 CPU_SHARE = 0.8  # of the available memory that all processes of a machine without GPUs count with
 
 
-def memory_limit(memory_budget_gb: float | None, device: torch.device) -> int:
-    """Bytes that one rank may use on `device`: the budget, or what is there, without `MARGIN`."""
+def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_here: bool = True) -> int:
+    """Bytes that one rank may use on `device`: the budget, or what is there, without `MARGIN`.
+
+    `is_here`: the device is this machine's, so that there is no more than it has.
+    """
     if memory_budget_gb is not None:
         size = memory_budget_gb * GIB
     elif device.type == "cuda":
         size = torch.cuda.mem_get_info(device)[1]
-    else:
-        size = CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device.type == "cuda" and torch.cuda.is_available():
+    else:  # what this process has already is its own
+        size = CPU_SHARE * (available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + resident_memory())
+    if device.type == "cuda" and is_here:
         size = min(size, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))  # others use it too
     return int(size * (1 - MARGIN))
 
@@ -50,7 +60,9 @@ def available_memory() -> int:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return available if limit == "max" else min(available, int(limit) - int(used))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(counts.get("inactive_file", 0))  # of files, given back when it is needed
+        return available if limit == "max" else min(available, int(limit) - int(used) + cached)
     except (OSError, ValueError):  # no control groups, or older ones
         return available
 
@@ -160,21 +172,21 @@ class Prober:
         log.info(f"  {num_tokens:,} tokens need {needed / GIB:,.2f} GiB and {seconds:.3f} s")
         return probe
 
-    def find_most(self, first: int, most: int) -> tuple[int, list[dict[str, Any]]]:
-        """The most tokens that have room, from `first` to `most`, 0 if there is none, and the probes that say so.
+    def find_most(self, *, least: int, most: int) -> tuple[int, list[dict[str, Any]]]:
+        """The most tokens up to `most` that have room, 0 if fewer than `least` have it, and the probes that say so.
 
         As no sequence is longer than the longest sample, memory grows evenly, so that each probe tells how far the
         next may go.
         """
-        num_tokens, probes = first, []
+        num_tokens, probes = min(least, max(2, self.longest // 8), FIRST_TOKENS), []
         with contextlib.nullcontext() if self.is_cuda else self.counter:
             while True:
                 probes.append(self.probe(num_tokens))
-                if probes[0]["excess_bytes"] > 0:
-                    return 0, probes
-                largest = find_largest(probes, first=first, most=most)
+                largest = find_largest(probes, least=least, most=most)
+                if len(probes) > 2 and extrapolate(probes, "excess_bytes", most) < -PLENTY * self.limit:
+                    return most, probes
                 if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
-                    return largest, probes
+                    return largest if largest >= least else 0, probes
                 num_tokens = min(2 * num_tokens, largest)
 
     def clean_up(self, optimizer: torch.optim.Optimizer) -> None:
@@ -206,13 +218,15 @@ def settle_auto_options(
     names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if getattr(options, name) == "auto"]
     if not names:
         return options, None
-    place = dict(device=describe_device(world.device), world_size=world.world_size)
+    given = {name: getattr(options, name) for name in DECIDING_OPTIONS}
+    place = dict(device=describe_device(world.device), world_size=world.world_size, given=given)
     longest, most = count_useful_tokens(
         data, batch_size=options.batch_size, seed=options.seed, start=start, world_size=world.world_size
     )
     chosen = dict(previous or {})
-    is_known = place.items() <= chosen.items() and all(name in chosen for name in names)
-    if not is_known or chosen.get("max_tokens_per_gpu", longest) < longest:
+    is_known = all(chosen.get(key) == value for key, value in place.items())
+    is_known = is_known and chosen.get("max_tokens_per_gpu", longest) >= longest
+    if not call_on_rank0(world, lambda: is_known):  # ranks may have devices of different names
         short = max(2, int(np.quantile(data.lengths[data.kept], SHORT)))
         prober = Prober(options, model, longest=longest, short=short, world=world, progress=progress)
         chosen = place | dict(limit_bytes=prober.limit, probes={})
@@ -220,10 +234,12 @@ def settle_auto_options(
             goal = most if "max_tokens_per_gpu" in names else max(longest, min(most, options.max_tokens_per_gpu))
             chosen["activation_checkpointing"], chosen["probes"] = choose_checkpointing(prober, goal)
         if "max_tokens_per_gpu" in names:
-            cap, probes = prober.find_most(longest, most)
+            mode = chosen.get("activation_checkpointing", "full")
+            cap, probes = (most, []) if mode != "full" else prober.find_most(least=longest, most=most)
             if cap == 0:
-                needed, excess = probes[0]["bytes"], probes[0]["excess_bytes"]
-                raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=needed - excess))
+                excess = extrapolate(probes, "excess_bytes", longest)
+                needed = extrapolate(probes, "bytes", longest)
+                raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=int(needed - excess)))
             chosen["max_tokens_per_gpu"], chosen["probes"]["max_tokens_per_gpu"] = cap, probes
         prober.clean_up(optimizer)
         log.info(
@@ -238,30 +254,36 @@ def settle_auto_options(
 
 
 def choose_checkpointing(prober: Prober, goal: int) -> tuple[str, dict[str, list[dict[str, Any]]]]:
-    """The mode that computes least twice with which `goal` tokens have room, or full; and each mode's probes.
-
-    The first micro-batches are an eighth of the longest sample, so that the attempt itself has room.
-    """
+    """The mode that computes least twice with which `goal` tokens have room, or full; and each mode's probes."""
     probes = {}
     for mode in ("none", "selective"):
         log.info(f"auto: --activation-checkpointing {mode}")
         set_activation_checkpointing(prober.model, mode)
-        largest, probes[mode] = prober.find_most(min(goal, max(2, prober.longest // 8)), goal)
-        if largest >= goal:
+        largest, probes[mode] = prober.find_most(least=goal, most=goal)
+        if largest == goal:
             return mode, probes
     set_activation_checkpointing(prober.model, "full")
     return "full", probes
 
 
-def find_largest(probes: list[dict[str, Any]], *, first: int, most: int) -> int:
-    """The most tokens that have room, on the line through the two largest probes.
+def find_largest(probes: list[dict[str, Any]], *, least: int, most: int) -> int:
+    """The most tokens that have room: a multiple of `ROUNDING`, `least`, `most`, or what is below `least`.
 
-    After one probe as if its activations grew in proportion, which is more than they do, and at most twice its tokens.
+    By the line through the two largest probes. After one as if its activations grew in proportion, which is more than
+    they do, and at most twice its tokens.
     """
     last = probes[-1]
     if len(probes) == 1:
-        room = -last["excess_bytes"] / last["activation_bytes"] * last["tokens"]
-        return max(first, min(most, int(last["tokens"] + min(room, last["tokens"]))))
-    slope = (last["excess_bytes"] - probes[-2]["excess_bytes"]) / (last["tokens"] - probes[-2]["tokens"])
+        room = -last["excess_bytes"] / max(1, last["activation_bytes"]) * last["tokens"]
+        return min(most, int(last["tokens"] + min(room, last["tokens"])))
+    slope = extrapolate(probes, "excess_bytes", last["tokens"] + 1) - last["excess_bytes"]
     room = -last["excess_bytes"] / slope if slope > 0 else most
-    return round_tokens(last["tokens"] + room, longest=first, most=most)
+    largest = min(most, int(last["tokens"] + room))
+    return largest if largest in (least, most) or largest < least else max(least, largest // ROUNDING * ROUNDING)
+
+
+def extrapolate(probes: list[dict[str, Any]], key: str, num_tokens: int) -> float:
+    """What `key` would be with `num_tokens`, by the line through the last two probes; of one probe, what it is."""
+    before, last = probes[max(0, len(probes) - 2)], probes[-1]
+    slope = (last[key] - before[key]) / max(1, last["tokens"] - before["tokens"])
+    return last[key] + slope * (num_tokens - last["tokens"])

@@ -1,7 +1,8 @@
 """AdamW that needs less memory: moments in 8 bits, weights in bfloat16 with stochastic rounding, or both.
 
 Everything is computed in fp32, one parameter's shard after the other. A block is `BLOCK_SIZE` neighbours, or fewer, in
-the last dimension, which FSDP never divides: what is computed and saved is the same for any number of ranks.
+the last dimension, which FSDP never divides: the moments are the same for any number of ranks, and so is all that is
+saved but for the random rounding of bf16 weights.
 """
 
 import functools

@@ -340,6 +340,13 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
     def is_suited(module: nn.Module, name: str) -> bool:
         return all(size % 16 == 0 and size >= MIN_FLOAT8_SIZE for size in module.weight.shape)
 
+    num_suited = sum(isinstance(module, nn.Linear) and is_suited(module, "") for module in blocks.modules())
+    if num_suited == 0:
+        raise ValueError(
+            "--float8 has no effect on this model: no linear layer of its blocks has sizes of at least"
+            f" {MIN_FLOAT8_SIZE} that are multiples of 16"
+        )
+    log.info(f"float8: {num_suited} linear layers")
     config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
     convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
 
@@ -375,7 +382,7 @@ def choose_kept_operations(
         )
     kept = MATRIX_PRODUCTS | ATTENTION
     if has_osft:
-        kept -= {"aten::mm"}  # of an OSFT layer's products the last and largest is an addmm, the others are cheap
+        kept -= {"aten::mm"}  # of an OSFT layer's products the last and largest is an addmm; other layers' are repeated
     if "dropout" in find_features(model, model.config):
         kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
     if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):

@@ -158,7 +158,7 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
     if options.plan_device is not None and peak is None:
         problems.append(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
     is_known = options.memory_budget_gb is not None or is_here or (has_gpu and options.plan_device is None)
-    limit = memory_limit(options.memory_budget_gb, device) if is_known else None
+    limit = memory_limit(options.memory_budget_gb, device, is_here=options.plan_device is None) if is_known else None
     num_shards = world_size
     if options.sharding == "hybrid":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
@@ -238,7 +238,8 @@ def look_at_run(options: TrainOptions, target: Target, problems: Problems) -> Pl
         )
         tokenizer, config.vocab_size = found or (None, config.vocab_size)
     if tokenizer is not None and options.osft_calibration_data is not None:
-        attempt(lambda: open_calibration_data(options.osft_calibration_data, tokenizer, max_tokens_per_gpu=longest))
+        cap = longest if options.max_tokens_per_gpu == "auto" else options.max_tokens_per_gpu
+        attempt(lambda: open_calibration_data(options.osft_calibration_data, tokenizer, max_tokens_per_gpu=cap))
     compute_dtype = choose_compute_dtype(options, target.device)
     if len(problems) == num_before and Path(options.model_name_or_path).is_dir():
         attempt(

@@ -74,15 +74,18 @@ def init_world(
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, world_size, device, make_mesh(device.type, world_size, num_shards), control)
+    return World(rank, world_size, device, make_mesh(device.type, world_size, num_shards, timeout), control)
 
 
-def make_mesh(device_type: str, world_size: int, num_shards: int) -> DeviceMesh:
-    """`World.mesh` of ranks of which every `num_shards` hold one copy of the model."""
+def make_mesh(
+    device_type: str, world_size: int, num_shards: int, timeout: datetime.timedelta | None = None
+) -> DeviceMesh:
+    """`World.mesh` of ranks of which every `num_shards` hold one copy of the model; collectives take `timeout`."""
     if num_shards == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    shape = (world_size // num_shards, num_shards)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(world_size).view(-1, num_shards)
+    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def connect_lifeline(world: World, control: RunControl) -> None:

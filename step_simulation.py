@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from auto_settings import make_micro_batch
+from compact_adamw import load_map
 from memory_counter import MemoryCounter
 from model_setup import PackedCausalLM, apply_fsdp, set_gradient_sync, shape_model
 from optimization import build_optimizer, moment_bytes
@@ -215,6 +216,7 @@ def quiet_simulation() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+        load_map.cache_clear()  # its tensors are simulated ones now
 
 
 def shape_osft(model: nn.Module, blocks: nn.ModuleList, osft: OSFTSettings, *, compute_dtype: torch.dtype) -> None:

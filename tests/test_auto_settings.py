@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from auto_settings import ROUNDING, find_largest
+from auto_settings import ROUNDING, extrapolate, find_largest
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +48,20 @@ def check_same(a: Path, b: Path) -> None:
 
 
 def test_what_has_room_is_on_the_line_through_the_last_probes():
-    limit, fixed, slope = 10_000_000, 2_000_000, 1_000
+    limit, fixed, slope = 10_010_000, 2_000_000, 1_000
     probes = [
         dict(tokens=tokens, excess_bytes=fixed + slope * tokens - limit, activation_bytes=500 + slope * tokens)
         for tokens in (500, 1_000, 2_000)
     ]
-    assert find_largest(probes[:1], first=500, most=20_000) == 1_000
+    assert find_largest(probes[:1], least=500, most=20_000) == 1_000
     nearly_full = dict(tokens=500, excess_bytes=-100_000, activation_bytes=500_000)  # twice as much has no room
-    assert find_largest([nearly_full], first=500, most=20_000) == 600
-    assert find_largest(probes, first=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
-    assert find_largest(probes, first=500, most=3_000) == 3_000
-    assert find_largest(probes, first=8_001, most=20_000) == 8_001  # never below the longest sample
-    probes.append(dict(tokens=9_000, excess_bytes=1_000_000))
-    assert find_largest(probes, first=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+    assert find_largest([nearly_full], least=500, most=20_000) == 600
+    assert find_largest(probes, least=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+    assert find_largest(probes, least=500, most=3_000) == 3_000
+    assert find_largest(probes, least=8_005, most=20_000) == 8_005  # which has room, though a multiple has not
+    assert find_largest(probes, least=8_011, most=20_000) == 8_010  # too little
+    probes.append(dict(tokens=9_000, excess_bytes=990_000))
+    assert find_largest(probes, least=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
 
 
 def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
@@ -73,10 +74,14 @@ def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
     assert tokens == sorted(set(tokens))
     train_here(world, **inputs | dict(max_steps=2, save_final_checkpoint=False, min_samples_per_checkpoint=1000), **cap,
                output_dir=str(tmp_path / "resumed"))  # fmt: skip
-    train_here(world, **inputs, **cap | dict(memory_budget_gb=500.0), output_dir=str(tmp_path / "resumed"))
+    train_here(world, **inputs, **cap, output_dir=str(tmp_path / "resumed"))
     starts = outcome(tmp_path / "resumed")[2]["starts"]
     assert starts[0]["auto_settings"] == starts[1]["auto_settings"]
     check_same(tmp_path / "whole", tmp_path / "resumed")
+    train_here(world, **inputs | dict(max_steps=5), **cap | dict(memory_budget_gb=500.0),
+               output_dir=str(tmp_path / "resumed"))  # fmt: skip
+    last = json.loads((tmp_path / "resumed" / "training_params.json").read_text())["auto_settings"]
+    assert last["given"]["memory_budget_gb"] == 500 and last["probes"] != starts[0]["auto_settings"]["probes"]
 
 
 def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
@@ -104,16 +109,19 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
 
 def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, monkeypatch):
     monkeypatch.setattr("auto_settings.resident_memory", lambda: 0)  # of which a tiny model is next to nothing
-    goal = 200
-    options = inputs | dict(max_tokens_per_gpu=goal, activation_checkpointing="auto")
-    limit = 2**60
-    for mode in ("none", "selective", "full"):
+    monkeypatch.setattr("auto_settings.PLENTY", 2)  # never: every probe is made
+    goal, limit = 200, 2**60
+    for name, mode, next_limit in (
+        ("roomy", "none", lambda needed, activations: needed - 0.05 * activations),
+        ("less", "selective", lambda needed, activations: needed - 0.05 * activations),
+        ("least", "full", None),
+    ):
         monkeypatch.setattr("auto_settings.memory_limit", lambda *_, limit=limit: limit)
-        train_here(world, **options, output_dir=str(tmp_path / mode))
-        params = outcome(tmp_path / mode)[2]
+        train_here(world, **inputs | dict(max_tokens_per_gpu=goal, activation_checkpointing="auto"),
+                   output_dir=str(tmp_path / name))  # fmt: skip
+        params = outcome(tmp_path / name)[2]
         assert params["options"]["activation_checkpointing"] == mode
-        check_same(tmp_path / mode, tmp_path / "none")
-        if mode != "full":
-            *_, before, last = params["auto_settings"]["probes"][mode]
-            slope = (last["bytes"] - before["bytes"]) / (last["tokens"] - before["tokens"])
-            limit = last["bytes"] + slope * (goal - last["tokens"]) - 0.05 * slope * goal  # a little less than it needs
+        check_same(tmp_path / name, tmp_path / "roomy")
+        if next_limit is not None:
+            probes = params["auto_settings"]["probes"][mode]
+            limit = next_limit(extrapolate(probes, "bytes", goal), extrapolate(probes, "activation_bytes", goal))
