@@ -96,7 +96,7 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     result = run(torchrun(2, "train.py", *argv))
     assert result.returncode == 0, result.stderr
     chosen = outcome(tmp_path / "auto")[2]["auto_settings"]
-    assert chosen["world_size"] == 2 and f"auto: {chosen['max_tokens_per_gpu']:,};" in result.stderr
+    assert chosen["world_size"] == 2 and f"auto: --max-tokens-per-gpu {chosen['max_tokens_per_gpu']}" in result.stderr
     fixed = flags(**inputs, output_dir=tmp_path / "fixed", max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
     result = run(torchrun(2, "train.py", *fixed))
     assert result.returncode == 0, result.stderr
