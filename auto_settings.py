@@ -86,6 +86,12 @@ def count_useful_tokens(
     return longest, min(largest, -(-largest // world_size) + longest)
 
 
+def tokens_to_fit(options: TrainOptions, *, longest: int, most: int) -> int:
+    """Tokens of the micro-batch that --activation-checkpointing auto has to find room for."""
+    cap = options.max_tokens_per_gpu
+    return most if cap == "auto" else max(longest, min(most, cap))
+
+
 def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
     """`num_tokens` as a multiple of `ROUNDING`, but at least the longest sample and at most `most`."""
     return max(longest, min(most, int(num_tokens) // ROUNDING * ROUNDING))
@@ -231,7 +237,7 @@ def settle_auto_options(
         prober = Prober(options, model, longest=longest, short=short, world=world, progress=progress)
         chosen = place | dict(limit_bytes=prober.limit, probes={})
         if "activation_checkpointing" in names:
-            goal = most if "max_tokens_per_gpu" in names else max(longest, min(most, options.max_tokens_per_gpu))
+            goal = tokens_to_fit(options, longest=longest, most=most)
             chosen["activation_checkpointing"], chosen["probes"] = choose_checkpointing(prober, goal)
         if "max_tokens_per_gpu" in names:
             mode = chosen.get("activation_checkpointing", "full")
@@ -279,7 +285,7 @@ def find_largest(probes: list[dict[str, Any]], *, least: int, most: int) -> int:
     slope = extrapolate(probes, "excess_bytes", last["tokens"] + 1) - last["excess_bytes"]
     room = -last["excess_bytes"] / slope if slope > 0 else most
     largest = min(most, int(last["tokens"] + room))
-    return largest if largest in (least, most) or largest < least else max(least, largest // ROUNDING * ROUNDING)
+    return largest if largest <= least or largest == most else round_tokens(largest, longest=least, most=most)
 
 
 def extrapolate(probes: list[dict[str, Any]], key: str, num_tokens: int) -> float:

@@ -3,7 +3,6 @@
 After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from chat_masking import fingerprint_tokenizer
+from checkpoint_files import hash_file
 from model_setup import PackedCausalLM, find_blocks
 from osft import Statistics, find_targets
 from process_group import World, call_on_rank0, log
@@ -38,11 +38,6 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
         )
     data.fit_to(max_tokens_per_gpu, drop_overlong=True)
     return data
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_statistics(path: Path) -> Statistics:
@@ -103,7 +98,7 @@ def prepare_statistics(
         return statistics.data_hashes
 
     known_hashes = call_on_rank0(world, read)
-    data_hash = None if data is None else call_on_rank0(world, lambda: hash_file(data.path))
+    data_hash = None if data is None else call_on_rank0(world, lambda: hash_file(data.path)["sha256"])
     if data_hash is None or data_hash in known_hashes:
         return statistics
     model = build(osft=None, compile=False, activation_checkpointing="none")

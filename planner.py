@@ -31,6 +31,7 @@ from auto_settings import (
     refuse_longest,
     resident_memory,
     round_tokens,
+    tokens_to_fit,
 )
 from batch_packer import cost_samples, pack_batch
 from checkpoint_files import SPARE_BYTES, STATE, find_checkpoints, read_json
@@ -40,10 +41,10 @@ from model_setup import choose_tokenizer, load_config
 from optimization import build_optimizer
 from osft_calibration import open_calibration_data
 from packed_attention import check_rope
-from process_group import World, call_on_rank0, init_world, setup_logging
+from process_group import World, call_on_rank0, count_shards, init_world, setup_logging
 from run_record import check_output_dir, check_same_run, check_unused, identify_run
-from run_setup import build_run_model, choose_compute_dtype, is_export_due, open_inputs
-from sampler import RunPosition, TokenizedData, count_steps, draw_samples, iterate_batches, read_sidecar
+from run_setup import build_run_model, choose_compute_dtype, count_run_steps, is_export_due, open_inputs
+from sampler import RunPosition, TokenizedData, draw_samples, iterate_batches, read_sidecar
 from step_simulation import ShapedModel, StepMemory, shape_run_model, simulate_step
 from training_args import SCHEDULES_WITH_END, ExitCode, TrainOptions
 from training_log import PEAK_FLOPS, count_flops, describe_device
@@ -162,15 +163,8 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
     num_shards = world_size
     if options.sharding == "hybrid":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
-        num_shards = options.shard_size or ranks_per_node
-        if num_shards < 2 or world_size % num_shards or num_shards == world_size:
-            if not is_here:  # else init_world says it
-                problems.append(
-                    f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on"
-                    f" {num_shards} ranks each; give a --shard-size of at least 2 that divides the number of ranks, or"
-                    " --sharding full"
-                )
-            num_shards = world_size
+        found = problems if not is_here else Problems()  # init_world says it, too
+        num_shards = found.attempt(lambda: count_shards(world_size, ranks_per_node, options.shard_size)) or world_size
     return Target(
         world_size, num_shards, device, name, peak, limit, is_here, options.cpu_offload and device.type == "cuda"
     )
@@ -191,16 +185,7 @@ def look_at_run(options: TrainOptions, target: Target, problems: Problems) -> Pl
         if options.max_tokens_per_gpu != "auto":
             attempt(lambda: data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong))
         longest = int(data.lengths[data.kept].max())
-        num_steps = count_steps(
-            data,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            start=start,
-            max_steps=options.max_steps,
-            max_epochs=options.max_epochs,
-            max_samples=options.max_samples,
-            max_tokens=options.max_tokens,
-        )
+        num_steps = count_run_steps(options, data, start=start)
         sidecar = attempt(lambda: read_sidecar(options.data_path, num_samples=len(data.lengths)))
         if options.batch_size > len(data.kept):
             problems.append(
@@ -378,7 +363,7 @@ def choose_checkpointing(options: TrainOptions, target: Target, run: PlannedRun,
         longest, most = count_useful_tokens(
             run.data, batch_size=options.batch_size, seed=options.seed, start=run.start, world_size=target.world_size
         )
-        goal = most if options.max_tokens_per_gpu == "auto" else max(longest, min(most, options.max_tokens_per_gpu))
+        goal = tokens_to_fit(options, longest=longest, most=most)
         base = resident_memory() if target.device.type == "cpu" else 0
         for mode in ("none", "selective"):
             settled = replace(options, activation_checkpointing=mode)

@@ -54,13 +54,7 @@ def init_world(
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     num_shards = world_size
     if sharding == "hybrid":
-        num_shards = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if shard_size is None else shard_size
-        if num_shards < 2 or world_size % num_shards != 0 or num_shards == world_size:
-            raise ValueError(
-                f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on {num_shards}"
-                f" ranks each ({'the ranks of a node' if shard_size is None else '--shard-size'}); give a --shard-size"
-                " of at least 2 that divides the number of ranks, or --sharding full"
-            )
+        num_shards = count_shards(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), shard_size)
     timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -75,6 +69,18 @@ def init_world(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     control = dist.new_group(backend="gloo", timeout=timeout)
     return World(rank, world_size, device, make_mesh(device.type, world_size, num_shards, timeout), control)
+
+
+def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -> int:
+    """Ranks that share one copy of the model with --sharding hybrid; ValueError if there are not several copies."""
+    num_shards = ranks_per_node if shard_size is None else shard_size
+    if num_shards < 2 or world_size % num_shards != 0 or num_shards == world_size:
+        raise ValueError(
+            f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on {num_shards}"
+            f" ranks each ({'the ranks of a node' if shard_size is None else '--shard-size'}); give a --shard-size"
+            " of at least 2 that divides the number of ranks, or --sharding full"
+        )
+    return num_shards
 
 
 def make_mesh(

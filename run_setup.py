@@ -71,16 +71,7 @@ def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> R
         )
     if options.use_liger_kernels and data.has_weights:
         raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
-    num_steps = count_steps(
-        data,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        start=start,
-        max_steps=options.max_steps,
-        max_epochs=options.max_epochs,
-        max_samples=options.max_samples,
-        max_tokens=options.max_tokens,
-    )
+    num_steps = count_run_steps(options, data, start=start)
     if options.batch_size > len(data.kept):
         log.warning(
             f"warning: --batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly"
@@ -107,6 +98,20 @@ def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> R
         max_tokens_per_gpu=max_tokens_per_gpu,
         num_steps=num_steps,
         compute_dtype=choose_compute_dtype(options, world.device),
+    )
+
+
+def count_run_steps(options: TrainOptions, data: TokenizedData, *, start: RunPosition) -> int | None:
+    """The run's steps, those before `start` included; None: no end."""
+    return count_steps(
+        data,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        start=start,
+        max_steps=options.max_steps,
+        max_epochs=options.max_epochs,
+        max_samples=options.max_samples,
+        max_tokens=options.max_tokens,
     )
 
 

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
 from continual_tasks import make_tasks
 from make_tiny_model import save_tiny_model, train_tokenizer
+from osft_cost import count_bytes
 
 from checkpointing import export_model
 from model_setup import PackedCausalLM, apply_attention, build_model, find_blocks, load_config, load_generation_config
@@ -142,13 +143,6 @@ def measure_loss(model: PackedCausalLM, path: Path) -> float:
     """Mean cross-entropy over the trained tokens of a data set."""
     batch = next(read_batches(path, model, batch_size=None, seed=0, num_steps=1))
     return sum(model(micro_batch).item() for micro_batch in batch.micro_batches) / batch.num_loss_tokens
-
-
-def count_bytes(model: PackedCausalLM, optimizer: torch.optim.Optimizer) -> int:
-    """Weights, gradients and optimizer state."""
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
 def build(model_dir: Path, **options) -> PackedCausalLM:

@@ -627,10 +627,9 @@ def test_calls_without_arguments(name):
     assert trained_texts(make_masker(name), messages, tools=[TOOL]) == [call, *family.trained["tools"][1:]]
 
 
-def test_deepseek_writes_arguments_that_are_text():
-    if not TRL:
-        pytest.skip("needs the package trl for its templates")
-    masker = make_masker("DeepSeek V3")
+@pytest.mark.parametrize("name", [name for name in AVAILABLE if name == "DeepSeek V3"])
+def test_deepseek_writes_arguments_that_are_text(name):
+    masker = make_masker(name)
     call = (
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"terms": "2, 3"}\n```'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
