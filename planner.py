@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from auto_settings import (
     GIB,
@@ -36,17 +35,14 @@ from auto_settings import (
 from batch_packer import cost_samples, pack_batch
 from checkpoint_files import SPARE_BYTES, STATE, find_checkpoints, read_json
 from checkpointing import check_state
-from model_files import find_model, find_weights
-from model_setup import choose_tokenizer, load_config
+from model_files import find_weights
 from optimization import build_optimizer
-from osft_calibration import open_calibration_data
-from packed_attention import check_rope
 from process_group import World, call_on_rank0, count_shards, init_world, setup_logging
-from run_record import check_output_dir, check_same_run, check_unused, identify_run
-from run_setup import build_run_model, choose_compute_dtype, count_run_steps, is_export_due, open_inputs
-from sampler import RunPosition, TokenizedData, draw_samples, iterate_batches, read_sidecar
+from run_record import check_output_dir, check_same_run, check_unused
+from run_setup import RunInputs, build_run_model, is_export_due, open_inputs
+from sampler import RunPosition, draw_samples, iterate_batches
 from step_simulation import ShapedModel, StepMemory, shape_run_model, simulate_step
-from training_args import SCHEDULES_WITH_END, ExitCode, TrainOptions
+from training_args import ExitCode, TrainOptions
 from training_log import PEAK_FLOPS, count_flops, describe_device
 
 RANKS_PER_NODE = 8  # of machines that are not this one, for --sharding hybrid
@@ -107,12 +103,20 @@ class Packing:
 class PlannedRun:
     """What could be found out of a run from its files; None where something is wrong."""
 
-    data: TokenizedData | None
-    longest: int | None  # tokens of the longest sample
+    inputs: RunInputs
     start: RunPosition
-    num_steps: int | None  # None: no end, or not known
-    shape: Callable[[TrainOptions], ShapedModel] | None = None
-    shaped: ShapedModel | None = None
+    shape: Callable[[TrainOptions], ShapedModel] | None
+    shaped: ShapedModel | None
+
+    def count_useful_tokens(self, options: TrainOptions, world_size: int) -> tuple[int, int]:
+        """Tokens of the longest sample, and the most that a micro-batch can use."""
+        return count_useful_tokens(
+            self.inputs.data,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            start=self.start,
+            world_size=world_size,
+        )
 
 
 def plan_run(options: TrainOptions) -> ExitCode:
@@ -122,10 +126,10 @@ def plan_run(options: TrainOptions) -> ExitCode:
     world_size = options.plan_world_size or num_here
     is_here = world_size == num_here and options.plan_device is None
     is_rank0 = os.environ.get("RANK", "0") == "0"
-    problems, lines = Problems(), []
+    problems, warnings, lines = Problems(), [], []
     if is_rank0:
         target = find_target(options, world_size, is_here=is_here, problems=problems)
-        run = look_at_run(options, target, problems)
+        run = look_at_run(options, target, problems, warnings)
         options = choose_checkpointing(options, target, run, problems)
         cap, packing, memory = plan_memory(options, target, run, problems, lines)
         plan_disk(options, run, problems, lines)
@@ -143,6 +147,8 @@ def plan_run(options: TrainOptions) -> ExitCode:
     if is_rank0:
         plan_time(options, target, run, packing, speed, lines)
         print("\n".join(lines))
+        for warning in warnings:
+            print(f"warning: {warning}")
         print(f"\n{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'} found")
         for problem in problems:
             print(f"  - {problem}")
@@ -170,72 +176,34 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
     )
 
 
-def look_at_run(options: TrainOptions, target: Target, problems: Problems) -> PlannedRun:
+def look_at_run(options: TrainOptions, target: Target, problems: Problems, warnings: list[str]) -> PlannedRun:
     """Reads what a run reads, in the same order, and goes on after what is wrong."""
-    trust, attempt = options.trust_remote_code, problems.attempt
+    attempt = problems.attempt
     num_before = len(problems)
-    output_dir = Path(options.output_dir)
-    attempt(lambda: check_output_dir(output_dir))
+    attempt(lambda: check_output_dir(Path(options.output_dir)))
     checkpoint = None if options.resume == "none" else attempt(lambda: find_checkpoint(options))
     start = checkpoint.position if checkpoint else RunPosition()
-
-    data = attempt(lambda: TokenizedData(options.data_path))
-    sidecar = longest = num_steps = None
-    if data is not None:
-        if options.max_tokens_per_gpu != "auto":
-            attempt(lambda: data.fit_to(options.max_tokens_per_gpu, drop_overlong=options.drop_overlong))
-        longest = int(data.lengths[data.kept].max())
-        num_steps = count_run_steps(options, data, start=start)
-        sidecar = attempt(lambda: read_sidecar(options.data_path, num_samples=len(data.lengths)))
-        if options.batch_size > len(data.kept):
-            problems.append(
-                f"--batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly"
-            )
-        if options.use_liger_kernels and data.has_weights:
-            problems.append("--use-liger-kernels cannot weight tokens, and the data has loss_weights")
-    if num_steps is not None and options.num_warmup_steps >= num_steps:
-        problems.append(
-            f"--num-warmup-steps {options.num_warmup_steps}: the run of {num_steps} steps ends before its peak learning"
-            " rate"
-        )
-    if options.batch_size < target.world_size:
-        problems.append(
-            f"--batch-size {options.batch_size} is smaller than the {target.world_size} ranks: some have nothing to do"
-        )
-
-    model_dir = attempt(
-        lambda: find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
+    inputs = open_inputs(
+        options,
+        device=target.device,
+        world_size=target.world_size,
+        start=start,
+        attempt=attempt,
+        warn=warnings.append,
     )
-    if model_dir is None:
-        return PlannedRun(data, longest, start, num_steps)
-    config = attempt(lambda: load_config(model_dir, trust_remote_code=trust))
-    if Path(options.model_name_or_path).is_dir():  # of the hub they would be downloaded
-        attempt(lambda: find_weights(options.model_name_or_path, model_dir))
-    if config is None:
-        return PlannedRun(data, longest, start, num_steps)
-    tokenizer = None
-    if data is not None:
-        attempt(lambda: check_rope(config, longest=longest))
-        found = attempt(
-            lambda: choose_tokenizer(
-                model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
-            )
-        )
-        tokenizer, config.vocab_size = found or (None, config.vocab_size)
-    if tokenizer is not None and options.osft_calibration_data is not None:
-        cap = longest if options.max_tokens_per_gpu == "auto" else options.max_tokens_per_gpu
-        attempt(lambda: open_calibration_data(options.osft_calibration_data, tokenizer, max_tokens_per_gpu=cap))
-    compute_dtype = choose_compute_dtype(options, target.device)
-    if len(problems) == num_before and Path(options.model_name_or_path).is_dir():
-        attempt(
-            lambda: check_identity(
-                options, checkpoint, model_dir, data, sidecar, tokenizer, compute_dtype, num_steps=num_steps
-            )
-        )
+    is_here = Path(options.model_name_or_path).is_dir()  # from the hub the weights would be downloaded
+    if inputs.model_dir is not None and is_here:
+        attempt(lambda: find_weights(options.model_name_or_path, inputs.model_dir))
+        if len(problems) == num_before:
+            attempt(lambda: check_identity(options, checkpoint, inputs))
+    if inputs.config is None:
+        return PlannedRun(inputs, start, None, None)
     # Simulated on a CPU: a GPU's kernels keep what SDPA keeps; only eager attention holds more.
     attention = options.attention if target.device.type == "cpu" or options.attention == "eager" else "auto"
-    shape = functools.partial(shape_run_model, config=config, compute_dtype=compute_dtype, attention=attention)
-    return PlannedRun(data, longest, start, num_steps, shape, attempt(lambda: shape(options)))
+    shape = functools.partial(
+        shape_run_model, config=inputs.config, compute_dtype=inputs.compute_dtype, attention=attention
+    )
+    return PlannedRun(inputs, start, shape, attempt(lambda: shape(options)))
 
 
 @dataclass(frozen=True)
@@ -261,27 +229,9 @@ def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
     return FoundCheckpoint(paths[0], state)
 
 
-def check_identity(
-    options: TrainOptions,
-    checkpoint: FoundCheckpoint | None,
-    model_dir: str,
-    data: TokenizedData,
-    sidecar: dict[str, Any] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    compute_dtype: torch.dtype,
-    *,
-    num_steps: int | None,
-) -> None:
+def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs) -> None:
     """ValueError if the output directory or the checkpoint is another run's."""
-    identity = identify_run(
-        options,
-        model_dir=model_dir,
-        data=data,
-        source=sidecar and sidecar.get("source"),
-        tokenizer=tokenizer,
-        compute_dtype=compute_dtype,
-        num_steps=num_steps if options.lr_scheduler in SCHEDULES_WITH_END else None,
-    )
+    identity = inputs.identify(options)
     output_dir = Path(options.output_dir)
     if checkpoint is None or checkpoint.path.absolute().parent != (output_dir / "checkpoints").absolute():
         check_unused(output_dir, identity, resume=options.resume)
@@ -301,13 +251,13 @@ def plan_memory(
             else f", {target.limit / GIB / (1 - MARGIN):,.1f} GiB each, of which {MARGIN:.0%} stay free"
         )
     )
-    data, shaped = run.data, run.shaped
+    data, num_steps, shaped = run.inputs.data, run.inputs.num_steps, run.shaped
     if data is not None:
-        steps = "no end" if run.num_steps is None else f"{run.num_steps:,} steps"
+        steps = "no end" if num_steps is None else f"{num_steps:,} steps"
         done = f", {run.start.step:,} of them done" if run.start.step else ""
         lines.append(
             f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens, the longest"
-            f" {run.longest:,}\nrun: {steps} of {options.batch_size} samples{done}"
+            f" {run.inputs.longest:,}\nrun: {steps} of {options.batch_size} samples{done}"
         )
     if shaped is None:
         return None, None, None
@@ -330,7 +280,7 @@ def plan_memory(
             num_shards=target.num_shards,
             num_tokens=packing.num_tokens,
             num_trained=packing.num_trained,
-            longest=run.longest,
+            longest=run.inputs.longest,
             accumulates=bool(packing.num_micro_batches.max() > 1),
             offloads=target.offloads,
         )
@@ -359,10 +309,8 @@ def choose_checkpointing(options: TrainOptions, target: Target, run: PlannedRun,
         return options
     if target.limit is None:
         problems.append("--activation-checkpointing auto cannot be planned without --memory-budget-gb")
-    elif run.data is not None and run.shaped is not None:
-        longest, most = count_useful_tokens(
-            run.data, batch_size=options.batch_size, seed=options.seed, start=run.start, world_size=target.world_size
-        )
+    elif run.inputs.data is not None and run.shaped is not None:
+        longest, most = run.count_useful_tokens(options, target.world_size)
         goal = tokens_to_fit(options, longest=longest, most=most)
         base = resident_memory() if target.device.type == "cpu" else 0
         for mode in ("none", "selective"):
@@ -396,30 +344,28 @@ def simulate_worst_step(
 def choose_cap(options: TrainOptions, target: Target, run: PlannedRun, base: int, problems: Problems) -> int | None:
     """--max-tokens-per-gpu; for auto what it would come to by simulation, with every token trained."""
     if options.max_tokens_per_gpu != "auto":
-        return max(options.max_tokens_per_gpu, run.longest)
+        return max(options.max_tokens_per_gpu, run.inputs.longest)
     if target.limit is None:
         problems.append("--max-tokens-per-gpu auto cannot be planned without --memory-budget-gb")
         return None
-    longest, most = count_useful_tokens(
-        run.data, batch_size=options.batch_size, seed=options.seed, start=run.start, world_size=target.world_size
-    )
+    longest, most = run.count_useful_tokens(options, target.world_size)
     memory = simulate_worst_step(options, target, run, num_tokens=most, longest=longest)
     if base + memory.at(longest) > target.limit:
         needed = base + memory.at(longest)
-        problems.append(refuse_longest(run.data, longest=longest, needed=needed, limit=target.limit))
+        problems.append(refuse_longest(run.inputs.data, longest=longest, needed=needed, limit=target.limit))
         return longest
     return round_tokens(most + (target.limit - base - memory.total) / memory.per_token, longest=longest, most=most)
 
 
 def pack_batches(options: TrainOptions, run: PlannedRun, world_size: int, *, cap: int) -> Packing:
     """The next `NUM_BATCHES` global batches, or as many as the run has, in micro-batches."""
-    flops = run.shaped.flops
-    num_left = NUM_BATCHES if run.num_steps is None else run.num_steps - run.start.step
+    data, num_steps, flops = run.inputs.data, run.inputs.num_steps, run.shaped.flops
+    num_left = NUM_BATCHES if num_steps is None else num_steps - run.start.step
     rows = []
     for i in range(max(1, min(NUM_BATCHES, num_left))):
         start = run.start.num_samples + i * options.batch_size
-        ids = draw_samples(run.data, seed=options.seed, start=start, count=options.batch_size)
-        lengths, trained = run.data.lengths[ids], run.data.num_loss_tokens[ids]
+        ids = draw_samples(data, seed=options.seed, start=start, count=options.batch_size)
+        lengths, trained = data.lengths[ids], data.num_loss_tokens[ids]
         table = pack_batch(lengths, cap, world_size, flops.attention_cost)
         costs = cost_samples(lengths, flops.attention_cost)
         loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
@@ -468,12 +414,13 @@ def plan_disk(options: TrainOptions, run: PlannedRun, problems: Problems, lines:
     output_dir = Path(options.output_dir)
     checkpoint_bytes, num_checkpoints = run.shaped.state_bytes, options.keep_checkpoints + 1  # and one being written
     export_bytes = run.shaped.num_params * getattr(torch, options.export_dtype).itemsize
-    num_exports = 1 if run.num_steps is None else count_exports(options, run)
+    num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # will make room
     needed = num_checkpoints * checkpoint_bytes + num_exports * export_bytes + SPARE_BYTES
-    exports = f"{num_exports}{' or more' if run.num_steps is None else ''} export{'' if num_exports == 1 else 's'}"
+    or_more = " or more" if run.inputs.num_steps is None else ""
+    exports = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"
     lines.append(
         f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({options.keep_checkpoints} kept, one"
         f" being written), {exports} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
@@ -489,10 +436,10 @@ def plan_disk(options: TrainOptions, run: PlannedRun, problems: Problems, lines:
 def count_exports(options: TrainOptions, run: PlannedRun) -> int:
     """How many models the run will still have exported at its end."""
     position, count = run.start, 0
-    for step in range(run.start.step, run.num_steps):
+    for step in range(run.start.step, run.inputs.num_steps):
         position = RunPosition(step + 1, position.num_samples + options.batch_size)
-        is_last = step + 1 == run.num_steps
-        count += is_export_due(options, position, epoch_length=len(run.data.kept), is_last=is_last)
+        is_last = step + 1 == run.inputs.num_steps
+        count += is_export_due(options, position, epoch_length=len(run.inputs.data.kept), is_last=is_last)
     return count
 
 
@@ -517,10 +464,10 @@ def plan_time(
         lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
         return
     text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
-    if run.num_steps is None:
+    if run.inputs.num_steps is None:
         text += "; the run has no end"
     else:
-        left = round(seconds * max(0, run.num_steps - run.start.step))
+        left = round(seconds * max(0, run.inputs.num_steps - run.start.step))
         text += f"; {left // 3600}:{left // 60 % 60:02}:{left % 60:02} for the steps that are left"
     lines.append(text)
 
@@ -530,8 +477,13 @@ def measure_speed(options: TrainOptions, world: World, *, cap: int) -> tuple[flo
 
     The model is thrown away. All ranks call this.
     """
-    start = RunPosition()
-    inputs = open_inputs(options, world, start=start)
+    inputs = open_inputs(
+        options,
+        device=world.device,
+        world_size=world.world_size,
+        start=RunPosition(),
+        warn=lambda text: None,
+    )
     model = build_run_model(options, inputs, world, progress=lambda where: None)
     flops = count_flops(model.model, inputs.config)
     optimizer = build_optimizer(

@@ -7,13 +7,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from model_files import find_model, find_weights
+from model_files import find_model
 from model_setup import (
     PackedCausalLM,
     build_model,
@@ -25,14 +25,17 @@ from model_setup import (
 from osft import OSFTSettings, Statistics, describe_osft, find_osft_layers
 from osft_calibration import open_calibration_data, prepare_statistics
 from packed_attention import check_rope
-from process_group import World, call_on_rank0, log
+from process_group import World, log
+from run_record import identify_run
 from sampler import RunPosition, TokenizedData, count_steps, pack_samples, read_sidecar
-from training_args import TrainOptions
+from training_args import SCHEDULES_WITH_END, TrainOptions
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads before anything large is loaded."""
+    """What a run reads before anything large is loaded; of a plan, None in the place of what cannot be read."""
 
     data: TokenizedData
     sidecar: dict[str, Any] | None
@@ -45,48 +48,88 @@ class RunInputs:
     num_steps: int | None  # None: no end
     compute_dtype: torch.dtype
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample that is trained."""
+        return int(self.data.lengths[self.data.kept].max())
 
-def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> RunInputs:
-    """Opens data, tokenizer and the model's config; raises ValueError for whatever does not fit together."""
-    data = TokenizedData(options.data_path)
-    max_tokens_per_gpu = options.max_tokens_per_gpu
-    if max_tokens_per_gpu == "auto":
-        max_tokens_per_gpu = int(data.lengths.max())
-    num_dropped = data.fit_to(max_tokens_per_gpu, drop_overlong=options.drop_overlong)
+    def identify(self, options: TrainOptions) -> dict[str, Any]:
+        """What decides the numbers of the run (see run_record)."""
+        return identify_run(
+            options,
+            model_dir=self.model_dir,
+            data=self.data,
+            source=self.sidecar and self.sidecar.get("source"),
+            tokenizer=self.tokenizer,
+            compute_dtype=self.compute_dtype,
+            num_steps=self.num_steps if options.lr_scheduler in SCHEDULES_WITH_END else None,
+        )
+
+
+def open_inputs(
+    options: TrainOptions,
+    *,
+    device: torch.device,
+    world_size: int,
+    start: RunPosition,
+    attempt: Callable[[Callable[[], Result]], Result] = lambda function: function(),
+    warn: Callable[[str], None] = lambda text: log.warning(f"warning: {text}"),
+) -> RunInputs:
+    """Opens data, tokenizer and the model's config; raises ValueError for whatever does not fit together.
+
+    `attempt` calls what may raise. A plan's keeps the error and returns None, and the rest is looked at without it.
+    """
     trust = options.trust_remote_code
-    model_dir = find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
-    config = load_config(model_dir, trust_remote_code=trust)
-    check_rope(config, longest=int(data.lengths[data.kept].max()))
-    generation_config = load_generation_config(model_dir, config)
-    sidecar = read_sidecar(options.data_path, num_samples=len(data.lengths))
-    tokenizer, config.vocab_size = choose_tokenizer(
-        model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
+    max_tokens_per_gpu = options.max_tokens_per_gpu
+    sidecar = num_dropped = num_steps = None
+    if (data := attempt(lambda: TokenizedData(options.data_path))) is not None:
+        if max_tokens_per_gpu == "auto":
+            max_tokens_per_gpu = int(data.lengths.max())
+        num_dropped = attempt(lambda: data.fit_to(max_tokens_per_gpu, drop_overlong=options.drop_overlong))
+        sidecar = attempt(lambda: read_sidecar(options.data_path, num_samples=len(data.lengths)))
+    model_dir = attempt(
+        lambda: find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
     )
-    if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
-        config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]  # of the data's chat template
-    calibration_data = None
-    if options.osft_calibration_data is not None:
-        calibration_data = open_calibration_data(
-            options.osft_calibration_data, tokenizer, max_tokens_per_gpu=max_tokens_per_gpu
+    config = generation_config = tokenizer = calibration_data = None
+    if model_dir is not None:
+        config = attempt(lambda: load_config(model_dir, trust_remote_code=trust))
+    if config is not None:
+        generation_config = load_generation_config(model_dir, config)
+    if config is not None and data is not None:
+        attempt(lambda: check_rope(config, longest=int(data.lengths[data.kept].max())))
+        found = attempt(
+            lambda: choose_tokenizer(
+                model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
+            )
         )
-    if options.use_liger_kernels and data.has_weights:
-        raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
-    num_steps = count_run_steps(options, data, start=start)
-    if options.batch_size > len(data.kept):
-        log.warning(
-            f"warning: --batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly"
+        tokenizer, config.vocab_size = found or (None, config.vocab_size)
+        if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
+            # The data's chat template decides what a turn ends with.
+            config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]
+    if tokenizer is not None and options.osft_calibration_data is not None:
+        calibration_data = attempt(
+            lambda: open_calibration_data(
+                options.osft_calibration_data, tokenizer, max_tokens_per_gpu=max_tokens_per_gpu
+            )
         )
+    if data is not None:
+        attempt(lambda: check_liger_loss(options, data))
+        num_steps = count_run_steps(options, data, start=start)
+        if options.batch_size > len(data.kept):
+            warn(f"--batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly")
+        log.info(
+            f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
+            f" {num_dropped or 0:,} dropped, longer than --max-tokens-per-gpu\n"
+            f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.batch_size} samples"
+            f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
+        )
+    if options.batch_size < world_size:
+        warn(f"--batch-size {options.batch_size} is smaller than the {world_size} ranks: some have nothing to do")
     if num_steps is not None and options.num_warmup_steps >= num_steps:
-        log.warning(
-            f"warning: --num-warmup-steps {options.num_warmup_steps}: the run ends before its peak learning rate"
+        warn(
+            f"--num-warmup-steps {options.num_warmup_steps}: the run of {num_steps} steps ends before its peak learning"
+            " rate"
         )
-    log.info(
-        f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
-        f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
-        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.batch_size} samples"
-        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
-    )
-    call_on_rank0(world, lambda: find_weights(options.model_name_or_path, model_dir))
     return RunInputs(
         data=data,
         sidecar=sidecar,
@@ -97,8 +140,13 @@ def open_inputs(options: TrainOptions, world: World, *, start: RunPosition) -> R
         calibration_data=calibration_data,
         max_tokens_per_gpu=max_tokens_per_gpu,
         num_steps=num_steps,
-        compute_dtype=choose_compute_dtype(options, world.device),
+        compute_dtype=choose_compute_dtype(options, device),
     )
+
+
+def check_liger_loss(options: TrainOptions, data: TokenizedData) -> None:
+    if options.use_liger_kernels and data.has_weights:
+        raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
 
 
 def count_run_steps(options: TrainOptions, data: TokenizedData, *, start: RunPosition) -> int | None:

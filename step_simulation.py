@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from auto_settings import make_micro_batch
@@ -147,7 +150,13 @@ def simulate_step(
         shaped.model, backend=shaped.backend, compute_dtype=shaped.compute_dtype, use_liger_kernels=False
     )
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_world(world_size, num_shards) as world, quiet_simulation(), fake, MemoryCounter() as counter:
+    with (
+        fake_world(world_size, num_shards) as world,
+        quiet_simulation(),
+        fake,
+        AnyTypeOfExperts(),
+        MemoryCounter() as counter,
+    ):
         give_memory(packed_model, world)
         apply_fsdp(
             packed_model,
@@ -204,6 +213,17 @@ def simulate_step(
         num_tokens=num_tokens,
         per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (num_tokens - num_tokens // 2),
     )
+
+
+class AnyTypeOfExperts(TorchDispatchMode):
+    """Grouped products in other types than bf16, which torch computes on a CPU but does not simulate."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return function(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        in_bf16 = tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.dtype == dtype else t, (args, kwargs or {}))
+        return function(*in_bf16[0], **in_bf16[1]).to(dtype)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ The script reads top to bottom: what is refused early, the model, the loop.
 """
 
 from run_control import Flag, RunControl, leave, stop_reason
-from training_args import SCHEDULES_WITH_END, ExitCode, RunError, TrainOptions, parse_duration, parse_options
+from training_args import ExitCode, RunError, TrainOptions, parse_duration, parse_options
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
@@ -30,11 +30,12 @@ import torch.distributed as dist
 from auto_settings import settle_auto_options
 from checkpoint_files import has_checkpoints, remove_leftovers
 from checkpointing import Checkpointer, export_model
+from model_files import find_weights
 from model_setup import set_gradient_sync
 from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients, set_step
 from osft import find_osft_layers, measure_leak, project_gradients, project_updates
 from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
-from run_record import check_output_dir, check_same_run, check_unused, identify_run, record_end, record_start
+from run_record import check_output_dir, check_same_run, check_unused, record_end, record_start
 from run_setup import build_run_model, is_export_due, open_inputs
 from sampler import RunPosition, collect_garbage_between, derive_seed, iterate_batches, prefetch
 from training_log import (
@@ -68,20 +69,10 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     start = RunPosition(**checkpoint.state["position"]) if checkpoint else RunPosition()
     log.info(f"resuming from {checkpoint.path}: {start}" if checkpoint else f"starting from step 0 in {output_dir}")
     log.info(describe_run(options, world))
-    inputs = open_inputs(options, world, start=start)
+    inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=start)
     data, config, num_steps = inputs.data, inputs.config, inputs.num_steps
-    identity = call_on_rank0(
-        world,
-        lambda: identify_run(
-            options,
-            model_dir=inputs.model_dir,
-            data=data,
-            source=inputs.sidecar and inputs.sidecar.get("source"),
-            tokenizer=inputs.tokenizer,
-            compute_dtype=inputs.compute_dtype,
-            num_steps=num_steps if options.lr_scheduler in SCHEDULES_WITH_END else None,
-        ),
-    )
+    call_on_rank0(world, lambda: find_weights(options.model_name_or_path, inputs.model_dir))
+    identity = call_on_rank0(world, lambda: inputs.identify(options))
     changes = []
     if not is_own:
         call_on_rank0(world, lambda: check_unused(output_dir, identity, resume=options.resume))
