@@ -28,7 +28,8 @@ FIRST_TOKENS = 1024  # most of a first micro-batch, so that the attempt itself h
 # A choice that was made before a resume is kept only where all these are as they were given.
 DECIDING_OPTIONS = (
     "max_tokens_per_gpu", "activation_checkpointing", "memory_budget_gb", "attention", "compile", "float8", "sharding",
-    "shard_size", "reshard_after_forward", "micro_batch_grad_sync", "cpu_offload", "use_liger_kernels",
+    "shard_size", "reshard_after_forward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload",
+    "use_liger_kernels",
 )  # fmt: skip
 MOST_PROBES = 8
 PLENTY = 0.5  # share of the memory that nobody would need: no more has to be tried

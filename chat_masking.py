@@ -24,6 +24,7 @@ from chat_rendering import check_in_child, template_errors
 from chat_skeletons import (
     ASSISTANT,
     PLACEHOLDER,
+    REASONING_KEYS,
     Message,
     Outline,
     Render,
@@ -467,7 +468,7 @@ class ChatMasker:
 
         with template_errors():
             texts, marked = render_jinja_template(
-                [[drop_nulls(message) for message in messages] for messages in conversations],
+                [prepare_messages(messages) for messages in conversations],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -485,7 +486,10 @@ class ChatMasker:
         """The texts that `apply_chat_template` tokenizes."""
         with template_errors():
             return self.tokenizer.apply_chat_template(
-                conversations, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                [prepare_messages(messages) for messages in conversations],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
             )
 
     def encode(self, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
@@ -529,7 +533,8 @@ class ChatMasker:
     def find_problem(self, tokenized: TokenizedChat, chat: Chat, notes: list[str]) -> str | None:
         """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets. Adds to `notes`
         what is as the template wants it, and yet not as one would expect."""
-        expected = self.tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True)["input_ids"]
+        messages = prepare_messages(chat.messages)
+        expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
         if tokenized.input_ids != expected:
             return "apply_chat_template gives other token ids"
         runs = split_runs(tokenized.input_ids, tokenized.labels)
@@ -613,9 +618,15 @@ def read_weight(message: Message, by_default: bool) -> float:
     return float(weight)
 
 
-def drop_nulls(message: Message) -> Message:
-    """As `apply_chat_template` does: templates see missing fields, not nulls."""
-    return {key: value for key, value in message.items() if value is not None}
+def prepare_messages(messages: Sequence[Message]) -> list[Message]:
+    """As `apply_chat_template` does, of late: templates see missing fields, not nulls, and reasoning whatever it is
+    called, since gpt-oss reads "thinking" and others "reasoning_content"."""
+    prepared = []
+    for message in messages:
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        prepared.append({key: value for key, value in named.items() if value is not None})
+    return prepared
 
 
 def locate_text(row: Completion | Document) -> Located:

@@ -3,6 +3,7 @@
 A model directory is someone else's. What could run code, leads out of it, or is no safetensors is refused by name.
 """
 
+import functools
 import json
 import logging
 import re
@@ -60,14 +61,20 @@ def download(repo: str, *, revision: str | None, patterns: list[str]) -> Path:
     """The repository's files of these patterns, in the hub's cache; from the cache alone where there is no network."""
     from huggingface_hub import snapshot_download
 
+    find = functools.partial(snapshot_download, repo, revision=revision, allow_patterns=patterns)
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        return Path(find())
     except Exception as error:  # of the network, the hub and the disk
         reason = " ".join(str(error).split()) or type(error).__name__
+    try:  # huggingface-hub 1 does not do so by itself where a commit is given
+        path = Path(find(local_files_only=True))
+    except Exception:
         raise ValueError(
             f"--model-name-or-path {repo}: there is no such directory, and it cannot be had from the hub"
             f"{f' at --model-revision {revision}' if revision else ''}: {reason}"
         ) from None
+    log.warning(f"warning: {repo} is read from the cache alone: {reason}")
+    return path
 
 
 def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:

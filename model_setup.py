@@ -208,6 +208,7 @@ def build_model(
     compile: bool,
     use_liger_kernels: bool,
     reshard_after_forward: str = "auto",
+    prefetch_blocks: int = 1,
     cpu_offload: bool = False,
     float8: bool = False,
     osft: OSFTSettings | None = None,
@@ -260,6 +261,7 @@ def build_model(
         subspaces=subspaces,
         world=world,
         reshard_after_forward=reshard_after_forward,
+        prefetch_blocks=prefetch_blocks,
         cpu_offload=cpu_offload,
     )
     return packed_model.train()
@@ -430,6 +432,7 @@ def apply_fsdp(
     subspaces: dict[str, Path],
     world: World,
     reshard_after_forward: str,
+    prefetch_blocks: int,
     cpu_offload: bool,
 ) -> None:
     """Fills the meta model from rank 0's `weights` and shards it: each block, an untied embedding, and all the rest.
@@ -469,6 +472,10 @@ def apply_fsdp(
             # Gradients are summed over ranks, not averaged: the loss is divided by the global number of tokens.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if prefetch_blocks > 1:  # one ahead is what FSDP2 does by itself
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + prefetch_blocks]))
+            block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - prefetch_blocks) : i])))
     register_fsdp_forward_method(packed_model, "hidden_states")
     register_fsdp_forward_method(packed_model, "reference")
 

@@ -181,6 +181,7 @@ def build_run_model(
         use_liger_kernels=options.use_liger_kernels,
         float8=options.float8,
         reshard_after_forward=options.reshard_after_forward,
+        prefetch_blocks=options.prefetch_blocks,
         cpu_offload=options.cpu_offload,
         progress=progress,
     )

@@ -166,6 +166,7 @@ def simulate_step(
             subspaces={},
             world=world,
             reshard_after_forward=options.reshard_after_forward,
+            prefetch_blocks=options.prefetch_blocks,
             cpu_offload=False,
         )
         tensors = [*packed_model.train().parameters(), *packed_model.buffers()]

@@ -187,6 +187,9 @@ class TrainOptions:
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free a layer's gathered weights after its forward pass, and gather them again for backward. auto: all but the
     last, which backward begins with; never: less communication, and memory for the whole model in compute-dtype."""
+    prefetch_blocks: int = 1
+    """Blocks whose weights are gathered while one computes, forward and backward. More of them hide more of a network
+    that is slow at times, and take memory for their weights in compute-dtype."""
     micro_batch_grad_sync: Literal["every", "last"] = "every"
     """Sum gradients over ranks after every micro-batch, or once a step, after the last one: less communication, and
     memory for the whole model's gradients in float32 on every rank."""
@@ -369,7 +372,7 @@ def find_train_problems(o: TrainOptions) -> list[str]:
 
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
-                 "hang_timeout", "plan_world_size"):  # fmt: skip
+                 "hang_timeout", "plan_world_size", "prefetch_blocks"):  # fmt: skip
         value = getattr(o, name)
         require(value in (None, "auto") or value >= 1, f"{flag_name(name)} {value}: must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):

@@ -24,6 +24,7 @@ from loading import describe_versions, read_status, watch_memory
 OPTIONS = {
     "defaults": {},
     "--reshard-after-forward never": dict(reshard_after_forward="never"),
+    "--prefetch-blocks 3": dict(prefetch_blocks=3),
     "--micro-batch-grad-sync last": dict(micro_batch_grad_sync="last"),
     "--sharding hybrid (2 x 2)": dict(sharding="hybrid"),
 }

@@ -447,7 +447,9 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
     (masked,) = masker.mask([Chat(messages, tools=tools)])
     if isinstance(masked, ValueError):
         raise masked
-    expected = masker.tokenizer.apply_chat_template(messages, tools=tools, return_dict=True)
+    # Older versions of transformers do not name it twice by themselves.
+    named = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
+    expected = masker.tokenizer.apply_chat_template(named, tools=tools, return_dict=True)
     assert masked.input_ids == expected["input_ids"]
     runs = split_runs(masked.input_ids, masked.labels)
     return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]

@@ -22,8 +22,8 @@ NUM_SAMPLES, BATCH_SIZE, STEPS, LEARNING_RATE, SEED = 40, 9, 10, 1e-2, 5
 LAYOUTS = {
     "1 rank": (1, 1000, {}),
     "1 rank, small cap": (1, 41, {}),
-    "2 ranks": (2, 60, dict(checkpoint_every_steps=4, keep_checkpoints=9)),
-    "4 ranks": (4, 41, dict(micro_batch_grad_sync="last", reshard_after_forward="never", cpu_offload=True)),
+    "2 ranks": (2, 60, dict(checkpoint_every_steps=4, keep_checkpoints=9, reshard_after_forward="never")),
+    "4 ranks": (4, 41, dict(micro_batch_grad_sync="last", prefetch_blocks=2, cpu_offload=True)),
 }
 HYBRID = dict(sharding="hybrid", shard_size=2, checkpoint_every_steps=4, reshard_after_forward="always")
 

@@ -1,11 +1,14 @@
 """How weights and gradients are held, and when they are summed, changes no number; on ranks: test_distributed.py."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, save_model
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
 
 from model_setup import check_model, find_blocks, set_gradient_sync
 from optimization import build_optimizer, local_gradients
@@ -62,6 +65,29 @@ def test_weights_are_freed_after_forward_as_asked(policy, blocks_kept, root_kept
     # The checks at the start run no backward; the optimizer must find the shards.
     check_model(model, pack_samples, device=world.device)
     build_optimizer(model, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+
+
+@pytest.mark.parametrize("num_ahead", [1, 2, 3])
+def test_weights_are_gathered_as_many_blocks_ahead_as_asked(num_ahead, world, tmp_path):
+    num_blocks = 6
+    config = LlamaConfig(**SHAPE | dict(num_hidden_layers=num_blocks))
+    model = build(save_model(config, tmp_path), world, prefetch_blocks=num_ahead, reshard_after_forward="always")
+    blocks = find_blocks(model.model)
+    seen = []
+
+    def record(i: int, *_) -> None:
+        groups = [fully_shard.state(block)._fsdp_param_group for block in blocks]
+        there = {k for k, group in enumerate(groups) if group.is_unsharded or group._all_gather_result is not None}
+        seen.append((i, there))
+
+    for i, block in enumerate(blocks):
+        block.self_attn.register_forward_pre_hook(functools.partial(record, i))
+        block.self_attn.register_full_backward_pre_hook(functools.partial(record, i))
+    model(make_micro_batches(2)[0]).backward()
+    forward, backward = seen[:num_blocks], seen[num_blocks:]
+    least = num_ahead if num_ahead > 1 else 0  # FSDP2's own way forward begins a gathering when its block comes
+    assert forward == [(i, set(range(i, min(num_blocks, i + 1 + least)))) for i in range(num_blocks)]
+    assert backward == [(i, set(range(max(0, i - num_ahead), i + 1))) for i in reversed(range(num_blocks))]
 
 
 def test_offloaded_weights_are_offloaded_in_every_part_of_the_model(world, tmp_path, monkeypatch):

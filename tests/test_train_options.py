@@ -212,6 +212,7 @@ TESTED_ELSEWHERE = {
     "sharding",  # these two: test_distributed.py
     "shard_size",
     "reshard_after_forward",  # these: test_sharding.py
+    "prefetch_blocks",
     "micro_batch_grad_sync",
     "cpu_offload",
     "use_liger_kernels",  # these two below: refused without a GPU

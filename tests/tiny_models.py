@@ -100,6 +100,7 @@ def build(
     dtype=torch.float32,
     weights_dtype=torch.float32,
     reshard_after_forward="auto",
+    prefetch_blocks=1,
     cpu_offload=False,
     osft=None,
 ):
@@ -115,6 +116,7 @@ def build(
         compile=compile,
         use_liger_kernels=False,
         reshard_after_forward=reshard_after_forward,
+        prefetch_blocks=prefetch_blocks,
         cpu_offload=cpu_offload,
         osft=osft,
     )
