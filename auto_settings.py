@@ -3,8 +3,8 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ DECIDING_OPTIONS = (
     "shard_size", "reshard_after_forward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload",
     "use_liger_kernels",
 )  # fmt: skip
+MODES = ("none", "selective", "full")  # of activation checkpointing, by how much is computed twice
 MOST_PROBES = 8
 PLENTY = 0.5  # share of the memory that nobody would need: no more has to be tried
 NUM_TOKEN_IDS = 64  # that probes consist of: several, so that a mixture of experts uses several
@@ -87,12 +88,6 @@ def count_useful_tokens(
     return longest, min(largest, -(-largest // world_size) + longest)
 
 
-def tokens_to_fit(options: TrainOptions, *, longest: int, most: int) -> int:
-    """Tokens of the micro-batch that --activation-checkpointing auto has to find room for."""
-    cap = options.max_tokens_per_gpu
-    return most if cap == "auto" else max(longest, min(most, cap))
-
-
 def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
     """`num_tokens` as a multiple of `ROUNDING`, but at least the longest sample and at most `most`."""
     return max(longest, min(most, int(num_tokens) // ROUNDING * ROUNDING))
@@ -120,6 +115,19 @@ def make_micro_batch(num_tokens: int, num_trained: int, *, longest: int) -> Micr
     return pack_samples(samples)
 
 
+@dataclass(frozen=True)
+class Room:
+    """How many tokens of a micro-batch have room, 0 if too few, and the probes that say so."""
+
+    num_tokens: int
+    probes: list[dict[str, Any]]
+
+    @property
+    def seconds(self) -> float:
+        """What forward and backward of them take."""
+        return max(0.0, extrapolate(self.probes, "seconds", self.num_tokens))
+
+
 class Prober:
     """Runs forward and backward of micro-batches on the built model, and measures what they take. All ranks agree."""
 
@@ -140,6 +148,8 @@ class Prober:
         self.limit = memory_limit(options.memory_budget_gb, world.device)
         params = [p for p in model.parameters() if p.requires_grad and p.device.type == world.device.type]
         self.state_bytes = sum(moment_bytes(param.to_local(), options.optimizer) for param in params)
+        self.mode = options.activation_checkpointing
+        self.probes: dict[str, list[dict[str, Any]]] = {}  # by mode
         self.resident = 0 if self.is_cuda else resident_memory()
         self.counter = MemoryCounter()
 
@@ -161,14 +171,15 @@ class Prober:
         self.counter.reset_peak()
         before = self.counter.num_live
         if self.is_cuda:
+            torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
+        begin = time.perf_counter()
         for micro_batch in micro_batches:
-            begin = time.perf_counter()
             self.model(micro_batch.to(device)).backward()
         if self.is_cuda:
             torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - begin
+        seconds = (time.perf_counter() - begin) / len(micro_batches)
         peak = torch.cuda.max_memory_allocated(device) if self.is_cuda else self.counter.num_peak
         needed = self.resident + peak + self.state_bytes
         most = torch.tensor([needed - self.limit, needed, peak - before, seconds], dtype=torch.float64)
@@ -179,21 +190,29 @@ class Prober:
         log.info(f"  {num_tokens:,} tokens need {needed / GIB:,.2f} GiB and {seconds:.3f} s")
         return probe
 
-    def find_most(self, *, least: int, most: int) -> tuple[int, list[dict[str, Any]]]:
-        """The most tokens up to `most` that have room, 0 if fewer than `least` have it, and the probes that say so.
+    def set_mode(self, mode: str) -> None:
+        """Changes what is recomputed; blocks that are compiled cannot be changed."""
+        if mode != self.mode:
+            set_activation_checkpointing(self.model, mode)
+            self.mode = mode
+
+    def find_room(self, mode: str, *, least: int, most: int) -> Room:
+        """The most tokens up to `most` that have room, or 0 if fewer than `least` have it.
 
         As no sequence is longer than the longest sample, memory grows evenly, so that each probe tells how far the
         next may go.
         """
-        num_tokens, probes = min(least, max(2, self.longest // 8), FIRST_TOKENS), []
+        self.set_mode(mode)
+        num_tokens = min(least, max(2, self.longest // 8), FIRST_TOKENS)
+        probes = self.probes[mode] = []
         with contextlib.nullcontext() if self.is_cuda else self.counter:
             while True:
                 probes.append(self.probe(num_tokens))
                 largest = find_largest(probes, least=least, most=most)
                 if len(probes) > 2 and extrapolate(probes, "excess_bytes", most) < -PLENTY * self.limit:
-                    return most, probes
+                    return Room(most, probes)
                 if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
-                    return largest if largest >= least else 0, probes
+                    return Room(largest if largest >= least else 0, probes)
                 num_tokens = min(2 * num_tokens, largest)
 
     def clean_up(self, optimizer: torch.optim.Optimizer) -> None:
@@ -236,22 +255,24 @@ def settle_auto_options(
     if not call_on_rank0(world, lambda: is_known):  # ranks may have devices of different names
         short = max(2, int(np.quantile(data.lengths[data.kept], SHORT)))
         prober = Prober(options, model, longest=longest, short=short, world=world, progress=progress)
-        chosen = place | dict(limit_bytes=prober.limit, probes={})
-        if "activation_checkpointing" in names:
-            goal = tokens_to_fit(options, longest=longest, most=most)
-            chosen["activation_checkpointing"], chosen["probes"] = choose_checkpointing(prober, goal)
         if "max_tokens_per_gpu" in names:
-            mode = chosen.get("activation_checkpointing", "full")
-            cap, probes = (most, []) if mode != "full" else prober.find_most(least=longest, most=most)
-            if cap == 0:
-                excess = extrapolate(probes, "excess_bytes", longest)
-                needed = extrapolate(probes, "bytes", longest)
-                raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=int(needed - excess)))
-            chosen["max_tokens_per_gpu"], chosen["probes"]["max_tokens_per_gpu"] = cap, probes
+            least = longest
+        else:
+            least = most = max(longest, min(most, options.max_tokens_per_gpu))
+        modes = MODES if "activation_checkpointing" in names else (options.activation_checkpointing,)
+        mode, found = choose_fastest(prober, modes, least=least, most=most)
+        if found.num_tokens == 0 and "max_tokens_per_gpu" in names:
+            excess = extrapolate(found.probes, "excess_bytes", longest)
+            needed = extrapolate(found.probes, "bytes", longest)
+            raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=int(needed - excess)))
+        settled = dict(activation_checkpointing=mode, max_tokens_per_gpu=found.num_tokens)
+        chosen = place | {name: settled[name] for name in names}
+        chosen |= dict(limit_bytes=prober.limit, seconds=found.seconds, probes=prober.probes)
         prober.clean_up(optimizer)
+        takes = f"; one of {found.num_tokens:,} takes {found.seconds:.3f} s" if found.num_tokens else ""
         log.info(
             f"auto: {prober.limit / GIB:,.2f} GiB may be used, the longest sample has {longest:,} tokens, and more than"
-            f" {most:,} in a micro-batch would not save one"
+            f" {most:,} in a micro-batch would not save one{takes}"
         )
     if "activation_checkpointing" in names:
         set_activation_checkpointing(model, chosen["activation_checkpointing"])
@@ -260,17 +281,22 @@ def settle_auto_options(
     return replace(options, **settled), chosen
 
 
-def choose_checkpointing(prober: Prober, goal: int) -> tuple[str, dict[str, list[dict[str, Any]]]]:
-    """The mode that computes least twice with which `goal` tokens have room, or full; and each mode's probes."""
-    probes = {}
-    for mode in ("none", "selective"):
-        log.info(f"auto: --activation-checkpointing {mode}")
-        set_activation_checkpointing(prober.model, mode)
-        largest, probes[mode] = prober.find_most(least=goal, most=goal)
-        if largest == goal:
-            return mode, probes
-    set_activation_checkpointing(prober.model, "full")
-    return "full", probes
+def choose_fastest(prober: Prober, modes: Sequence[str], *, least: int, most: int) -> tuple[str, Room]:
+    """The mode, in the order of what is computed twice, whose largest micro-batch takes least time for a token.
+
+    Where `least` tokens have room with none of them, the last one and 0 tokens.
+    """
+    rooms = {}
+    for mode in modes:
+        if len(modes) > 1:
+            log.info(f"auto: --activation-checkpointing {mode}")
+        rooms[mode] = prober.find_room(mode, least=least, most=most)
+        if rooms[mode].num_tokens == most:
+            break  # to compute more twice would win nothing
+    usable = {mode: room.seconds / room.num_tokens for mode, room in rooms.items() if room.num_tokens > 0}
+    mode = min(usable, key=usable.__getitem__, default=mode)
+    prober.set_mode(mode)
+    return mode, rooms[mode]
 
 
 def find_largest(probes: list[dict[str, Any]], *, least: int, most: int) -> int:

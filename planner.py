@@ -24,13 +24,13 @@ import torch.distributed as dist
 from auto_settings import (
     GIB,
     MARGIN,
+    MODES,
     NUM_BATCHES,
     count_useful_tokens,
     memory_limit,
     refuse_longest,
     resident_memory,
     round_tokens,
-    tokens_to_fit,
 )
 from batch_packer import cost_samples, pack_batch
 from checkpoint_files import SPARE_BYTES, STATE, find_checkpoints, read_json
@@ -47,6 +47,7 @@ from training_log import PEAK_FLOPS, count_flops, describe_device
 
 RANKS_PER_NODE = 8  # of machines that are not this one, for --sharding hybrid
 NUM_TIMED = 3  # micro-batches, after one to warm up
+ENOUGH_TOKENS = 4096  # of a micro-batch, so that its fixed costs are small
 ASSUMED_MFU = 0.4  # where nothing can be measured
 
 KINDS = {  # of StepMemory.peak, in words
@@ -304,16 +305,21 @@ def plan_memory(
 
 
 def choose_checkpointing(options: TrainOptions, target: Target, run: PlannedRun, problems: Problems) -> TrainOptions:
-    """The options with what --activation-checkpointing auto would come to by simulation, with every token trained."""
+    """The options with what --activation-checkpointing auto would come to by simulation, with every token trained.
+
+    With --max-tokens-per-gpu auto, where a run goes by the time that it measures: what computes least twice of those
+    that have room for `ENOUGH_TOKENS`.
+    """
     if options.activation_checkpointing != "auto":
         return options
     if target.limit is None:
         problems.append("--activation-checkpointing auto cannot be planned without --memory-budget-gb")
     elif run.inputs.data is not None and run.shaped is not None:
         longest, most = run.count_useful_tokens(options, target.world_size)
-        goal = tokens_to_fit(options, longest=longest, most=most)
+        cap = ENOUGH_TOKENS if options.max_tokens_per_gpu == "auto" else options.max_tokens_per_gpu
+        goal = max(longest, min(most, cap))
         base = resident_memory() if target.device.type == "cpu" else 0
-        for mode in ("none", "selective"):
+        for mode in MODES[:-1]:
             settled = replace(options, activation_checkpointing=mode)
             try:
                 memory = simulate_worst_step(settled, target, run, num_tokens=goal, longest=longest)
@@ -321,7 +327,7 @@ def choose_checkpointing(options: TrainOptions, target: Target, run: PlannedRun,
                 break  # plan_memory says so
             if base + memory.total <= target.limit:
                 return settled
-    return replace(options, activation_checkpointing="full")
+    return replace(options, activation_checkpointing=MODES[-1])
 
 
 def simulate_worst_step(

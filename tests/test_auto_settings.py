@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from auto_settings import ROUNDING, extrapolate, find_largest
+from auto_settings import MODES, ROUNDING, Prober, Room, choose_fastest, extrapolate, find_largest
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
     params = outcome(tmp_path / "whole")[2]
     chosen = params["auto_settings"]["max_tokens_per_gpu"]
     assert params["options"]["max_tokens_per_gpu"] == chosen > 0
-    tokens = [probe["tokens"] for probe in params["auto_settings"]["probes"]["max_tokens_per_gpu"]]
+    tokens = [probe["tokens"] for probe in params["auto_settings"]["probes"]["none"]]
     assert tokens == sorted(set(tokens))
     train_here(world, **inputs | dict(max_steps=2, save_final_checkpoint=False, min_samples_per_checkpoint=1000), **cap,
                output_dir=str(tmp_path / "resumed"))  # fmt: skip
@@ -125,3 +126,37 @@ def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, mo
         if next_limit is not None:
             probes = params["auto_settings"]["probes"][mode]
             limit = next_limit(extrapolate(probes, "bytes", goal), extrapolate(probes, "activation_bytes", goal))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "expected"),
+    [
+        ((1000,), (3.0,), "none"),  # all tokens have room: nothing else is tried
+        ((100, 300, 900), (0.1, 0.31, 1.1), "none"),  # for each token
+        ((100, 300, 900), (0.2, 0.3, 1.2), "selective"),
+        ((100, 300, 900), (0.2, 0.6, 1.2), "full"),  # fixed costs of many small micro-batches
+        ((0, 300, 900), (0.0, 0.6, 1.9), "selective"),  # nothing has room with the first
+        ((0, 0, 0), (0.0, 0.0, 0.0), "full"),
+    ],
+)
+def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
+    rooms = {
+        mode: Room(count, [dict(tokens=count, seconds=time)])
+        for mode, count, time in zip(MODES, tokens, seconds, strict=False)
+    }
+    prober = create_autospec(Prober, instance=True)
+    prober.find_room.side_effect = lambda mode, *, least, most: rooms[mode]
+    mode, room = choose_fastest(prober, MODES, least=50, most=1000)
+    assert (mode, room) == (expected, rooms[expected])
+    prober.set_mode.assert_called_with(expected)
+    assert prober.find_room.call_count == len(tokens)
+
+
+def test_both_can_be_auto(inputs, world, tmp_path):
+    both = dict(max_tokens_per_gpu="auto", activation_checkpointing="auto", memory_budget_gb=1000.0)
+    train_here(world, **inputs | both, output_dir=str(tmp_path / "auto"))
+    params = outcome(tmp_path / "auto")[2]
+    assert params["options"]["activation_checkpointing"] == "none"  # with which everything has room
+    cap = params["options"]["max_tokens_per_gpu"]
+    train_here(world, **inputs | dict(max_tokens_per_gpu=cap), output_dir=str(tmp_path / "fixed"))
+    check_same(tmp_path / "auto", tmp_path / "fixed")
