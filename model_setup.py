@@ -61,7 +61,15 @@ MIN_FLOAT8_SIZE = 256  # of a layer's input and output: below, casting costs mor
 class PackedCausalLM(nn.Module):
     """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
 
-    def __init__(self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, use_liger_kernels: bool):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        backend: str,
+        compute_dtype: torch.dtype,
+        use_liger_kernels: bool,
+        compile: bool = False,
+    ):
         super().__init__()
         self.model = model
         self.backend = backend  # of packed_attention
@@ -71,6 +79,7 @@ class PackedCausalLM(nn.Module):
         # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
         self.logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.use_liger_kernels = use_liger_kernels
+        self.fuses_loss = compile
 
     def encode(self, micro_batch: Any) -> Tensor:  # (1, T, H)
         """The packed row's final hidden states."""
@@ -102,7 +111,15 @@ class PackedCausalLM(nn.Module):
         weights = micro_batch.target_weights
         if weights is not None:
             weights = weights[micro_batch.trained_index]
-        return sum_token_loss(hidden, head.weight, targets, bias=head.bias, token_weights=weights, softcap=self.softcap)
+        return sum_token_loss(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            token_weights=weights,
+            softcap=self.softcap,
+            compiled=self.fuses_loss,
+        )
 
     def hidden_states(self, micro_batch: Any) -> Tensor:  # (1, T, H)
         """`encode` for the self-checks: an entry point of its own, which FSDP knows about."""
@@ -251,7 +268,7 @@ def build_model(
             progress=progress,
         )
     packed_model = PackedCausalLM(
-        model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels
+        model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels, compile=compile
     )
     apply_fsdp(
         packed_model,

@@ -79,7 +79,7 @@ def attend_flash_attn(
     from flash_attn import flash_attn_varlen_func
 
     cu_seqlens, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
-    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
+    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return flash_attn_varlen_func(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
         softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
@@ -97,7 +97,7 @@ def attend_varlen(
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     if not grouped:  # torch < 2.12
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
+    query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return varlen_attn(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
         scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped,

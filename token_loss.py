@@ -3,6 +3,9 @@
 N trained tokens, H hidden size, V vocabulary size.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,19 +23,21 @@ def sum_token_loss(
     token_weights: Tensor | None = None,  # (N,) fp32
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    compiled: bool = False,
 ) -> Tensor:
     """Sum over N of token_weights * cross_entropy(hidden @ weight.T + bias, targets), in fp32.
 
     `softcap`: the logits z become softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118, section 2). Works with
     N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so
-    the peak memory is one chunk of logits plus the gradients themselves, whatever N is.
+    the peak memory is one chunk of logits plus the gradients themselves, whatever N is. `compiled`: all that is done
+    with a chunk's logits between the matrix products is fused by torch.compile.
     """
-    return _SumTokenLoss.apply(hidden, weight, targets, bias, token_weights, softcap, chunk_bytes)
+    return _SumTokenLoss.apply(hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled)
 
 
 class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, bias, token_weights, softcap, chunk_bytes):
+    def forward(ctx, hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled):
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -42,32 +47,19 @@ class _SumTokenLoss(torch.autograd.Function):
         for start in range(0, hidden.shape[0], num_rows):
             chunk = slice(start, start + num_rows)
             logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
-            if softcap is not None:
-                logits = logits.float().div_(softcap).tanh_().mul_(softcap)
-            target = targets[chunk, None]
-            log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # one kernel, casts on the way
-            losses = -log_probs.gather(1, target)  # (rows, 1)
-            loss_sum += (losses if token_weights is None else losses * token_weights[chunk, None]).sum()
-            if not (needs_hidden or needs_weight or needs_bias):
-                continue
-            slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
-            d_logits = log_probs.exp_()
-            d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target))
-            if slope is not None:
-                d_logits.mul_(slope)
-            if token_weights is not None:
-                d_logits.mul_(token_weights[chunk, None])
+            is_fused = compiled and len(logits) > 1  # a dimension of 1 would be compiled by itself
+            chunk_weights = None if token_weights is None else token_weights[chunk, None]
+            chunk_sum, d_logits, d_bias_part = (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
+                logits, targets[chunk, None], chunk_weights, softcap, needs_bias
+            )
+            loss_sum += chunk_sum
             if needs_bias:
-                d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(hidden.dtype)
+                d_bias += d_bias_part
             if needs_hidden:
                 d_hidden[chunk] = d_logits @ weight
             if needs_weight:
-                if d_logits.dtype == d_weight.dtype:
-                    d_weight.addmm_(d_logits.T, hidden[chunk])
-                else:
-                    d_weight += d_logits.T @ hidden[chunk]
-            del logits, log_probs, d_logits, slope  # before the next chunk's are made
+                add_product(d_weight, d_logits.T, hidden[chunk])
+            del logits, d_logits  # before the next chunk's are made
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         return loss_sum
@@ -82,4 +74,40 @@ class _SumTokenLoss(torch.autograd.Function):
             d_weight = d_weight.mul_(d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
-        return d_hidden, d_weight, None, d_bias, None, None, None
+        return d_hidden, d_weight, None, d_bias, None, None, None, None
+
+
+def sum_chunk_loss(
+    logits: Tensor,  # (rows, V)
+    target: Tensor,  # (rows, 1)
+    token_weights: Tensor | None,  # (rows, 1)
+    softcap: float | None,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The summed loss, its derivatives by the logits (rows, V) in their type, and those by the bias (V,) in fp32."""
+    dtype = logits.dtype
+    if softcap is not None:
+        logits = logits.float().div_(softcap).tanh_().mul_(softcap)
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # one kernel, casts on the way
+    losses = -log_probs.gather(1, target)
+    slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
+    d_logits = log_probs.exp_()
+    d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target))
+    if slope is not None:
+        d_logits.mul_(slope)
+    if token_weights is not None:
+        losses, d_logits = losses * token_weights, d_logits.mul_(token_weights)
+    return losses.sum(), d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
+
+
+@functools.cache
+def fuse_chunk_loss() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    return torch.compile(sum_chunk_loss, dynamic=True)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where factors in bf16 give a product that is not rounded to bf16 before it is added."""
+    if left.dtype != total.dtype and left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -1,5 +1,7 @@
 """Compiled blocks: what they compute, and that compilation ends with the first micro-batch."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import packed_attention
 from model_setup import apply_compile, check_model, find_blocks
 from sampler import MicroBatch, idle_sample, pack_samples
+from token_loss import sum_chunk_loss, sum_token_loss
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +61,10 @@ def test_no_micro_batch_after_the_first_compiles_again(
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr("model_setup.apply_compile", lambda blocks: apply_compile(blocks, backend=counter))
+    fused = torch.compile(sum_chunk_loss, dynamic=True, backend=counter)
+    monkeypatch.setattr("token_loss.fuse_chunk_loss", lambda: fused)
+    in_chunks = functools.partial(sum_token_loss, chunk_bytes=16 * 4 * VOCAB_SIZE)  # of 16 rows
+    monkeypatch.setattr("model_setup.sum_token_loss", in_chunks)
     path = save_model(deepen(family, 10), tmp_path)
     model = build(path, world, activation_checkpointing=checkpointing, compile=True)
     reference = build(path, world)
@@ -86,3 +93,24 @@ def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused
     path = save_model(FAMILIES["llama"], tmp_path)
     with pytest.raises(ValueError, match="needs --attention flash_attn or varlen, this is sdpa"):
         build(path, world, activation_checkpointing="selective", compile=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_the_fused_loss_is_the_same(is_plain, dtype):
+    torch._dynamo.reset()
+    hidden, weight = torch.randn(37, 16), torch.randn(50, 16)
+    bias, weights, softcap = (None, None, None) if is_plain else (torch.randn(50).to(dtype), torch.rand(37), 2.0)
+    targets = torch.randint(50, (37,))
+    results = []
+    for compiled in (False, True):
+        inputs = [t.to(dtype).requires_grad_() for t in (hidden, weight, *([] if is_plain else [bias]))]
+        loss = sum_token_loss(
+            *inputs[:2], targets, bias=None if is_plain else inputs[2], token_weights=weights, softcap=softcap,
+            chunk_bytes=12 * 4 * 50, compiled=compiled,
+        )  # fmt: skip
+        loss.backward()
+        results.append((loss, *(t.grad for t in inputs)))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, expected in zip(*reversed(results), strict=True):
+        assert (ours - expected).norm() <= tolerance * expected.norm()
