@@ -88,7 +88,7 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         ("llama_tied_bias", dict(activation_checkpointing="full")),
         ("llama_tied_bias", dict(attention="eager")),
         ("mistral_window", dict(attention="eager")),
-        ("mistral_window", dict(compile=True)),
+        pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
     ],
 )
 def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path):

@@ -277,7 +277,9 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
         torch.testing.assert_close(logits, reference.eval()(prompt).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", [dict(activation_checkpointing="full"), dict(compile=True)])
+@pytest.mark.parametrize(
+    "change", [dict(activation_checkpointing="full"), pytest.param(dict(compile=True), marks=pytest.mark.slow)]
+)
 def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_path):
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
     losses = [train_steps(build(path, world, osft=settings(tmp_path), **options), 5) for options in ({}, change)]

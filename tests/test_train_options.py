@@ -233,7 +233,9 @@ def test_every_option_is_covered():
     assert set(EFFECTS) | TESTED_ELSEWHERE == {field.name for field in dataclasses.fields(TrainOptions)}
 
 
-@pytest.mark.parametrize("option", EFFECTS)
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=[pytest.mark.slow] if name == "compile" else []) for name in EFFECTS]
+)
 def test_the_option_changes_what_it_says(option, run, base):
     changes, effect = EFFECTS[option]
     assert effect(run(**changes), base)
