@@ -411,6 +411,8 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, base: 
         lines.append("  what is sharded is in the host's memory and not counted")
     lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
+    if target.device.type == "cpu" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
 
 
 def plan_disk(options: TrainOptions, run: PlannedRun, problems: Problems, lines: list[str]) -> None:

@@ -31,7 +31,7 @@ Sample = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, labels, 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: of those, torch.compile would compile again for each new value of each field
 class MicroBatch:
     """Sequences packed into one row, for one forward and backward on one rank: T tokens, n sequences."""
 

@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/memory_plan.py
 
-Qwen3-shaped models with random weights, two steps each, on sequences whose lengths are log-normal as those of chats.
+Qwen3-shaped models with random weights, three steps each, on sequences whose lengths are log-normal as those of chats.
 
 `run`: peak_memory_usage_GB of training_metrics_0.jsonl, the high-water mark of the process's resident memory.
 `base`: the same of a run whose model is next to nothing, that is the interpreter, the libraries and what they set up.
 `plan`: the tensors that the plan counts. The error is that of base + plan; of tensors alone, of plan to run - base.
 Runs have MALLOC_MMAP_THRESHOLD_=65536: by default glibc keeps freed memory, as seen in `default`, the run without it.
+To give it back and have it anew takes time: `slower` is the time of a step against that of `default`.
 """
 
 import argparse
@@ -84,20 +85,24 @@ def main() -> None:
         cap = 800 if size == "base" else options.max_tokens_per_gpu
         return [
             "train.py", "--model-name-or-path", root / size, "--data-path", root / "data.arrow", "--output-dir",
-            output_dir, "--batch-size", 32 * ranks, "--max-tokens-per-gpu", cap, "--max-steps", 2, "--export-dtype",
+            output_dir, "--batch-size", 32 * ranks, "--max-tokens-per-gpu", cap, "--max-steps", 3, "--export-dtype",
             "float32", "--activation-checkpointing", checkpointing,
         ]  # fmt: skip
 
-    def show(size: str, checkpointing: str, ranks: int, **env: str) -> float:
+    def show(size: str, checkpointing: str, ranks: int, **env: str) -> tuple[float, float]:
+        """Peak in GB, and seconds of the fastest step."""
         output_dir = Path(tempfile.mkdtemp(dir=root))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         call(*torchrun, *flags(size, checkpointing, ranks, output_dir), **env)
-        rows = (output_dir / "training_metrics_0.jsonl").read_text().splitlines()
-        return json.loads(rows[-1])["peak_memory_usage_GB"]
+        rows = [json.loads(row) for row in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+        return rows[-1]["peak_memory_usage_GB"], min(row["time_per_batch"] for row in rows)
 
-    print("model  checkpointing  ranks  base GB  plan GB   run GB    error  of tensors alone  default GB", flush=True)
+    print(
+        "model  checkpointing  ranks  base GB  plan GB   run GB    error  of tensors alone  default GB  slower",
+        flush=True,
+    )
     for ranks in options.ranks:
-        base = show("base", "full", ranks, MALLOC_MMAP_THRESHOLD_="65536")
+        base, _ = show("base", "full", ranks, MALLOC_MMAP_THRESHOLD_="65536")
         for size in list(SIZES)[1:]:
             for checkpointing in ("none", "full"):
                 dry = ["--dry-run", "--plan-world-size", ranks]
@@ -106,11 +111,12 @@ def main() -> None:
                     float(re.search(rf"{name} +([\d.]+) GiB", text)[1]) for name in ("together", "libraries")
                 )
                 plan = (together - libraries) * 2**30 / 1e9
-                shown = show(size, checkpointing, ranks, MALLOC_MMAP_THRESHOLD_="65536")
-                default = show(size, checkpointing, ranks)
+                shown, seconds = show(size, checkpointing, ranks, MALLOC_MMAP_THRESHOLD_="65536")
+                default, default_seconds = show(size, checkpointing, ranks)
                 print(
                     f"{size:>5}  {checkpointing:<13}  {ranks:>5}  {base:7.3f}  {plan:7.3f}  {shown:7.3f}"
-                    f"  {(base + plan) / shown - 1:+7.1%}  {plan / (shown - base) - 1:+16.1%}  {default:10.3f}",
+                    f"  {(base + plan) / shown - 1:+7.1%}  {plan / (shown - base) - 1:+16.1%}  {default:10.3f}"
+                    f"  {seconds / default_seconds:6.2f}",
                     flush=True,
                 )
 
