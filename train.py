@@ -176,10 +176,9 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         if world.rank == 0 and time.monotonic() - last_save > seconds_between_saves:
             flags |= Flag.CHECKPOINT_DUE
         project_gradients(osft_layers)
-        gradients = local_gradients(model)
         sums = reduce_step(
             losses,
-            gradients,
+            local_gradients(model),
             device=world.device,
             num_shards=world.num_shards,
             data_wait_seconds=step_start - step_end,
@@ -196,7 +195,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             num_decay_steps=options.num_decay_steps,
             min_lr_ratio=options.min_lr_ratio or 0.0,
         )
-        clip_gradients(gradients, grad_norm=sums.grad_norm, max_grad_norm=options.max_grad_norm)
+        clip_gradients(local_gradients(model), grad_norm=sums.grad_norm, max_grad_norm=options.max_grad_norm)
         set_step(optimizer, step=batch.step, learning_rate=lr)
         optimizer.step()
         project_updates(osft_layers)

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import train_here
 from processes import flags, run
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import train
 from auto_settings import make_micro_batch
 from memory_counter import MemoryCounter
 from model_setup import load_config, set_gradient_sync
@@ -23,6 +26,7 @@ from planner import plan_run
 from run_setup import make_osft_settings
 from step_simulation import StepMemory, shape_run_model, simulate_step
 from training_args import ExitCode, TrainOptions, find_problems
+from training_log import reduce_step
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
 SIMULATIONS = [  # family, options
@@ -123,6 +127,24 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
             optimizer.zero_grad()
     assert predicted.total == pytest.approx(counter.num_peak, rel=0.03)
     assert 0.5 * counter.num_peak > counter.num_live > 0  # what is freed is counted as freed
+
+
+def test_no_gradient_outlives_its_step(inputs, world, tmp_path, monkeypatch):
+    """What the plan takes for granted: the loop holds nothing on to the next step."""
+    held, num_alive = [], []
+
+    def look_at_gradients(losses: list, gradients: list, **kwargs):
+        held.append([StorageWeakRef(gradient.untyped_storage()) for gradient in gradients])
+        return reduce_step(losses, gradients, **kwargs)
+
+    def look_back(*args, **kwargs):
+        num_alive.append([sum(not reference.expired() for reference in step) for step in held])
+        set_gradient_sync(*args, **kwargs)
+
+    monkeypatch.setattr(train, "reduce_step", look_at_gradients)
+    monkeypatch.setattr(train, "set_gradient_sync", look_back)
+    train_here(world, **inputs | dict(dry_run=False, max_steps=3, max_tokens_per_gpu=1000, output_dir=str(tmp_path)))
+    assert len(held[0]) > 10 and num_alive == [[], [0], [0, 0]]  # at the beginning of each step
 
 
 def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
