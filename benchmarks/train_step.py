@@ -238,9 +238,14 @@ def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.n
             loss_sum = model(micro_batch.to(world.device))
             (loss_sum / batch.num_loss_tokens).backward()
             losses.append(loss_sum.detach())
-        gradients = local_gradients(model)
-        sums = reduce_step(losses, gradients, device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0)
-        clip_gradients(gradients, grad_norm=sums.grad_norm, max_grad_norm=MAX_GRAD_NORM)
+        sums = reduce_step(
+            losses,
+            local_gradients(model),
+            device=world.device,
+            num_shards=world.num_shards,
+            data_wait_seconds=0.0,
+        )
+        clip_gradients(local_gradients(model), grad_norm=sums.grad_norm, max_grad_norm=MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
         record.step_done()
