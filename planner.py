@@ -86,6 +86,7 @@ class Target:
     limit: int | None  # bytes that a rank may use
     is_here: bool  # these are the ranks that this start has
     offloads: bool  # what is sharded is in the host's memory
+    keeps_freed: bool  # a process keeps memory that it does not need any more
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,19 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
         found = problems if not is_here else Problems()  # init_world says it, too
         num_shards = found.attempt(lambda: count_shards(world_size, ranks_per_node, options.shard_size)) or world_size
+    has_budget = options.memory_budget_gb is not None
+    has_budget &= "auto" in (options.max_tokens_per_gpu, options.activation_checkpointing)  # else a run takes none
+    gives_back = has_budget or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
-        world_size, num_shards, device, name, peak, limit, is_here, options.cpu_offload and device.type == "cuda"
+        world_size,
+        num_shards,
+        device,
+        name,
+        peak,
+        limit,
+        is_here,
+        offloads=options.cpu_offload and device.type == "cuda",
+        keeps_freed=device.type == "cpu" and not gives_back,
     )
 
 
@@ -411,7 +423,7 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, base: 
         lines.append("  what is sharded is in the host's memory and not counted")
     lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
-    if target.device.type == "cpu" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    if target.keeps_freed:
         lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
 
 

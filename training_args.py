@@ -72,7 +72,7 @@ class TrainOptions:
     the largest that leaves a margin."""
     memory_budget_gb: float | None = None
     """Memory in GiB of one GPU, or for one process on CPU, that auto and --dry-run count with; by default what this
-    machine has."""
+    machine has. A run on CPU that is given one returns freed memory at once, which takes time, to stay within it."""
     drop_overlong: bool = False
     """Drop (and count) samples longer than max-tokens-per-gpu instead of refusing to start."""
     seed: int = 42

@@ -1,6 +1,7 @@
 """--max-tokens-per-gpu auto: all ranks take the same micro-batch, it has room, and the run is that of a fixed cap."""
 
 import json
+import platform
 import sys
 from pathlib import Path
 from unittest.mock import create_autospec
@@ -88,6 +89,25 @@ def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
 def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
     with pytest.raises(ValueError, match=r"the longest sample, row \d+ of .*data.arrow with \d+ tokens, needs"):
         train_here(world, **inputs, max_tokens_per_gpu="auto", memory_budget_gb=0.01, output_dir=str(tmp_path / "run"))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_with_a_budget_freed_memory_is_given_back(gives_back):
+    code = f"""
+import torch
+from auto_settings import give_back_freed_memory, resident_memory
+if {gives_back}: give_back_freed_memory()
+torch.ones(5_000_000)  # a large block that is freed makes malloc keep smaller ones from then on
+before = resident_memory()
+blocks = [torch.ones(250_000) for _ in range(200)]
+blocks = blocks[-1:]  # below which nothing can be given back
+print((resident_memory() - before) / 2e8)
+"""
+    result = run([sys.executable, "-c", code])
+    assert result.returncode == 0, result.stderr
+    share = float(result.stdout)
+    assert share < 0.1 if gives_back else share > 0.5
 
 
 @pytest.mark.slow
