@@ -154,7 +154,9 @@ class Prober:
         self.longest, self.short = longest, short  # tokens of a sample
         self.grad_sync = options.micro_batch_grad_sync
         self.is_cuda = world.device.type == "cuda"
-        self.limit = memory_limit(options.memory_budget_gb, world.device)
+        limit = torch.tensor(memory_limit(options.memory_budget_gb, world.device))
+        dist.all_reduce(limit, op=dist.ReduceOp.MIN, group=world.control)  # it decides how often all ranks probe
+        self.limit = int(limit)
         params = [p for p in model.parameters() if p.requires_grad and p.device.type == world.device.type]
         self.state_bytes = sum(moment_bytes(param.to_local(), options.optimizer) for param in params)
         self.mode = options.activation_checkpointing

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,7 @@ MIN_FLOAT8_SIZE = 256  # of a layer's input and output: below, casting costs mor
 class PackedCausalLM(nn.Module):
     """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        backend: str,
-        compute_dtype: torch.dtype,
-        use_liger_kernels: bool,
-        compile: bool = False,
-    ):
+    def __init__(self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, compile: bool = False):
         super().__init__()
         self.model = model
         self.backend = backend  # of packed_attention
@@ -78,7 +71,6 @@ class PackedCausalLM(nn.Module):
         self.softcap = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
         self.logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        self.use_liger_kernels = use_liger_kernels
         self.fuses_loss = compile
 
     def encode(self, micro_batch: Any) -> Tensor:  # (1, T, H)
@@ -102,12 +94,6 @@ class PackedCausalLM(nn.Module):
             hidden = hidden * self.logit_scale
         head = self.model.get_output_embeddings()
         targets = micro_batch.targets[micro_batch.trained_index]
-        if self.use_liger_kernels and len(hidden) > 0:  # liger's kernel divides by the number of rows
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-            assert micro_batch.target_weights is None, "liger-kernel's loss cannot weight tokens"
-            loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=self.softcap, accum_dtype=torch.float32)
-            return loss(head.weight, hidden, targets, head.bias)
         weights = micro_batch.target_weights
         if weights is not None:
             weights = weights[micro_batch.trained_index]
@@ -236,6 +222,14 @@ def build_model(
     Only rank 0 reads the weights, block by block, and sends them to the other ranks. `progress` is told where a long
     start is.
     """
+    # Before shape_model, since liger-kernel changes the classes that this builds.
+    weights: dict[str, Reader] = {}  # stays empty on the other ranks
+    call_on_rank0(
+        world,
+        lambda: weights.update(
+            read_weights(model_dir, vocab_size=config.vocab_size, trust_remote_code=trust_remote_code)
+        ),
+    )
     model, blocks, backend = shape_model(
         config,
         trust_remote_code=trust_remote_code,
@@ -249,13 +243,6 @@ def build_model(
         has_osft=osft is not None,
     )
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
-    weights: dict[str, Reader] = {}  # stays empty on the other ranks
-    call_on_rank0(
-        world,
-        lambda: weights.update(
-            read_weights(model_dir, vocab_size=config.vocab_size, trust_remote_code=trust_remote_code)
-        ),
-    )
     subspaces: dict[str, Path] = {}
     if osft is not None:
         subspaces = apply_osft(
@@ -267,9 +254,7 @@ def build_model(
             world=world,
             progress=progress,
         )
-    packed_model = PackedCausalLM(
-        model, backend=backend, compute_dtype=compute_dtype, use_liger_kernels=use_liger_kernels, compile=compile
-    )
+    packed_model = PackedCausalLM(model, backend=backend, compute_dtype=compute_dtype, compile=compile)
     apply_fsdp(
         packed_model,
         blocks,
@@ -302,7 +287,7 @@ def shape_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     backend = apply_attention(model, attention, device=device, dtype=compute_dtype)
     if use_liger_kernels:
-        apply_liger_kernels(model, device)
+        apply_liger_kernels(model, device, keeps_products=activation_checkpointing in ("selective", "auto"))
     blocks = find_blocks(model)
     if float8:
         apply_float8(blocks, device)
@@ -326,8 +311,12 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     return backend
 
 
-def apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
-    """Replaces norms, rotary embeddings and MLPs by liger-kernel's; the loss is PackedCausalLM's business."""
+def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_products: bool) -> None:
+    """Replaces norms, rotary embeddings and MLPs by liger-kernel's.
+
+    Not the loss, whose kernel waits for the GPU and cannot weight tokens. With `keeps_products` no rotary embeddings:
+    liger-kernel's turn what they are given in place, and outputs of products that are kept would be turned twice.
+    """
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         raise ValueError(
             "--use-liger-kernels needs a CUDA device and the package liger-kernel (pip install 'mini-trainer[cuda]');"
@@ -338,7 +327,9 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"--use-liger-kernels: liger-kernel has none for model type {model.config.model_type!r}")
-    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    _apply_liger_kernel_to_instance(
+        model, rope=not keeps_products, cross_entropy=False, fused_linear_cross_entropy=False
+    )
 
 
 def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
@@ -461,6 +452,7 @@ def apply_fsdp(
     reshard = {"auto": None, "always": True, "never": False}[reshard_after_forward]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
+    root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's weights of tokens stay in fp32
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = embedding.weight is head.weight
@@ -480,7 +472,7 @@ def apply_fsdp(
             mesh=world.mesh,
             reshard_after_forward=reshard,
             shard_placement_fn=choose_dim(world.num_shards),
-            mp_policy=policy,
+            mp_policy=root_policy if unit is packed_model else policy,
             offload_policy=offload,
         )
     assert not weights, f"the model has no place for {', '.join(weights)}"

@@ -200,6 +200,8 @@ def find_obstacle(
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (largest := max(head_size, getattr(config, "global_head_dim", None) or 0)) > MAX_HEAD_SIZE:
         return f"allows heads of at most {MAX_HEAD_SIZE}, this model's have {largest}"
+    if name == "varlen" and head_size % 8 != 0:
+        return f"allows heads whose size is a multiple of 8, this model's have {head_size}"
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     return None

@@ -114,7 +114,6 @@ def open_inputs(
             )
         )
     if data is not None:
-        attempt(lambda: check_liger_loss(options, data))
         num_steps = count_run_steps(options, data, start=start)
         if options.batch_size > len(data.kept):
             warn(f"--batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly")
@@ -143,11 +142,6 @@ def open_inputs(
         num_steps=num_steps,
         compute_dtype=choose_compute_dtype(options, device),
     )
-
-
-def check_liger_loss(options: TrainOptions, data: TokenizedData) -> None:
-    if options.use_liger_kernels and data.has_weights:
-        raise ValueError("--use-liger-kernels: liger-kernel's loss cannot weight tokens, and the data has loss_weights")
 
 
 def count_run_steps(options: TrainOptions, data: TokenizedData, *, start: RunPosition) -> int | None:
@@ -203,9 +197,9 @@ def build_run_model(
     log.info(
         f"model: {inputs.config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
         f" {str(inputs.compute_dtype).removeprefix('torch.')} compute, {model.backend} attention,"
-        f" {'liger' if options.use_liger_kernels else 'chunked'} loss,"
         f" {options.activation_checkpointing} activation checkpointing"
-        f"{', compiled blocks' if options.compile else ''}{describe_osft(find_osft_layers(model))};"
+        f"{', liger kernels' if options.use_liger_kernels else ''}{', compiled blocks' if options.compile else ''}"
+        f"{describe_osft(find_osft_layers(model))};"
         " packing and loss agree with the model's own forward pass"
     )
     return model

@@ -146,9 +146,7 @@ def simulate_step(
     `offloads`: whether what is sharded lies elsewhere, and is not counted. Uses `shaped` up. RuntimeError where an
     operation of the model cannot be simulated.
     """
-    packed_model = PackedCausalLM(
-        shaped.model, backend=shaped.backend, compute_dtype=shaped.compute_dtype, use_liger_kernels=False
-    )
+    packed_model = PackedCausalLM(shaped.model, backend=shaped.backend, compute_dtype=shaped.compute_dtype)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         fake_world(world_size, num_shards) as world,

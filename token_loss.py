@@ -88,7 +88,7 @@ def sum_chunk_loss(
     dtype = logits.dtype
     if softcap is not None:
         logits = logits.float().div_(softcap).tanh_().mul_(softcap)
-    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # one kernel, casts on the way
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     losses = -log_probs.gather(1, target)
     slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
     d_logits = log_probs.exp_()

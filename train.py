@@ -8,11 +8,15 @@ On one node, and in one process:
 The script reads top to bottom: what is refused early, the model, the loop.
 """
 
+import os
+
 from run_control import Flag, RunControl, leave, stop_reason
 from training_args import ExitCode, RunError, TrainOptions, parse_duration, parse_options
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch reads it when it is imported
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no micro-batch is as long as the last
     if options.dry_run:
         from planner import plan_run
 

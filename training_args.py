@@ -197,7 +197,8 @@ class TrainOptions:
     """Keep weights, gradients and optimizer state in CPU memory, where the optimizer then runs; each layer's weights
     travel to the GPU when they are used. Slow: for models that do not fit otherwise."""
     use_liger_kernels: bool = False
-    """Use liger-kernel's Triton kernels (CUDA; pip install 'mini-trainer[cuda]')."""
+    """Use liger-kernel's Triton kernels for norms, MLPs and rotary embeddings (CUDA; pip install
+    'mini-trainer[cuda]')."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """What rank 0 prints; WARNING leaves out the step lines."""
 

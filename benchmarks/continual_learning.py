@@ -106,7 +106,7 @@ def build_lora(model_dir: Path, rank: int) -> PackedCausalLM:
     targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
     model = inject_adapter_in_model(config, model)
-    return PackedCausalLM(model, backend=backend, compute_dtype=torch.float32, use_liger_kernels=False).train()
+    return PackedCausalLM(model, backend=backend, compute_dtype=torch.float32).train()
 
 
 def save(model: PackedCausalLM, export_dir: Path, model_dir: Path) -> None:

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py --data-path gsm8k.arrow            # CPU, about 20 minutes
     python benchmarks/train_step.py --data-path gsm8k.arrow --shape qwen2.5-1.5b --batch-size 256 \
-        --max-tokens-per-gpu 32768 --micro-batch-size 64                                 # one CUDA device
-    … --shape qwen2.5-7b --activation-checkpointing full
+        --max-tokens-per-gpu 8192 --micro-batch-size 16 --compile ours trl              # one CUDA device
+    … --shape qwen2.5-7b --activation-checkpointing full --methods ours trl
 
 The same random weights, learning rate, AdamW, clipping, compute dtype and global batches for all; `METHODS` says what
 each does. Each method runs in a process of its own, one after the other, round after round; the first step of each
@@ -88,6 +88,8 @@ def save_random_model(shape: str, model_dir: str | Path) -> None:
     torch.manual_seed(0)
     with find_device():
         AutoModelForCausalLM.from_config(make_config(shape), dtype=torch.bfloat16).save_pretrained(model_dir)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what is measured runs in other processes
 
 
 def write_random_data(path: Path, lengths: np.ndarray) -> None:
@@ -461,10 +463,11 @@ def start_worker(args: argparse.Namespace, method: str) -> dict[str, Any]:
     """Runs one method in a process of its own."""
     paths = ["--model-dir", args.model_dir, "--data-path", args.data_path]
     command = [sys.executable, __file__, *sys.argv[1:], *paths, "--worker", method]
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    one_device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": one_device}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if done.returncode != 0:
-        sys.exit(f"{method} failed:\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(f"{method} failed:\n{done.stdout}\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -555,14 +558,21 @@ def main() -> None:
         if args.data_path is None:
             args.data_path = str(Path(directory) / "data.arrow")
             write_random_data(Path(args.data_path), draw_lengths(args.lengths, 2000)[0])
-        rounds = []
+        rounds, failed = [], {}
         for _ in range(args.num_rounds):
             results = {}
             for method in args.methods:
+                if method in failed:
+                    continue
                 args.worker = method
-                results[method] = run_worker(args) if args.in_one_process else start_worker(args, method)
+                try:
+                    results[method] = run_worker(args) if args.in_one_process else start_worker(args, method)
+                except RuntimeError as error:  # for lack of memory, most likely
+                    failed[method] = str(error).strip().splitlines()[-1]
+                    continue
                 print(f"round {len(rounds) + 1}: {method}", results[method], file=sys.stderr, flush=True)
             rounds.append(results)
+        rounds = [{m: result for m, result in results.items() if m not in failed} for results in rounds]
         if dist.is_initialized():
             dist.destroy_process_group()
         lengths = open_data(args).lengths
@@ -578,6 +588,8 @@ def main() -> None:
         print(f"{args.num_rounds} rounds of {args.num_steps} timed steps; medians over rounds; peak for the MFU:"
               f" {'unknown' if peak is None else f'{peak / 1e9:,.0f} GFLOP/s'}\n")  # fmt: skip
         print_table(args, rounds, flops, peak, on_cuda)
+        for method, reason in failed.items():
+            print(f"\n{method} failed: {reason}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Packed sequences of every model family: same loss and gradients as one by one, and no sequence sees another."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +22,7 @@ from transformers import (
 )
 
 import packed_attention
-from model_setup import check_model, choose_dim
+from model_setup import apply_liger_kernels, check_model, choose_dim
 from packed_attention import check_rope
 from sampler import Sample, pack_samples
 
@@ -213,3 +217,28 @@ def test_experts_are_sharded_by_rows_where_there_are_too_few_of_them():
     assert placement(torch.empty(6, 96, 32)) is None
     assert placement(torch.empty(4, 32, 32)) is None  # uneven either way
     assert placement(torch.empty(4, 96)) is None
+
+
+def test_weights_of_tokens_are_not_rounded_to_the_compute_type(world, tmp_path, monkeypatch):
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
+    seen = []
+    monkeypatch.setattr("model_setup.sum_token_loss", lambda *args, **kwargs: seen.append(kwargs["token_weights"]))
+    ids = np.arange(3, 12)
+    model(pack_samples([(ids, ids, np.full(len(ids), 0.3, dtype=np.float32))]))
+    assert seen[0].dtype == torch.float32 and torch.equal(seen[0], torch.full((len(ids) - 1,), 0.3))
+
+
+@pytest.mark.parametrize("keeps_products", [False, True])
+def test_liger_kernels_turn_nothing_in_place_that_is_kept(keeps_products, monkeypatch):
+    given = {}
+    module = ModuleType("liger_kernel.transformers.monkey_patch")
+    module.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
+    module._apply_liger_kernel_to_instance = lambda model, **kwargs: given.update(kwargs)
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["liger_kernel"].__spec__ = ModuleSpec("liger_kernel", None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES["llama"])
+    apply_liger_kernels(model, torch.device("cuda"), keeps_products=keeps_products)
+    assert given == dict(rope=not keeps_products, cross_entropy=False, fused_linear_cross_entropy=False)

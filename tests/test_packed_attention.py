@@ -3,16 +3,17 @@
 The kernels do not run here: in their place stands their documentation, written out, behind their own signatures.
 """
 
+import importlib.util
 import inspect
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.attention import varlen
 
-from packed_attention import attend_eager, attend_flash_attn, attend_sdpa, attend_varlen
+from packed_attention import attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
 from sampler import pack_samples
 
 LENGTHS = (7, 1, 12, 3)
@@ -90,3 +91,14 @@ def test_kernels_are_asked_for_what_sdpa_computes(attend, reference, extras, win
         results.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("head_size", "expected"), [(64, "varlen"), (20, "sdpa"), (512, "sdpa")])
+def test_heads_that_the_kernel_does_not_know_go_to_sdpa(head_size, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = SimpleNamespace(head_dim=head_size)
+    backend = choose_backend(
+        "auto", model=torch.nn.Linear(2, 2), config=config, device=torch.device("cuda"), dtype=torch.bfloat16
+    )
+    assert backend == expected
