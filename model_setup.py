@@ -222,14 +222,6 @@ def build_model(
     Only rank 0 reads the weights, block by block, and sends them to the other ranks. `progress` is told where a long
     start is.
     """
-    # Before shape_model, since liger-kernel changes the classes that this builds.
-    weights: dict[str, Reader] = {}  # stays empty on the other ranks
-    call_on_rank0(
-        world,
-        lambda: weights.update(
-            read_weights(model_dir, vocab_size=config.vocab_size, trust_remote_code=trust_remote_code)
-        ),
-    )
     model, blocks, backend = shape_model(
         config,
         trust_remote_code=trust_remote_code,
@@ -243,6 +235,13 @@ def build_model(
         has_osft=osft is not None,
     )
     osft_targets = {} if osft is None else find_targets(model, blocks, osft.target_patterns)
+    weights: dict[str, Reader] = {}  # stays empty on the other ranks
+    call_on_rank0(
+        world,
+        lambda: weights.update(
+            read_weights(model_dir, vocab_size=config.vocab_size, trust_remote_code=trust_remote_code)
+        ),
+    )
     subspaces: dict[str, Path] = {}
     if osft is not None:
         subspaces = apply_osft(
@@ -327,6 +326,8 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_p
 
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"--use-liger-kernels: liger-kernel has none for model type {model.config.model_type!r}")
+    if getattr(model.config, "mlp_bias", False):
+        raise ValueError("--use-liger-kernels: liger-kernel's MLPs have no biases, and this model's do (mlp_bias)")
     _apply_liger_kernel_to_instance(
         model, rope=not keeps_products, cross_entropy=False, fused_linear_cross_entropy=False
     )

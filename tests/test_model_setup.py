@@ -239,6 +239,8 @@ def test_liger_kernels_turn_nothing_in_place_that_is_kept(keeps_products, monkey
     sys.modules["liger_kernel"].__spec__ = ModuleSpec("liger_kernel", None)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(FAMILIES["llama"])
+        model, with_bias = (AutoModelForCausalLM.from_config(FAMILIES[name]) for name in ("llama", "llama_tied_bias"))
     apply_liger_kernels(model, torch.device("cuda"), keeps_products=keeps_products)
     assert given == dict(rope=not keeps_products, cross_entropy=False, fused_linear_cross_entropy=False)
+    with pytest.raises(ValueError, match="MLPs have no biases"):
+        apply_liger_kernels(with_bias, torch.device("cuda"), keeps_products=keeps_products)
