@@ -77,6 +77,12 @@ def resident_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def keeps_to_budget(options: TrainOptions) -> bool:
+    """Whether --memory-budget-gb is more than a plan's: a run takes it where something is auto."""
+    is_auto = "auto" in (options.max_tokens_per_gpu, options.activation_checkpointing)
+    return options.memory_budget_gb is not None and is_auto
+
+
 def give_back_freed_memory() -> None:
     """Has glibc's malloc return what is freed, which is slower; what it keeps by default can be half as much again."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
@@ -276,8 +282,8 @@ def settle_auto_options(
             excess = extrapolate(found.probes, "excess_bytes", longest)
             needed = extrapolate(found.probes, "bytes", longest)
             raise ValueError(refuse_longest(data, longest=longest, needed=needed, limit=int(needed - excess)))
-        settled = dict(activation_checkpointing=mode, max_tokens_per_gpu=found.num_tokens)
-        chosen = place | {name: settled[name] for name in names}
+        best = dict(activation_checkpointing=mode, max_tokens_per_gpu=found.num_tokens)
+        chosen = place | {name: best[name] for name in names}
         chosen |= dict(limit_bytes=prober.limit, seconds=found.seconds, probes=prober.probes)
         prober.clean_up(optimizer)
         takes = f"; one of {found.num_tokens:,} takes {found.seconds:.3f} s" if found.num_tokens else ""
@@ -285,7 +291,7 @@ def settle_auto_options(
             f"auto: {prober.limit / GIB:,.2f} GiB may be used, the longest sample has {longest:,} tokens, and more than"
             f" {most:,} in a micro-batch would not save one{takes}"
         )
-    if "activation_checkpointing" in names:
+    elif "activation_checkpointing" in names:  # else the prober has done so
         set_activation_checkpointing(model, chosen["activation_checkpointing"])
     settled = {name: chosen[name] for name in names}
     log.info("auto: " + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settled.items()))

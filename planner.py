@@ -27,6 +27,7 @@ from auto_settings import (
     MODES,
     NUM_BATCHES,
     count_useful_tokens,
+    keeps_to_budget,
     memory_limit,
     refuse_longest,
     resident_memory,
@@ -173,9 +174,7 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
         found = problems if not is_here else Problems()  # init_world says it, too
         num_shards = found.attempt(lambda: count_shards(world_size, ranks_per_node, options.shard_size)) or world_size
-    has_budget = options.memory_budget_gb is not None
-    has_budget &= "auto" in (options.max_tokens_per_gpu, options.activation_checkpointing)  # else a run takes none
-    gives_back = has_budget or "MALLOC_MMAP_THRESHOLD_" in os.environ
+    gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
         world_size,
         num_shards,
@@ -297,7 +296,7 @@ def plan_memory(
             accumulates=bool(packing.num_micro_batches.max() > 1),
             offloads=target.offloads,
         )
-    except (RuntimeError, NotImplementedError) as error:  # torch's, of an operation that needs more than shapes
+    except RuntimeError as error:  # torch's, of an operation that needs more than shapes
         lines.append(f"memory: not known, since a step of this model cannot be simulated: {error}")
         return cap, packing, None
     if memory is None:
@@ -335,7 +334,7 @@ def choose_checkpointing(options: TrainOptions, target: Target, run: PlannedRun,
             settled = replace(options, activation_checkpointing=mode)
             try:
                 memory = simulate_worst_step(settled, target, run, num_tokens=goal, longest=longest)
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 break  # plan_memory says so
             if base + memory.total <= target.limit:
                 return settled

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from auto_settings import give_back_freed_memory
+from auto_settings import give_back_freed_memory, keeps_to_budget
 from model_files import find_model
 from model_setup import (
     PackedCausalLM,
@@ -162,7 +162,7 @@ def build_run_model(
     options: TrainOptions, inputs: RunInputs, world: World, *, progress: Callable[[str], None]
 ) -> PackedCausalLM:
     """The sharded model, constrained if the options say so, after its self-checks; `progress` hears of a long start."""
-    if options.memory_budget_gb is not None and world.device.type == "cpu":
+    if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
     build = functools.partial(
         build_model,

@@ -4,6 +4,7 @@ Not looked up in a table of models: torch's FakeTensorMode runs the whole model'
 of as many ranks as wanted (torch's fake process group), and `MemoryCounter` adds up what is allocated.
 """
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -221,8 +222,8 @@ class AnyTypeOfExperts(TorchDispatchMode):
         if function is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
             return function(*args, **(kwargs or {}))
         dtype = args[0].dtype
-        in_bf16 = tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.dtype == dtype else t, (args, kwargs or {}))
-        return function(*in_bf16[0], **in_bf16[1]).to(dtype)
+        in_bf16 = functools.partial(tree_map_only, torch.Tensor, lambda t: t.bfloat16() if t.dtype == dtype else t)
+        return function(*in_bf16(args), **in_bf16(kwargs or {})).to(dtype)
 
 
 @contextmanager
