@@ -96,10 +96,10 @@ def count_useful_tokens(
 
     Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
     """
-    longest = int(data.lengths[data.kept].max())
     count = NUM_BATCHES * batch_size
     drawn = data.lengths[draw_samples(data, seed=seed, start=start.num_samples, count=count)].reshape(-1, batch_size)
     largest = int(drawn.sum(axis=1).max())
+    longest = data.longest
     return longest, min(largest, -(-largest // world_size) + longest)
 
 

@@ -269,7 +269,7 @@ def plan_memory(
         done = f", {run.start.step:,} of them done" if run.start.step else ""
         lines.append(
             f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens, the longest"
-            f" {run.inputs.longest:,}\nrun: {steps} of {options.batch_size} samples{done}"
+            f" {run.inputs.data.longest:,}\nrun: {steps} of {options.batch_size} samples{done}"
         )
     if shaped is None:
         return None, None, None
@@ -292,7 +292,7 @@ def plan_memory(
             num_shards=target.num_shards,
             num_tokens=packing.num_tokens,
             num_trained=packing.num_trained,
-            longest=run.inputs.longest,
+            longest=run.inputs.data.longest,
             accumulates=bool(packing.num_micro_batches.max() > 1),
             offloads=target.offloads,
         )
@@ -361,7 +361,7 @@ def simulate_worst_step(
 def choose_cap(options: TrainOptions, target: Target, run: PlannedRun, base: int, problems: Problems) -> int | None:
     """--max-tokens-per-gpu; for auto what it would come to by simulation, with every token trained."""
     if options.max_tokens_per_gpu != "auto":
-        return max(options.max_tokens_per_gpu, run.inputs.longest)
+        return max(options.max_tokens_per_gpu, run.inputs.data.longest)
     if target.limit is None:
         problems.append("--max-tokens-per-gpu auto cannot be planned without --memory-budget-gb")
         return None

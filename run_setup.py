@@ -49,11 +49,6 @@ class RunInputs:
     num_steps: int | None  # None: no end
     compute_dtype: torch.dtype
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sample that is trained."""
-        return int(self.data.lengths[self.data.kept].max())
-
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see run_record)."""
         return identify_run(
@@ -97,7 +92,7 @@ def open_inputs(
     if config is not None:
         generation_config = load_generation_config(model_dir, config)
     if config is not None and data is not None:
-        attempt(lambda: check_rope(config, longest=int(data.lengths[data.kept].max())))
+        attempt(lambda: check_rope(config, longest=data.longest))
         found = attempt(
             lambda: choose_tokenizer(
                 model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust

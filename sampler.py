@@ -104,6 +104,11 @@ class TokenizedData:
         """Whether the tokens' losses are weighted."""
         return self._weights is not None
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample that is kept."""
+        return int(self.lengths[self.kept].max())
+
     def release_pages(self) -> None:
         """Unmaps what was read: it stays in the system's cache, but no longer counts as this process's memory."""
         for mapped in self._maps:
