@@ -26,8 +26,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from process_group import World, call_on_rank0, log
-from weight_files import Reader
+from model.weights import Reader
+from ranks.world import World, call_on_rank0, log
 
 DEFAULT_CACHE_DIR = "~/.cache/mini_trainer/osft"
 CACHE_VERSION = 1  # of what a cached file holds
@@ -114,7 +114,7 @@ class OSFTLinear(nn.Module):
             update, base = linear(low @ self.coefficients, self.V_low), self.base
         if self.bias is not None:
             update = update + self.bias
-        out = torch.addmm(update, flat, base)  # last, and the one addmm: see choose_kept_operations of model_setup.py
+        out = torch.addmm(update, flat, base)  # last, and the one addmm: see choose_kept_operations in model
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from chat_masking import (
+from chat.masking import (
     IGNORED,
     Chat,
     ChatMasker,
@@ -33,15 +33,15 @@ from chat_masking import (
     fingerprint_tokenizer,
     load_stop_token_ids,
 )
-from chat_templates import change_tokenizer, load_tokenizer
-from data_files import Chunk, Row, Source, TooLong, find_sources, iterate_rows, read_chunks
-from data_formats import detect_format, one_line, read_examples
-from data_output import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
-from data_preview import NUM_PAGE_SAMPLES, print_samples, write_page
-from data_report import DROPPED, Totals, describe_sources, print_report, report_progress
-from model_files import find_model
-from training_args import ExitCode, ProcessDataOptions, exit_with_message, parse_options
-from worker_pool import run_in_order
+from chat.templates import change_tokenizer, load_tokenizer
+from corpus.files import Chunk, Row, Source, TooLong, find_sources, iterate_rows, read_chunks
+from corpus.formats import detect_format, one_line, read_examples
+from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
+from corpus.report import DROPPED, Totals, describe_sources, print_report, report_progress
+from corpus.worker_pool import run_in_order
+from corpus.writer import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
+from model.files import find_model
+from options import ExitCode, ProcessDataOptions, exit_with_message, parse_options
 
 FORMAT_VERSION = 2
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves

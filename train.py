@@ -10,15 +10,15 @@ The script reads top to bottom: what is refused early, the model, the loop.
 
 import os
 
-from run_control import Flag, RunControl, leave, stop_reason
-from training_args import ExitCode, RunError, TrainOptions, parse_duration, parse_options
+from options import ExitCode, RunError, TrainOptions, parse_duration, parse_options
+from ranks.monitor import Flag, RunControl, leave, stop_reason
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch reads it when it is imported
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no micro-batch is as long as the last
     if options.dry_run:
-        from planner import plan_run
+        from plan.planner import plan_run
 
         leave(plan_run(options))
     control = RunControl(hang_timeout=options.hang_timeout, max_seconds=parse_duration(options.max_time))
@@ -31,18 +31,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from auto_settings import settle_auto_options
-from checkpoint_files import has_checkpoints, remove_leftovers
-from checkpointing import Checkpointer, export_model
-from model_files import find_weights
-from model_setup import set_gradient_sync
-from optimization import build_optimizer, clip_gradients, learning_rate_at, local_gradients, set_step
-from osft import find_osft_layers, measure_leak, project_gradients, project_updates
-from process_group import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
-from run_record import check_output_dir, check_same_run, check_unused, record_end, record_start
-from run_setup import build_run_model, is_export_due, open_inputs
-from sampler import RunPosition, collect_garbage_between, derive_seed, iterate_batches, prefetch
-from training_log import (
+from lifecycle.checkpoint_files import has_checkpoints, remove_leftovers
+from lifecycle.checkpointing import Checkpointer, export_model
+from lifecycle.record import check_output_dir, check_same_run, check_unused, record_end, record_start
+from lifecycle.start import build_run_model, is_export_due, open_inputs
+from lifecycle.training_log import (
     TrainingLog,
     count_flops,
     describe_bad_step,
@@ -52,6 +45,13 @@ from training_log import (
     peak_flops,
     reduce_step,
 )
+from model.build import set_gradient_sync
+from model.files import find_weights
+from optim.optimizers import build_optimizer, clip_gradients, learning_rate_at, local_gradients, set_step
+from osft import find_osft_layers, measure_leak, project_gradients, project_updates
+from plan.auto_settings import settle_auto_options
+from ranks.world import World, call_on_rank0, connect_lifeline, init_world, log, setup_logging
+from sampler import RunPosition, collect_garbage_between, derive_seed, iterate_batches, prefetch
 
 
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str]:

@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT))
 from torch import nn
 from transformers import Qwen3Config
 
-from checkpointing import Checkpointer
-from model_setup import build_model, load_config
-from optimization import build_optimizer
-from process_group import call_on_rank0, init_world
+from lifecycle.checkpointing import Checkpointer
+from model.build import build_model, load_config
+from optim.optimizers import build_optimizer
+from ranks.world import call_on_rank0, init_world
 from sampler import pack_samples
 
 

@@ -35,15 +35,15 @@ from continual_tasks import make_tasks
 from make_tiny_model import save_tiny_model, train_tokenizer
 from osft_cost import count_bytes
 
-from checkpointing import export_model
-from model_setup import PackedCausalLM, apply_attention, build_model, find_blocks, load_config, load_generation_config
-from optimization import learning_rate_at
+from lifecycle.checkpointing import export_model
+from methods.osft_calibration import prepare_statistics, read_statistics
+from model.build import PackedCausalLM, apply_attention, build_model, find_blocks, load_config, load_generation_config
+from optim.optimizers import learning_rate_at
+from options import ProcessDataOptions
 from osft import OSFTSettings, find_osft_layers, find_targets, project_gradients, project_updates
-from osft_calibration import prepare_statistics, read_statistics
 from process_data import process_data
-from process_group import init_world, setup_logging
+from ranks.world import init_world, setup_logging
 from sampler import Batch, TokenizedData, iterate_batches
-from training_args import ProcessDataOptions
 
 METHODS: dict[str, dict] = {
     "full": {},

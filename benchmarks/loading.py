@@ -144,9 +144,9 @@ def read_from_disk() -> float:
 
 def run_worker(model_dir: str, mode: str) -> None:
     """One rank: loads and shards the model, and writes what it took."""
-    import weight_files
-    from model_setup import build_model, load_config
-    from process_group import init_world
+    from model import weights as weight_files
+    from model.build import build_model, load_config
+    from ranks.world import init_world
 
     world = init_world()
     if mode == "whole on rank 0":

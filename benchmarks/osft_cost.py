@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from model_setup import PackedCausalLM, build_model, load_config
-from optimization import build_optimizer, clip_gradients, local_gradients
+from model.build import PackedCausalLM, build_model, load_config
+from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from osft import (
     OSFTLinear,
     OSFTSettings,
@@ -45,7 +45,7 @@ from osft import (
     project_gradients,
     project_updates,
 )
-from process_group import World, init_world, setup_logging
+from ranks.world import World, init_world, setup_logging
 from sampler import MicroBatch, pack_samples
 
 MODELS = {

@@ -39,10 +39,10 @@ from packing import DISTRIBUTIONS, draw_lengths
 from train_step import SHAPES, make_config, open_world, save_random_model, write_random_data
 
 from batch_packer import pack_batch
-from model_setup import build_model, find_blocks, load_config
-from process_group import setup_logging
+from lifecycle.training_log import FlopCount, count_flops
+from model.build import build_model, find_blocks, load_config
+from ranks.world import setup_logging
 from sampler import IGNORED, MicroBatch, TokenizedData, pack_samples
-from training_log import FlopCount, count_flops
 
 GPUS_PER_NODE = 8
 FIRST_STEPS = 2  # of a run, not timed

@@ -99,9 +99,9 @@ class CommunicationCounter(torch.utils._python_dispatch.TorchDispatchMode):
 
 def run_worker(model_dir: str, name: str) -> None:
     """One rank's steps; rank 0 writes what they took."""
-    from model_setup import build_model, load_config, set_gradient_sync
-    from optimization import build_optimizer
-    from process_group import init_world
+    from model.build import build_model, load_config, set_gradient_sync
+    from optim.optimizers import build_optimizer
+    from ranks.world import init_world
     from sampler import pack_samples
 
     options = dict(OPTIONS[name])

@@ -25,9 +25,9 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from op_recording import OpRecorder
 
-from model_setup import PackedCausalLM, build_model, load_config
-from optimization import build_optimizer, set_step
-from process_group import World, init_world, setup_logging
+from model.build import PackedCausalLM, build_model, load_config
+from optim.optimizers import build_optimizer, set_step
+from ranks.world import World, init_world, setup_logging
 from sampler import MicroBatch, pack_samples
 
 BLOCKS = {

@@ -39,9 +39,9 @@ import datasets
 from make_tiny_model import read_contents, train_tokenizer
 from transformers import AutoTokenizer
 
-from chat_masking import IGNORED
+from chat.masking import IGNORED
+from options import ProcessDataOptions
 from process_data import process_data
-from training_args import ProcessDataOptions
 
 CHUNK_ROWS = 1000
 NUM_GENERATED = 7473  # as many as GSM8K has for training, and about as long

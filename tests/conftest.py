@@ -17,7 +17,7 @@ def world() -> Iterator:
     """A process group of one process, as `python train.py` makes it."""
     import torch.distributed as dist
 
-    from process_group import init_world
+    from ranks.world import init_world
 
     yield init_world()
     dist.destroy_process_group()

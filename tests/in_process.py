@@ -4,10 +4,10 @@ from pathlib import Path
 
 from processes import flags, run, torchrun
 
-from process_group import World
-from run_control import RunControl
+from options import TrainOptions
+from ranks.monitor import RunControl
+from ranks.world import World
 from train import train
-from training_args import TrainOptions
 
 
 def train_on(num_ranks: int, world: World, **options: object) -> None:

@@ -12,6 +12,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
+# For the environment of a run in which rank 1 raises in its third update.
+RAISING_RANK = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch
+    step, calls = torch.optim.AdamW.step, []
+    def fail_at_the_third(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("injected: a bug of rank 1")
+        return step(*args, **kwargs)
+    torch.optim.AdamW.step = fail_at_the_third
+"""
+
 
 def torchrun(num_processes: int, *argv: object) -> list[str]:
     """The command that runs `argv` in `num_processes` on this machine."""

@@ -7,7 +7,7 @@ from op_recording import OpRecorder
 from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
 from torch import Tensor
 
-from model_setup import ATTENTION, choose_kept_operations
+from model.build import ATTENTION, choose_kept_operations
 from osft import OSFTSettings
 from sampler import MicroBatch, pack_samples
 

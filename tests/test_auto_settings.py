@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from auto_settings import MODES, ROUNDING, Prober, Room, choose_fastest, extrapolate, find_largest
+from plan.auto_settings import MODES, ROUNDING, Prober, Room, choose_fastest, extrapolate, find_largest
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
 def test_with_a_budget_freed_memory_is_given_back(gives_back):
     code = f"""
 import torch
-from auto_settings import give_back_freed_memory, resident_memory
+from plan.auto_settings import give_back_freed_memory, resident_memory
 if {gives_back}: give_back_freed_memory()
 torch.ones(5_000_000)  # a large block that is freed makes malloc keep smaller ones from then on
 before = resident_memory()
@@ -129,15 +129,15 @@ def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
 
 
 def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, monkeypatch):
-    monkeypatch.setattr("auto_settings.resident_memory", lambda: 0)  # of which a tiny model is next to nothing
-    monkeypatch.setattr("auto_settings.PLENTY", 2)  # never: every probe is made
+    monkeypatch.setattr("plan.auto_settings.resident_memory", lambda: 0)  # of which a tiny model is next to nothing
+    monkeypatch.setattr("plan.auto_settings.PLENTY", 2)  # never: every probe is made
     goal, limit = 200, 2**60
     for name, mode, next_limit in (
         ("roomy", "none", lambda needed, activations: needed - 0.05 * activations),
         ("less", "selective", lambda needed, activations: needed - 0.05 * activations),
         ("least", "full", None),
     ):
-        monkeypatch.setattr("auto_settings.memory_limit", lambda *_, limit=limit: limit)
+        monkeypatch.setattr("plan.auto_settings.memory_limit", lambda *_, limit=limit: limit)
         train_here(world, **inputs | dict(max_tokens_per_gpu=goal, activation_checkpointing="auto"),
                    output_dir=str(tmp_path / name))  # fmt: skip
         params = outcome(tmp_path / name)[2]

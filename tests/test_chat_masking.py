@@ -12,8 +12,8 @@ from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-import chat_rendering
-from chat_masking import (
+from chat import rendering as chat_rendering
+from chat.masking import (
     IGNORED,
     Chat,
     ChatMasker,

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
 
-from checkpointing import export_model
-from model_setup import load_config, load_generation_config
+from lifecycle.checkpointing import export_model
+from model.build import load_config, load_generation_config
 
 MODELS = FAMILIES | {
     # routers with a buffer that belongs to the checkpoint

@@ -12,8 +12,8 @@ from test_resume import OPTIONS, make_inputs, read_rows
 from tiny_models import FAMILIES, build, save_model
 from torch.distributed.tensor import DTensor, Shard
 
-from compact_adamw import CompactAdamW, decode, encode, make_generator, round_to_bf16
-from optimization import build_optimizer, set_step
+from optim.compact_adamw import CompactAdamW, decode, encode, make_generator, round_to_bf16
+from optim.optimizers import build_optimizer, set_step
 
 ADAMW = dict(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 

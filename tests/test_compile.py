@@ -9,10 +9,10 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-import packed_attention
-from model_setup import apply_compile, check_model, find_blocks
+from model import attention as packed_attention
+from model.build import apply_compile, check_model, find_blocks
+from objectives.token_loss import sum_chunk_loss, sum_token_loss
 from sampler import MicroBatch, idle_sample, pack_samples
-from token_loss import sum_chunk_loss, sum_token_loss
 
 pytestmark = pytest.mark.slow
 
@@ -60,11 +60,11 @@ def test_no_micro_batch_after_the_first_compiles_again(
         monkeypatch.setattr(packed_attention, "UNCOMPILED", frozenset())
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("model_setup.apply_compile", lambda blocks: apply_compile(blocks, backend=counter))
+    monkeypatch.setattr("model.build.apply_compile", lambda blocks: apply_compile(blocks, backend=counter))
     fused = torch.compile(sum_chunk_loss, dynamic=True, backend=counter)
-    monkeypatch.setattr("token_loss.fuse_chunk_loss", lambda: fused)
+    monkeypatch.setattr("objectives.token_loss.fuse_chunk_loss", lambda: fused)
     in_chunks = functools.partial(sum_token_loss, chunk_bytes=16 * 4 * VOCAB_SIZE)  # of 16 rows
-    monkeypatch.setattr("model_setup.sum_token_loss", in_chunks)
+    monkeypatch.setattr("model.build.sum_token_loss", in_chunks)
     path = save_model(deepen(family, 10), tmp_path)
     model = build(path, world, activation_checkpointing=checkpointing, compile=True)
     reference = build(path, world)

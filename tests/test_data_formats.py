@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import data_files
-from chat_masking import Chat, Completion, Document
-from data_files import Chunk, find_sources, iterate_rows, read_chunks
-from data_formats import detect_format, parse_row, read_example, read_examples
+from chat.masking import Chat, Completion, Document
+from corpus import files as data_files
+from corpus.files import Chunk, find_sources, iterate_rows, read_chunks
+from corpus.formats import detect_format, parse_row, read_example, read_examples
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}

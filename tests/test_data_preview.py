@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
 
-from chat_masking import IGNORED, Chat, ChatMasker
-from data_output import Sample
-from data_preview import (
+from chat.masking import IGNORED, Chat, ChatMasker
+from corpus.preview import (
     COLOURS,
     NUM_BINS,
     RESET,
@@ -25,7 +24,8 @@ from data_preview import (
     split_segments,
     write_page,
 )
-from data_report import MAX_REASON_KINDS, Totals
+from corpus.report import MAX_REASON_KINDS, Totals
+from corpus.writer import Sample
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $SCRIPT$ & \u2028 \x1b[31m \u202e"
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import ROOT, Job, flags, run, torchrun
+from processes import RAISING_RANK, ROOT, Job, flags, run, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import LlamaConfig
 
+from options import ExitCode
 from sampler import TokenizedData, draw_samples
-from training_args import ExitCode
 
 pytestmark = pytest.mark.slow
 
@@ -26,21 +26,8 @@ PROMISE = 10.0  # seconds within which all ranks are gone
 NUM_SAMPLES, BATCH_SIZE, SEED, HANG_TIMEOUT = 4000, 8, 5, 6
 LONG_STEP, LONGEST = 150, 8192  # the step, from 1, that draws the one long sample; its tokens
 
+
 # Found on PYTHONPATH by Python itself: makes the third optimizer step of rank 1 fail.
-SITECUSTOMIZE = """
-import os
-if os.environ.get("RANK") == "1":
-    import torch
-    step, calls = torch.optim.AdamW.step, []
-    def fail_at_the_third(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("injected: a bug of rank 1")
-        return step(*args, **kwargs)
-    torch.optim.AdamW.step = fail_at_the_third
-"""
-
-
 @dataclass
 class Result:
     job: Job
@@ -90,7 +77,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     drawn = draw_samples(TokenizedData(data), seed=SEED, start=(LONG_STEP - 1) * BATCH_SIZE, count=1)[0]
     samples[drawn] = ([7] * LONGEST, [-100] + [7] * (LONGEST - 1))
     write_samples(data, samples)
-    (root / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (root / "sitecustomize.py").write_text(RAISING_RANK)
 
     def suffer(name: str) -> Result:
         num_processes, step, fault, options = FAULTS[name]
@@ -155,7 +142,7 @@ def test_a_frozen_rank(results):
     result = results["frozen"]
     check(result, ExitCode.HANG, 0, f"rank 1 (pid {result.job.ranks[1]} on ")
     stacks = (result.job.output_dir / "errors" / "rank_0.txt").read_text()
-    assert 'train.py", line' in stacks and "run_control.py" in stacks
+    assert 'train.py", line' in stacks and "monitor.py" in stacks
     assert result.seconds < HANG_TIMEOUT + PROMISE
 
 

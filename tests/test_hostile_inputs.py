@@ -14,10 +14,10 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoTokenizer
 
-from chat_masking import ChatMasker
-from chat_templates import load_tokenizer
-from model_files import find_model, find_weights
-from model_setup import load_config
+from chat.masking import ChatMasker
+from chat.templates import load_tokenizer
+from model.build import load_config
+from model.files import find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -21,9 +21,9 @@ from transformers import (
     StableLmConfig,
 )
 
-import packed_attention
-from model_setup import apply_liger_kernels, check_model, choose_dim
-from packed_attention import check_rope
+from model import attention as packed_attention
+from model.attention import check_rope
+from model.build import apply_liger_kernels, check_model, choose_dim
 from sampler import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
@@ -222,7 +222,7 @@ def test_experts_are_sharded_by_rows_where_there_are_too_few_of_them():
 def test_weights_of_tokens_are_not_rounded_to_the_compute_type(world, tmp_path, monkeypatch):
     model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
     seen = []
-    monkeypatch.setattr("model_setup.sum_token_loss", lambda *args, **kwargs: seen.append(kwargs["token_weights"]))
+    monkeypatch.setattr("model.build.sum_token_loss", lambda *args, **kwargs: seen.append(kwargs["token_weights"]))
     ids = np.arange(3, 12)
     model(pack_samples([(ids, ids, np.full(len(ids), 0.3, dtype=np.float32))]))
     assert seen[0].dtype == torch.float32 and torch.equal(seen[0], torch.full((len(ids) - 1,), 0.3))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from optimization import clip_gradients, learning_rate_at
+from optim.optimizers import clip_gradients, learning_rate_at
 
 
 def rates(scheduler: str, num_steps: int = 10, **changes) -> list[float]:

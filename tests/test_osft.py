@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from checkpointing import gather_weights
-from model_setup import check_model
-from optimization import build_optimizer, clip_gradients, local_gradients
+from lifecycle.checkpointing import gather_weights
+from methods.osft_calibration import prepare_statistics
+from model.build import check_model
+from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from osft import (
     OSFTLinear,
     OSFTSettings,
@@ -34,7 +35,6 @@ from osft import (
     project_updates,
     write_subspace,
 )
-from osft_calibration import prepare_statistics
 from sampler import TokenizedData, pack_samples
 
 LEAK = 1e-5

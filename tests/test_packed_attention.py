@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from packed_attention import attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
+from model.attention import attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
 from sampler import pack_samples
 
 LENGTHS = (7, 1, 12, 3)

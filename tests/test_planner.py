@@ -18,15 +18,15 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import train
-from auto_settings import make_micro_batch
-from memory_counter import MemoryCounter
-from model_setup import load_config, set_gradient_sync
-from optimization import build_optimizer
-from planner import plan_run
-from run_setup import make_osft_settings
-from step_simulation import StepMemory, shape_run_model, simulate_step
-from training_args import ExitCode, TrainOptions, find_problems
-from training_log import reduce_step
+from lifecycle.start import make_osft_settings
+from lifecycle.training_log import reduce_step
+from model.build import load_config, set_gradient_sync
+from optim.optimizers import build_optimizer
+from options import ExitCode, TrainOptions, find_problems
+from plan.auto_settings import make_micro_batch
+from plan.planner import plan_run
+from plan.simulation import StepMemory, shape_run_model, simulate_step
+from ranks.memory import MemoryCounter
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
 SIMULATIONS = [  # family, options

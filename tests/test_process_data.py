@@ -20,11 +20,11 @@ import pytest
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from chat_masking import IGNORED, fingerprint_chat_template, fingerprint_tokenizer
-from data_files import MAX_ROW_BYTES
-from data_report import percentile
+from chat.masking import IGNORED, fingerprint_chat_template, fingerprint_tokenizer
+from corpus.files import MAX_ROW_BYTES
+from corpus.report import percentile
+from options import ProcessDataOptions, find_problems, parse_options
 from process_data import BYTES_PER_WORKER, process_data
-from training_args import ProcessDataOptions, find_problems, parse_options
 
 ROOT = Path(__file__).parent.parent
 
@@ -379,7 +379,7 @@ def test_only_documents_are_cut(model, tmp_path):
 
 @pytest.mark.parametrize("ending", [".jsonl", ".arrow", ".parquet"])
 def test_weights_are_a_column_where_some_row_has_them(model, tmp_path, monkeypatch, ending):
-    monkeypatch.setattr("data_files.CHUNK_ROWS", 2)
+    monkeypatch.setattr("corpus.files.CHUNK_ROWS", 2)
     rows = [chat(i) for i in range(7)]
     rows[4]["messages"][1]["weight"] = 0.25
     for name, some in {"without": rows[:4], "with": rows}.items():
@@ -476,7 +476,7 @@ def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatc
 )
 def test_templates_and_tokens_that_are_refused(base_model, tmp_path, monkeypatch, options, reason):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("chat_rendering.RENDER_SECONDS", 0.3)
+    monkeypatch.setattr("chat.rendering.RENDER_SECONDS", 0.3)
     Path("broken.jinja").write_text("{% for message in messages %}")
     loop = "{% for i in range(99999) %}"
     Path("endless.jinja").write_text(loop * 3 + "{% endfor %}" * 3)

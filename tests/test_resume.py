@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from checkpoint_files import TensorReader, read_manifest, write_json, write_manifest
-from checkpointing import NoValidCheckpoint
+from lifecycle.checkpoint_files import TensorReader, read_manifest, write_json, write_manifest
+from lifecycle.checkpointing import NoValidCheckpoint
 
 NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0,

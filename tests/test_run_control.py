@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from processes import ENV, ROOT, is_alive
 
-from run_control import (
+from options import ExitCode, RunError, parse_duration
+from ranks.lock import RunLock, read_boot_id, write_exit_file
+from ranks.monitor import (
     BY_USER,
     STOPS,
     Cause,
@@ -29,8 +31,6 @@ from run_control import (
     stop_reason,
     within,
 )
-from run_lock import RunLock, read_boot_id, write_exit_file
-from training_args import ExitCode, RunError, parse_duration
 
 PROMISE = 10.0  # seconds within which all ranks are gone
 
@@ -316,7 +316,7 @@ def test_a_directory_in_use_is_refused_and_left_alone(ranks, tmp_path):
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_the_lock_of_another_host_is_watched(lives, tmp_path, monkeypatch):
-    monkeypatch.setattr("run_lock.SECONDS_TO_WATCH", 3)
+    monkeypatch.setattr("ranks.lock.SECONDS_TO_WATCH", 3)
     holder = {"host": "node7", "boot_id": "another", "pid": 12, "started": "2026-01-01"}
     (tmp_path / ".lock").write_text(json.dumps(holder))
     if not lives:

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from model_setup import check_model, find_blocks, set_gradient_sync
-from optimization import build_optimizer, local_gradients
-from process_group import init_world
+from model.build import check_model, find_blocks, set_gradient_sync
+from optim.optimizers import build_optimizer, local_gradients
+from ranks.world import init_world
 from sampler import pack_samples
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)
@@ -98,7 +98,7 @@ def test_offloaded_weights_are_offloaded_in_every_part_of_the_model(world, tmp_p
         policies.append(offload_policy)
         return fully_shard(*args, offload_policy=offload_policy, **kwargs)
 
-    monkeypatch.setattr("model_setup.fully_shard", record)
+    monkeypatch.setattr("model.build.fully_shard", record)
     for cpu_offload in (True, False):
         policies.clear()
         build(path, world, cpu_offload=cpu_offload)

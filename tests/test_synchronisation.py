@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optimization import build_optimizer, clip_gradients, local_gradients, set_step
+from optim.optimizers import build_optimizer, clip_gradients, local_gradients, set_step
 
 NUM_STEPS = 4
 # On a GPU each of these waits until it has computed what they read.

@@ -5,7 +5,7 @@ import torch
 from op_recording import OpRecorder
 from torch.nn.functional import cross_entropy, linear
 
-from token_loss import sum_token_loss
+from objectives.token_loss import sum_token_loss
 
 N, H, V = 13, 8, 29
 

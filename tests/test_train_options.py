@@ -18,8 +18,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chat_masking import fingerprint_tokenizer
-from training_args import TrainOptions
+from chat.masking import fingerprint_tokenizer
+from options import TrainOptions
 
 NUM_SAMPLES = 30
 STEPS, BATCH_SIZE = 4, 8

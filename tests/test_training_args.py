@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training_args import ProcessDataOptions, TrainOptions, find_problems, parse_options
+from options import ProcessDataOptions, TrainOptions, find_problems, parse_options
 
 ROOT = Path(__file__).parent.parent
 REQUIRED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o", "--max-steps", "5"]

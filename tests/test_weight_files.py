@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from weight_files import read_weights
+from model.weights import read_weights
 
 
 def load_plainly(path) -> PreTrainedModel:
@@ -38,7 +38,7 @@ def never_whole(monkeypatch) -> None:
     def refuse(*args, **kwargs):
         raise AssertionError("the whole model was loaded")
 
-    monkeypatch.setattr("weight_files.read_whole", refuse)
+    monkeypatch.setattr("model.weights.read_whole", refuse)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,7 +61,7 @@ def test_a_model_that_cannot_be_read_in_parts_is_read_as_a_whole(family, tmp_pat
     def fail(*args, **kwargs):
         raise AttributeError("transformers has no such function")
 
-    monkeypatch.setattr("weight_files.plan_reading", fail)
+    monkeypatch.setattr("model.weights.plan_reading", fail)
     with caplog.at_level("DEBUG", logger="mini_trainer"):
         whole = read_tensors(path)
     assert "the weights are read as a whole: AttributeError" in caplog.text

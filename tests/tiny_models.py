@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from model_setup import build_model, load_config
+from model.build import build_model, load_config
 
 VOCAB_SIZE = 288
 

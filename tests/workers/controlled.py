@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from run_control import RunControl, stop_reason
-from training_args import ExitCode
+from options import ExitCode
+from ranks.monitor import RunControl, stop_reason
 
 directory, hang_timeout, max_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 rank, output_dir = int(os.environ["RANK"]), directory / "run"

@@ -9,11 +9,11 @@ import sys
 import torch
 import torch.distributed as dist
 
-from model_setup import build_model, load_config
-from optimization import local_gradients
-from process_group import init_world
+from lifecycle.training_log import reduce_step
+from model.build import build_model, load_config
+from optim.optimizers import local_gradients
+from ranks.world import init_world
 from sampler import TokenizedData, iterate_batches
-from training_log import reduce_step
 
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
 world = init_world()

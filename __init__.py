@@ -1,0 +1,1 @@
+"""mini_trainer: fine-tuning in the Hugging Face format (see README.md)."""

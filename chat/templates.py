@@ -1,0 +1,88 @@
+"""The model's tokenizer, and what makes one of a base model able to chat: a template and special tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corpus.formats import one_line
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A template that can be chosen by name."""
+
+    text: str
+    special_tokens: tuple[str, ...] = ()  # added where the vocabulary has none of that name
+    eos_token: str | None = None  # what ends a turn becomes the tokenizer's end of text; None: it is that already
+
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+NAMED_TEMPLATES = {
+    "chatml": NamedTemplate(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama3": NamedTemplate(LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "zephyr": NamedTemplate(ZEPHYR),
+}
+
+
+def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a directory that `find_model` found, as transformers loads it."""
+    from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    except Exception as error:  # reads files of any origin, and the network
+        raise ValueError(f"--model-name-or-path {model_dir}: no usable tokenizer: {one_line(error)}") from None
+    if not trust_remote_code:
+        tokenizer.init_kwargs.pop("auto_map", None)  # what is saved would ask for code that is not there
+    return tokenizer
+
+
+def find_template(name_or_file: str) -> NamedTemplate:
+    """The template of that name, or in that file."""
+    if name_or_file in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[name_or_file]
+    try:
+        return NamedTemplate(Path(name_or_file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(NAMED_TEMPLATES)
+        raise ValueError(f"--chat-template {name_or_file}: allowed: {names}, or a Jinja file ({error})") from None
+
+
+def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Sequence[str]) -> dict[str, int]:
+    """Gives `tokenizer` the template (a name or a file) and the tokens; returns the new entries of its vocabulary.
+
+    A token that is in the vocabulary, but not special, becomes special and keeps its id.
+    """
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    useless = [token for token in special_tokens if token in known or not token.strip()]
+    if useless:
+        raise ValueError(f"--add-special-tokens {' '.join(useless)}: has no effect: the tokenizer has them already")
+    named = NamedTemplate("") if template is None else find_template(template)
+    wanted = [*dict.fromkeys([*named.special_tokens, *special_tokens])]
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in wanted if token not in known], special_tokens=True)
+    if template is not None:
+        tokenizer.chat_template = named.text
+    if named.eos_token is not None:
+        tokenizer.eos_token = named.eos_token
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in wanted if token not in vocabulary}

@@ -1,0 +1,1 @@
+"""Rows of any file -> the tokenized data set on disk, and back."""

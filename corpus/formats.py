@@ -1,0 +1,294 @@
+"""Rows of any format -> `Chat`, `Completion` or `Document`; what cannot be used is refused with its reason.
+
+| format     | keys                                          | becomes                                          |
+|------------|-----------------------------------------------|--------------------------------------------------|
+| messages   | messages, tools, unmask                       | chat; a single `pretrain` message: a document    |
+| sharegpt   | conversations (from, value), system, tools    | chat                                             |
+| alpaca     | instruction, input, output, system, history   | chat; instruction, blank line, input is the user |
+| completion | prompt, and completion or generation          | text whose completion is trained                 |
+| document   | document or text                              | text that is all trained                         |
+"""
+
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from chat.masking import PRETRAIN, Chat, Completion, Document
+from corpus.files import MAX_ROW_BYTES, Chunk, Encoding, Row, TooLong, iterate_rows
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "assistant": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
+    "function_response": "tool", "function_call": "assistant",
+}  # fmt: skip
+LONGEST_REASON = 400  # characters
+
+Fields = dict[str, Any]
+Example = Chat | Completion | Document
+
+
+def read_examples(
+    chunk: Chunk, data_format: str | None, *, is_given: bool
+) -> Iterator[tuple[Row, Example | ValueError | None]]:
+    """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line.
+
+    `data_format` is the file's, None where it is not known yet; `is_given`: by the user, who may know better.
+    """
+    for row in iterate_rows(chunk):
+        try:
+            fields = parse_row(row.value, chunk.encoding)
+            yield row, None if fields is None else read_example(fields, data_format, is_given=is_given)
+        except ValueError as error:
+            yield row, error
+
+
+def detect_format(chunk: Chunk) -> str | None:
+    """The format of the first row that has one."""
+    for row in iterate_rows(chunk):
+        try:
+            fields = parse_row(row.value, chunk.encoding)
+        except ValueError:
+            continue  # refused, with its reason, where it is read
+        found = None if fields is None else find_format(fields)
+        if found is not None:
+            return found
+    return None
+
+
+def find_format(fields: Fields) -> str | None:
+    """The first format whose keys a row has; null counts as not there, since tables cannot leave keys out."""
+    has = {key for key, value in fields.items() if value is not None}
+    for name, (_, keys) in FORMATS.items():
+        if all(has & set(choices) for choices in keys):
+            return name
+    return None
+
+
+def read_example(row: Fields, data_format: str | None, *, is_given: bool) -> Example:
+    """Raises ValueError for a row of another format than the file's, and for one that breaks its format."""
+    found = find_format(row)
+    if data_format is None or (found is None and not is_given):
+        expected = "; ".join(f"{name}: {describe_keys(name)}" for name in FORMATS)
+        wanted = f"no {data_format} row" if data_format else "of no known format"
+        raise ValueError(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
+    if found != data_format and not is_given:
+        raise ValueError(f"of another format than the file's: {found}, where the first row is {data_format}")
+    read, _ = FORMATS[data_format]
+    return read(row)
+
+
+def describe_keys(name: str) -> str:
+    return " and ".join(" or ".join(choices) for choices in FORMATS[name][1])
+
+
+def parse_row(raw: bytes | TooLong | Fields, encoding: Encoding) -> Fields | None:
+    """A row as an object; None for a blank line. Raises ValueError with what is wrong with it."""
+    if isinstance(raw, TooLong):
+        raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {MAX_ROW_BYTES:,}; it was passed over")
+    if isinstance(raw, dict):
+        return drop_nulls(raw)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.object[error.start : error.end]!r} at byte {error.start + 1}") from None
+    if not text or text.isspace():
+        return None
+    if encoding == "text":
+        return {"text": text}
+    row = parse_json(text)
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {quote(row)}")
+    return row
+
+
+def drop_nulls(value: Any) -> Any:
+    """Without keys whose value is null: in a table every row has the keys of all rows, at every depth."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def parse_json(text: str) -> Any:
+    try:
+        return STRICT_JSON.decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> Fields:
+    """A JSON object; of two values of one key, readers disagree which one counts."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"not JSON that can be relied on: the key {quote(key)} is there twice")
+    return values
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"not JSON: {name} is no JSON number")
+
+
+STRICT_JSON = json.JSONDecoder(object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant)
+
+
+def read_messages(row: Fields) -> Chat | Document:
+    """{"messages": [{"role": ..., "content": ...}, ...]}, or a single message of the role `pretrain`."""
+    messages = require_list(row, "messages")
+    if len(messages) == 1 and isinstance(messages[0], dict) and messages[0].get("role") == PRETRAIN:
+        return Document(require_text(messages[0], "content", "message 1 (pretrain): "))
+    return build_chat(messages, row)
+
+
+def read_sharegpt(row: Fields) -> Chat:
+    """{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}"""
+    turns = [read_turn(turn, number) for number, turn in enumerate(require_list(row, "conversations"), start=1)]
+    return build_chat(read_system(row) + turns, row)
+
+
+def read_turn(turn: Any, number: int) -> Fields:
+    """A turn of ShareGPT as a message. Other keys than `from` and `value` stay."""
+    if not isinstance(turn, dict):
+        raise ValueError(f"turn {number} is {quote(turn)}, expected an object with 'from' and 'value'")
+    if "role" in turn and "from" not in turn:
+        return turn
+    speaker = turn.get("from")
+    role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise ValueError(f"turn {number} is from {quote(speaker)}, allowed: {', '.join(SHAREGPT_ROLES)}")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if speaker == "function_call":
+        calls = read_embedded_json(turn.get("value"), f"turn {number} (function_call): 'value'")
+        calls = calls if isinstance(calls, list) else [calls]
+        calls = [{"type": "function", "function": call} for call in calls]
+        return {"role": role, "content": None, "tool_calls": calls} | others
+    return {"role": role, "content": turn.get("value")} | others
+
+
+def read_alpaca(row: Fields) -> Chat:
+    """{"instruction": ..., "input": ..., "output": ...}: an input that is not empty follows after a blank line."""
+    instruction, output = require_text(row, "instruction"), require_text(row, "output")
+    extra, history = row.get("input") or "", row.get("history") or []
+    if not isinstance(extra, str):
+        raise ValueError(f"'input' is {quote(extra)}, expected text")
+    is_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    if not is_pairs:
+        raise ValueError(f"'history' is {quote(history)}, expected a list of [question, answer]")
+    turns = [*history, (f"{instruction}\n\n{extra}" if extra else instruction, output)]
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+    return build_chat(read_system(row) + messages, row)
+
+
+def read_completion(row: Fields) -> Completion:
+    """{"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}"""
+    return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
+
+
+def read_document(row: Fields) -> Document:
+    """{"document": ...} or {"text": ...}"""
+    return Document(require_one_text(row, "document", "text"))
+
+
+# How each format's rows are read, and the keys they have: one of each tuple. Of two formats the first is meant.
+FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...]]] = {
+    "messages": (read_messages, (("messages",),)),
+    "sharegpt": (read_sharegpt, (("conversations",),)),
+    "alpaca": (read_alpaca, (("instruction",), ("output",))),
+    "completion": (read_completion, (("prompt",), ("completion", "generation"))),
+    "document": (read_document, (("document", "text"),)),
+}
+
+
+def build_chat(messages: list[Any], row: Fields) -> Chat:
+    """A chat whose messages are checked, with the row's `unmask` and `tools`."""
+    unmask = row.get("unmask")
+    if not isinstance(unmask, bool | None):
+        raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
+    for number, message in enumerate(messages, start=1):
+        check_message(message, number)
+    return Chat(messages, unmask=bool(unmask), tools=read_tools(row))
+
+
+def check_message(message: Any, number: int) -> None:
+    """Raises ValueError for a message that is no message, or says what cannot be honoured."""
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is {quote(message)}, expected an object with 'role' and 'content'")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        alone = " ('pretrain' only as a row's single message)" if role == PRETRAIN else ""
+        raise ValueError(f"message {number} has the role {quote(role)}, allowed: {', '.join(ROLES)}{alone}")
+    where = f"message {number} ({role})"
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | None) or not all(isinstance(call, dict) for call in calls or []):
+        raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
+    if calls and role != "assistant":
+        raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
+    may_be_empty = bool(calls) or role == "tool"
+    if not (isinstance(content, str) or (content is None and calls)) or not (may_be_empty or content.strip()):
+        raise ValueError(f"{where} has the content {quote(content)}, expected text")
+    if message.get("function_call") is not None:
+        raise ValueError(f"{where} has 'function_call', which is not supported: write it as 'tool_calls'")
+
+
+def read_tools(row: Fields) -> list[Fields] | None:
+    """The functions that a template describes to the model: a list of objects, or such a list as JSON text."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = read_embedded_json(tools, "'tools'") if tools.strip() else None
+    if tools is None or tools == []:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"'tools' is {quote(tools)}, expected a list of objects")
+    return tools
+
+
+def read_system(row: Fields) -> list[Fields]:
+    """A `system` column as the first message; an empty one is none."""
+    return [{"role": "system", "content": require_text(row, "system")}] if row.get("system") else []
+
+
+def read_embedded_json(text: Any, where: str) -> Any:
+    if not isinstance(text, str):
+        raise ValueError(f"{where} is {quote(text)}, expected JSON text")
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def require_list(row: Fields, key: str) -> list[Any]:
+    value = row.get(key)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{key!r} has to be a list of at least one message, got {quote(value)}")
+    return value
+
+
+def require_text(row: Fields, key: str, where: str = "") -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}{key!r} is {quote(value)}, expected text")
+    return value
+
+
+def require_one_text(row: Fields, *keys: str) -> str:
+    """The text under the one of `keys` that the row has."""
+    found = [key for key in keys if row.get(key) is not None]
+    if len(found) > 1:
+        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: leave one out")
+    return require_text(row, found[0] if found else keys[0])
+
+
+def quote(value: Any) -> str:
+    """A value as it is shown in a message: on one line, and short."""
+    return "missing or null" if value is None else reprlib.repr(value)
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, on one line and not too long: templates and libraries can say pages."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."

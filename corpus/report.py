@@ -1,0 +1,134 @@
+"""What was made of the rows: the counts, their report in the terminal, and the progress until then."""
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import nsmallest
+
+from corpus.files import Source
+from corpus.writer import Sample
+
+DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
+SECONDS_PER_LINE = 10  # of progress, where there is no terminal
+MAX_REASON_KINDS = 200  # counted apart; the rest together
+VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
+
+
+@dataclass
+class Totals:
+    """Counts over rows, of a chunk or of all files; its size does not grow with the rows."""
+
+    num_shown: int  # samples to keep for a look at them
+    rows: Counter[str] = field(default_factory=Counter)  # by what became of them
+    lengths: Counter[int] = field(default_factory=Counter)  # samples by number of tokens
+    trained_by_role: Counter[str] = field(default_factory=Counter)  # tokens
+    reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by why
+    num_loss_counted_tokens: int = 0
+    max_token_id: int = -1
+    shown: list[tuple[float, Sample]] = field(default_factory=list)  # with the lots drawn; the lowest stay
+
+    @property
+    def num_samples(self) -> int:
+        return self.lengths.total()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length * count for length, count in self.lengths.items())
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for _, sample in self.shown]
+
+    def add_sample(self, sample: Sample, lot: float) -> None:
+        self.lengths[len(sample.tokens.input_ids)] += 1
+        self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
+        self.max_token_id = max(self.max_token_id, max(sample.tokens.input_ids))
+        self.shown.append((lot, sample))
+        if len(self.shown) > 2 * self.num_shown:
+            self.keep_shown()
+
+    def add_invalid(self, reason: str) -> None:
+        """Counts a reason, whatever the row's own text in it is."""
+        self.count_reason(VARIABLE_PART.sub("…", reason)[:100], 1)
+
+    def count_reason(self, kind: str, count: int) -> None:
+        is_known = kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS
+        self.reasons[kind if is_known else "other reasons"] += count
+
+    def add(self, other: "Totals") -> None:
+        self.rows.update(other.rows)
+        self.lengths.update(other.lengths)
+        self.trained_by_role.update(other.trained_by_role)
+        for kind, count in other.reasons.items():
+            self.count_reason(kind, count)
+        self.num_loss_counted_tokens += other.num_loss_counted_tokens
+        self.max_token_id = max(self.max_token_id, other.max_token_id)
+        self.shown += other.shown
+        self.keep_shown()
+
+    def keep_shown(self) -> None:
+        self.shown = nsmallest(self.num_shown, self.shown, key=lambda lot_and_sample: lot_and_sample[0])
+
+
+@contextmanager
+def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with the rows and bytes done since the last call: a bar, or a line every ten seconds."""
+    from tqdm import tqdm
+
+    num_rows, num_done, start = 0, 0, time.monotonic()
+    next_line = start + SECONDS_PER_LINE
+    bar = tqdm(total=num_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+
+    def advance(rows: int, done: int) -> None:
+        nonlocal num_rows, num_done, next_line
+        num_rows, num_done, now = num_rows + rows, num_done + done, time.monotonic()
+        speed = f"{num_rows / (now - start):,.0f} rows/s"
+        bar.set_postfix_str(speed, refresh=False)
+        bar.update(done)
+        if bar.disable and now >= next_line:
+            left = (now - start) * (num_bytes - num_done) / max(num_done, 1)
+            print(
+                f"{num_rows:,} rows, {num_done / num_bytes:.0%}, {speed}, {tqdm.format_interval(left)} left",
+                file=sys.stderr,
+                flush=True,
+            )
+            next_line = now + SECONDS_PER_LINE
+
+    with bar:
+        yield advance
+
+
+def describe_sources(sources: Sequence[Source]) -> str:
+    return str(sources[0].path) if len(sources) == 1 else f"{len(sources):,} files"
+
+
+def print_report(totals: Totals, *, seconds: float, sources: Sequence[Source]) -> None:
+    """Rows by what became of them, tokens, the share that is trained, and how long the samples are."""
+    rows, share = totals.rows, totals.num_loss_counted_tokens / totals.num_tokens
+    blank = f", {rows['blank_lines']:,} blank lines" if rows["blank_lines"] else ""
+    formats = ", ".join(sorted({source.format for source in sources if source.format is not None}))
+    speed = f"{rows['in'] / seconds:,.0f} rows/s"
+    print(f"{describe_sources(sources)}: {rows['in']:,} rows{blank}, read as {formats}, {speed}")
+    for key, label in {"kept": "kept", **DROPPED}.items():
+        print(f"  {label:<24}{rows[key]:>14,}")
+    if totals.num_samples != rows["kept"]:
+        print(f"  {'blocks':<24}{totals.num_samples:>14,}")
+    print(f"  {'tokens':<24}{totals.num_tokens:>14,}")
+    print(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
+    shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
+    lengths = [f"{name} {percentile(totals.lengths, at):,}" for name, at in shares.items()]
+    print(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
+
+
+def percentile(counts: Counter[int], share: float) -> int:
+    """The smallest value that is not exceeded by at least `share` of all."""
+    needed = share * counts.total()
+    for value in sorted(counts):
+        needed -= counts[value]
+        if needed <= 0:
+            return value
+    raise AssertionError(f"{share} of {counts.total()} values")

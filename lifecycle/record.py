@@ -1,0 +1,185 @@
+"""What a run is and where it stands, beside its checkpoints: whose directory this is, and what it was started with."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from lifecycle.checkpointing import Checkpoint
+from lifecycle.fingerprints import fingerprint_data, fingerprint_model
+from lifecycle.training_log import describe_device, read_versions
+from ranks.lock import EXIT_FILE, OWN_FILES
+
+PARAMS_FILE = "training_params.json"
+# The options that decide what a run computes; others may change from start to start.
+IDENTIFYING_OPTIONS = (
+    "batch_size", "seed", "learning_rate", "num_warmup_steps", "lr_scheduler", "num_decay_steps", "min_lr_ratio",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm",
+    "optimizer", "master_weights", "float8",
+    "osft", "osft_unfreeze_rank_ratio", "osft_target_patterns", "osft_train_others", "osft_basis", "osft_keep_energy",
+    "osft_rank_allocation",
+)  # fmt: skip
+
+
+def identify_run(
+    options: Any,
+    *,
+    model_dir: str,
+    data: Any,
+    source: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    compute_dtype: torch.dtype,
+    num_steps: int | None,
+) -> dict[str, Any]:
+    """Whatever decides what a run computes: a checkpoint only fits a run that has the same.
+
+    `data` is the TokenizedData, `source` what its sidecar says of its source; `num_steps` is None unless the learning
+    rate depends on it.
+    """
+    return {
+        "data": fingerprint_data(data.path, source=source, lengths=data.lengths, kept=data.kept),
+        "tokenizer": fingerprint_tokenizer(tokenizer),
+        "chat template": fingerprint_chat_template(tokenizer),
+        "model": fingerprint_model(model_dir),
+        "compute-dtype": str(compute_dtype).removeprefix("torch."),
+        "number of steps": num_steps,
+        **{name.replace("_", "-"): to_json(getattr(options, name)) for name in IDENTIFYING_OPTIONS},
+    }
+
+
+def to_json(value: Any) -> Any:
+    """As it will be when it has been written and read."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """ValueError if the run could not write there."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ValueError(f"--output-dir {output_dir} is a file")
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"--output-dir {output_dir}: no permission to write in {existing}")
+
+
+def check_unused(output_dir: Path, identity: dict[str, Any], *, resume: str) -> None:
+    """ValueError if a run that starts from zero would write into another one.
+
+    Its own beginning, by a start that was ended before the first checkpoint, is no other run (unless `resume` is none).
+    """
+    entries = [entry for entry in output_dir.iterdir() if not is_own_file(entry)] if output_dir.exists() else []
+    if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
+        return
+    advice = "name a new one, or remove that run"
+    try:
+        params = json.loads((output_dir / PARAMS_FILE).read_text())
+        changes = find_changes(params["identity"], identity)
+    except (OSError, ValueError, KeyError):
+        raise ValueError(f"--output-dir {output_dir} is not an empty directory: {advice}") from None
+    if resume == "none" or params["finished"]:
+        state = "a finished run" if params["finished"] else "a run, which --resume none does not go on with"
+        raise ValueError(f"--output-dir {output_dir} is not an empty directory: it holds {state}: {advice}")
+    if changes:
+        raise ValueError(
+            f"--output-dir {output_dir} is not an empty directory: it holds a run without a checkpoint, and other"
+            f" {', '.join(changes)}: {advice}"
+        )
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a start that was ended before it wrote its options may have left this file."""
+    return path.name in OWN_FILES or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}"))
+
+
+def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any], *, allow_changes: bool) -> list[str]:
+    """What differs from the run that wrote the checkpoint; ValueError if something does that is not allowed to."""
+    changes = find_changes(checkpoint.state["identity"], identity)
+    if changes and not allow_changes:
+        raise ValueError(
+            f"{checkpoint.path} was made with other {', '.join(changes)}: give what it was made with, name a new"
+            " --output-dir, or go on all the same with --allow-changed-options"
+        )
+    return changes
+
+
+def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of a run's identity is no longer as it was, in words."""
+    changes = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if old != new:
+            is_digest = isinstance(old, str) and len(old) == 64
+            changes.append(name if is_digest else f"{name} ({old} before, now {new})")
+    return changes
+
+
+def record_start(
+    output_dir: Path,
+    options: Any,
+    world: Any,
+    *,
+    identity: dict[str, Any],
+    resumed_from: Path | None,
+    first_step: int,
+    changes: list[str],
+    auto_settings: dict[str, Any] | None = None,
+) -> None:
+    """Makes the run's directory and writes training_params.json: this start's options, and a line for each start.
+
+    `auto_settings`: what was chosen for options that were auto, and the measurements.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        starts = json.loads((output_dir / PARAMS_FILE).read_text())["starts"] if resumed_from else []
+    except (OSError, ValueError, KeyError):
+        starts = []  # of a checkpoint from another directory
+    starts.append(
+        {
+            "started": timestamp(),
+            "first_step": first_step,
+            "resumed_from": str(resumed_from) if resumed_from else None,
+            "changed_options": changes,
+            "auto_settings": auto_settings,
+            "world_size": world.world_size,
+            "device": describe_device(world.device),
+            "versions": read_versions(),
+            "git_commit": read_git_commit(),
+            "command": sys.argv,
+        }
+    )
+    write_params(
+        output_dir, {"options": asdict(options), "identity": identity, "finished": None, **starts[-1], "starts": starts}
+    )
+
+
+def record_end(output_dir: Path) -> None:
+    """Notes in training_params.json that the run has come to its end."""
+    params = json.loads((output_dir / PARAMS_FILE).read_text())
+    write_params(output_dir, params | {"finished": timestamp()})
+
+
+def write_params(output_dir: Path, params: dict[str, Any]) -> None:
+    path, aside = output_dir / PARAMS_FILE, output_dir / f".{PARAMS_FILE}"
+    try:
+        aside.write_text(json.dumps(params, indent=2) + "\n")
+        os.replace(aside, path)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error}") from None
+
+
+def timestamp() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def read_git_commit() -> str | None:
+    """The commit of the checkout that this file is in; None where it is in none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None

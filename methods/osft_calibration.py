@@ -1,0 +1,192 @@
+"""What OSFT has to remember of earlier tasks: the covariance of every layer's inputs on a sample of their data.
+
+After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from chat.masking import fingerprint_tokenizer
+from lifecycle.checkpoint_files import hash_file
+from model.build import PackedCausalLM, find_blocks
+from osft import Statistics, find_targets
+from ranks.world import World, call_on_rank0, log
+from sampler import Batch, TokenizedData, iterate_batches, read_sidecar
+
+NUM_CALIBRATION_SAMPLES = 512  # at most; drawn from the data with the run's seed
+
+
+def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens_per_gpu: int) -> TokenizedData:
+    """What OSFT has to remember, without what is too long; ValueError if another tokenizer made it."""
+    data = TokenizedData(path)
+    sidecar = read_sidecar(path, num_samples=len(data.lengths))
+    if sidecar is None:
+        log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
+    elif sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+        raise ValueError(
+            f"--osft-calibration-data {path} was made with another tokenizer than --data-path: tokenize both with"
+            " process_data.py and the same one"
+        )
+    data.fit_to(max_tokens_per_gpu, drop_overlong=True)
+    return data
+
+
+def read_statistics(path: Path) -> Statistics:
+    try:
+        with safe_open(path, "pt") as file:
+            covariances = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = json.loads(file.metadata()["about"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--osft-statistics {path}: not a file of statistics: {error!r}") from None
+    return Statistics(covariances, **about)
+
+
+def write_statistics(statistics: Statistics, path: Path) -> None:
+    """Written aside and renamed."""
+    about = dict(inputs=statistics.inputs, similarities=statistics.similarities, data_hashes=statistics.data_hashes)
+    aside = path.with_name(f".writing_{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(statistics.covariances, aside, metadata={"about": json.dumps(about)})
+        os.replace(aside, path)
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        raise ValueError(f"--osft-statistics {path}: cannot be written: {error}") from None
+
+
+def merge_statistics(old: Statistics, new: Statistics) -> Statistics:
+    """Both together; ValueError if they are of models with other layers."""
+    shapes = [{name: tuple(s.covariance(name).shape) for name in s.inputs} for s in (old, new)]
+    if shapes[0] != shapes[1] or old.inputs != new.inputs:
+        raise ValueError("--osft-statistics: these are statistics of a model with other layers; name another file")
+    return Statistics(
+        {name: old.covariances[name] + new.covariances[name] for name in old.covariances},
+        old.inputs,
+        {name: old.similarities[name] + new.similarities[name] for name in old.similarities},
+        old.data_hashes + new.data_hashes,
+    )
+
+
+def prepare_statistics(
+    path: Path | None,
+    data: TokenizedData | None,
+    build: Callable[..., PackedCausalLM],
+    *,
+    seed: int,
+    max_tokens_per_gpu: int,
+    world: World,
+) -> Statistics:
+    """What is known of earlier tasks from the file `path`, from `data`, or from both; rank 0's.
+
+    `data` is added to what the file holds, once: the file knows which data it has seen. `build` gives the model that
+    the data is shown to.
+    """
+    statistics = Statistics()
+
+    def read() -> list[str]:
+        if path is not None and (path.exists() or data is None):
+            vars(statistics).update(vars(read_statistics(path)))
+        return statistics.data_hashes
+
+    known_hashes = call_on_rank0(world, read)
+    data_hash = None if data is None else call_on_rank0(world, lambda: hash_file(data.path)["sha256"])
+    if data_hash is None or data_hash in known_hashes:
+        return statistics
+    model = build(osft=None, compile=False, activation_checkpointing="none")
+    batch = next(
+        iterate_batches(
+            data,
+            batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept)),
+            seed=seed,
+            num_steps=1,
+            max_tokens_per_gpu=max_tokens_per_gpu,
+            attention_cost=0.0,
+            rank=world.rank,
+            world_size=world.world_size,
+            vocab_size=model.model.config.vocab_size,
+            pin_memory=False,
+        )
+    )
+    found = gather_statistics(model, batch, data_hash=data_hash, world=world)
+    log.info(f"OSFT: statistics of {len(batch.sample_ids)} samples of {data.path}, {batch.lengths.sum():,} tokens")
+
+    def add() -> None:
+        merged = merge_statistics(statistics, found) if known_hashes else found
+        vars(statistics).update(vars(merged))
+        if path is not None:
+            write_statistics(statistics, path)
+
+    call_on_rank0(world, add)
+    return statistics
+
+
+@torch.no_grad()
+def gather_statistics(packed_model: PackedCausalLM, batch: Batch, *, data_hash: str, world: World) -> Statistics:
+    """One forward pass over each rank's micro-batches of `batch`, in which every linear layer and block is watched.
+
+    All tokens count, trained or not; those of micro-batches that only keep a rank busy do not. Sums are in fp64.
+    """
+    device = world.device
+    names = {module: name for name, module in packed_model.model.named_modules()}
+    block_modules = find_blocks(packed_model.model)
+    layers, blocks = set(find_targets(packed_model.model, block_modules, ())), {names[block] for block in block_modules}
+    covariances: dict[str, Tensor] = {}
+    inputs: dict[str, str] = {}
+    similarities = {block: torch.zeros((), dtype=torch.float64, device=device) for block in sorted(blocks)}
+    counting, last_name, last_input = True, "", None
+
+    def record_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal last_name, last_input
+        name, x = names[module], args[0]
+        if x is not last_input:
+            last_name, last_input = name, x
+        inputs[name] = last_name
+        if name not in covariances and name == last_name:
+            covariances[name] = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float64, device=device)
+        if counting and name == last_name:
+            flat = x.reshape(-1, x.shape[-1]).double()  # (T, in)
+            covariances[name].addmm_(flat.T, flat)
+
+    def record_block(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output if isinstance(output, Tensor) else output[0]
+        if counting:
+            cosines = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+            similarities[names[module]] += cosines.sum(dtype=torch.float64)
+
+    handles = []
+    for module, name in names.items():
+        if name in layers:
+            handles.append(module.register_forward_pre_hook(record_input))
+        if name in blocks:
+            handles.append(module.register_forward_hook(record_block, with_kwargs=True))
+    packed_model.eval()
+    num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+    for micro_batch, row in zip(batch.micro_batches, batch.table, strict=True):
+        counting = len(row[world.rank]) > 0
+        num_tokens += micro_batch.input_ids.numel() if counting else 0
+        packed_model.hidden_states(micro_batch.to(device))
+    for handle in handles:
+        handle.remove()
+
+    dist.all_reduce(num_tokens)
+    statistics = Statistics(data_hashes=[data_hash])
+    for name in list(covariances):
+        total = covariances.pop(name)
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            statistics.covariances[name] = (total / num_tokens).cpu()
+    for name, total in similarities.items():
+        dist.all_reduce(total)
+        statistics.similarities[name] = (total / num_tokens).item()
+    statistics.inputs = inputs
+    return statistics

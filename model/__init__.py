@@ -1,0 +1,1 @@
+"""A model directory -> a sharded model that trains."""

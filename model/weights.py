@@ -1,0 +1,181 @@
+"""A model's weights, read from its safetensors files one tensor at a time: nobody ever holds the whole model.
+
+Which tensors of the files make which of the model's is transformers' business: keys that were renamed, prefixes,
+experts that are stored apart and held as one. Its own loader is run once over stand-ins without data, and tells.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from model.files import list_weights
+from ranks.world import log
+
+Reader = Callable[[], Tensor]  # gives a tensor as it is stored, on the CPU; the memory may be the file's
+
+
+def read_weights(model_dir: str, *, vocab_size: int, trust_remote_code: bool) -> dict[str, Reader]:
+    """A function for every parameter and buffer by name, which reads it; of tied parameters the source alone.
+
+    Where the model has fewer than `vocab_size` embeddings (and rows of the head), the new ones are the mean of the old.
+    ValueError if the weights do not fit the config.
+    """
+    try:
+        model, readers, report = plan_reading(model_dir, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of transformers' internals, which models and versions use in other ways
+        log.debug(f"the weights are read as a whole: {type(error).__name__}: {error}")
+        model, readers, report = read_whole(model_dir, trust_remote_code=trust_remote_code)
+    problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
+    if problems:
+        raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        is_twice = target in readers and source in readers
+        if is_twice and not torch.equal(readers[target](), readers[source]()):
+            raise ValueError(
+                f"--model-name-or-path {model_dir}: the config ties the head to the embedding, but the weights"
+                " hold two different ones: set tie_word_embeddings to false in config.json to train both"
+            )
+        if target in readers:
+            readers.setdefault(source, readers[target])
+            del readers[target]
+    if vocab_size > model.config.vocab_size:
+        grow_vocabulary(model, readers, vocab_size)
+    return readers
+
+
+def plan_reading(
+    model_dir: str, *, trust_remote_code: bool
+) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
+    """The model without data, a function for each of its tensors, and transformers' report on what is there.
+
+    What the model computes and no file holds, such as rotary frequencies, is computed here, in fp32.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        convert_and_load_state_dict_in_model,
+        dot_natural_key,
+        rename_source_key,
+    )
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    stored = find_stored(Path(model_dir))
+    conversions = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    wanted = model.state_dict()
+
+    sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or the first of a conversion's -> keys and patterns
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+        if name in wanted:
+            sources.setdefault(name, []).append((key, pattern))
+
+    # What transformers would do, on stand-ins: everything that from_pretrained checks, and the computed buffers.
+    computed = [name for name, _ in model.named_non_persistent_buffers()]
+    loading = LoadStateDictConfig(
+        pretrained_model_name_or_path=model_dir,
+        ignore_mismatched_sizes=True,  # refused by the caller
+        dtype=torch.float32,
+        weight_mapping=conversions,
+        device_map={"": "meta", **dict.fromkeys(computed, "cpu")},
+    )
+    stand_ins = {key: torch.empty(shape, device="meta") for key, (_, shape) in stored.items()}
+    shows_progress = is_progress_bar_enabled()
+    disable_progress_bar()  # nothing is read here
+    info, _ = convert_and_load_state_dict_in_model(model, stand_ins, loading)
+    if shows_progress:
+        enable_progress_bar()
+    info = model._finalize_model_loading(model, loading, info)
+
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(by_pattern[sources[name][0][1]])
+        for key, pattern in sources[name]:
+            converter.add_tensor(name, key, pattern, functools.partial(read, key))
+        values = converter.convert(name, model=model, config=config, loading_info=info)
+        return {target: value[0] if isinstance(value, list) else value for target, value in values.items()}
+
+    def read_converted(name: str, target: str) -> Tensor:
+        return convert(name, lambda key: read_tensor(stored[key][0], key).to(wanted[target].dtype))[target]
+
+    readers: dict[str, Reader] = {name: functools.partial(model.get_buffer, name) for name in computed}
+    for name, keys in sources.items():
+        if keys[0][1] is None:
+            readers[name] = functools.partial(read_tensor, stored[keys[0][0]][0], keys[0][0])
+        else:
+            readers |= {
+                target: functools.partial(read_converted, name, target) for target in convert(name, stand_ins.get)
+            }
+    report = info.to_dict()
+    unknown = wanted.keys() - readers.keys() - set(report["missing_keys"]) - model.all_tied_weights_keys.keys()
+    if unknown:
+        raise NotImplementedError(f"no file holds {', '.join(sorted(unknown))}, which transformers initializes")
+    return model, readers, report
+
+
+def find_stored(path: Path) -> dict[str, tuple[Path, list[int]]]:
+    """Every tensor's file and shape."""
+    stored = {}
+    for name in list_weights(path):
+        with safe_open(path / name, framework="pt") as file:
+            stored |= {key: (path / name, file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    return stored
+
+
+def read_tensor(path: Path, key: str) -> Tensor:
+    """One tensor, mapped into memory: its pages are read when they are used, and given back with it."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(key)
+
+
+def read_whole(model_dir: str, *, trust_remote_code: bool) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
+    """As `plan_reading`, for any model that transformers can load, with all of it in memory.
+
+    In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return model, {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in tensors.items()}, report
+
+
+def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_size: int) -> None:
+    """Adds embeddings, and rows and biases of the head, up to `vocab_size`, each the mean of the old ones."""
+
+    def grow(read: Reader) -> Tensor:
+        rows = read()
+        grown = torch.empty(vocab_size, *rows.shape[1:])
+        grown[: len(rows)] = rows
+        grown[len(rows) :] = grown[: len(rows)].mean(dim=0)
+        return grown
+
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    for prefix in [prefix for prefix, module in model.named_modules() if module in modules]:
+        for name in (f"{prefix}.weight", f"{prefix}.bias"):
+            if name in readers:
+                readers[name] = functools.partial(grow, readers[name])

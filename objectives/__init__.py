@@ -1,0 +1,1 @@
+"""What is learned from a micro-batch."""

@@ -1,0 +1,132 @@
+"""torchrun's environment: which rank this is, its device, the process group, and what only rank 0 does."""
+
+import datetime
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from options import ExitCode, RunError
+from ranks.monitor import SLOW_LIMIT, RunControl, describe_error
+
+Result = TypeVar("Result")
+
+# Collectives give up only after the watchdog of ranks/monitor.py, which knows who is missing, has had its say.
+SECONDS_AFTER_WATCHDOG = 300.0
+
+log = logging.getLogger("mini_trainer")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that torchrun started; one process alone is a world of size 1."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
+    control: dist.ProcessGroup  # gloo, on the CPU: for waiting on rank 0
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """1-D: the ranks that this one shares one copy of the model with."""
+        return self.mesh["shard"]
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the model; ranks 0 to `num_shards` - 1 share the first one."""
+        return self.shard_mesh.size()
+
+
+def init_world(
+    *, hang_timeout: float = 0.0, sharding: Literal["full", "hybrid"] = "full", shard_size: int | None = None
+) -> World:
+    """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
+
+    With `sharding` hybrid, each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
+    if there are not several.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    num_shards = world_size
+    if sharding == "hybrid":
+        num_shards = count_shards(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), shard_size)
+    timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return World(rank, world_size, device, make_mesh(device.type, world_size, num_shards, timeout), control)
+
+
+def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -> int:
+    """Ranks that share one copy of the model with --sharding hybrid; ValueError if there are not several copies."""
+    num_shards = ranks_per_node if shard_size is None else shard_size
+    if num_shards < 2 or world_size % num_shards != 0 or num_shards == world_size:
+        raise ValueError(
+            f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on {num_shards}"
+            f" ranks each ({'the ranks of a node' if shard_size is None else '--shard-size'}); give a --shard-size"
+            " of at least 2 that divides the number of ranks, or --sharding full"
+        )
+    return num_shards
+
+
+def make_mesh(
+    device_type: str, world_size: int, num_shards: int, timeout: datetime.timedelta | None = None
+) -> DeviceMesh:
+    """`World.mesh` of ranks of which every `num_shards` hold one copy of the model; collectives take `timeout`."""
+    if num_shards == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    ranks = torch.arange(world_size).view(-1, num_shards)
+    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def connect_lifeline(world: World, control: RunControl) -> None:
+    """Ties every rank's monitor to rank 0's; the process group carries the port and the token."""
+    if world.world_size > 1:
+        control.connect(*call_on_rank0(world, control.listen))
+
+
+def setup_logging(level: str) -> None:
+    """Rank 0 prints from `level` on, the other ranks only errors."""
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    log.setLevel(level if os.environ.get("RANK", "0") == "0" else "ERROR")
+
+
+def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
+    """Calls `function` on rank 0 and gives every rank its result, or the same RunError for a ValueError or OSError.
+
+    The outcome travels as data, so that no rank waits for one that has already failed.
+    """
+    outcome: list[tuple[Literal["returned"], Result] | tuple[ExitCode, str]] = [None]
+    if world.rank == 0:
+        try:
+            outcome = [("returned", function())]
+        except (ValueError, OSError) as error:
+            code, message, _ = describe_error(error)
+            outcome = [(code, message)]
+    dist.broadcast_object_list(outcome, src=0, group=world.control, device=torch.device("cpu"))
+    kind, value = outcome[0]
+    if kind != "returned":
+        raise RunError(kind, value)
+    return value
+
+
+def gather_on_rank0(world: World, value: Result) -> list[Result] | None:
+    """Every rank's `value`, in the order of ranks, on rank 0; None on the others."""
+    values = [None] * world.world_size if world.rank == 0 else None
+    dist.gather_object(value, values, dst=0, group=world.control)
+    return values
