@@ -1,56 +1,27 @@
-"""The scripts' options, and the one function that reads them from YAML and flags.
+"""The options of both scripts, in groups: one frozen dataclass a concern, each option declared once.
 
-Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
+An option's name is its flag and its YAML key, in whatever group it stands; no two groups have one of the same name. A
+function takes the group that it needs. Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 """
 
 import dataclasses
-import difflib
 import math
 import os
 import re
-import sys
-import time
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_origin
-
-SECONDS_TO_BE_ENDED = 3  # that torchrun has to end the other ranks when one has failed
-
-
-class ExitCode(IntEnum):
-    """How a script ended. train.py also writes it to exit.json, since torchrun itself always returns 1."""
-
-    DONE = 0
-    FAILED = 1  # a bug, ours or a library's: a traceback says where
-    BAD_INPUT = 2  # options, data or model that the user can mend
-    SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: start it again to go on
-    NO_VALID_CHECKPOINT = 4  # there are checkpoints, and none can be trusted
-    NON_FINITE = 5  # loss or gradient
-    HANG = 6  # a rank gave no sign of life, or none moved on
-    LOCKED = 7  # another run has the output directory
-    IO = 8  # a file could not be read or written
-    OUT_OF_MEMORY = 9
-    STOPPED_BY_USER = 10  # Ctrl-C or the stop file: not to be started again by itself
-    PEER_DIED = 11  # a rank, or its torchrun, was killed or crashed
-    INTERRUPTED = 130  # ended at once, without saving: Ctrl-C before the first step, or a second signal
-
-
-class RunError(ValueError):
-    """What ends a run with one message and an exit code of its own."""
-
-    def __init__(self, code: ExitCode, message: str):
-        super().__init__(message)
-        self.code = code
-
+from typing import Any, Literal, TypeVar
 
 # Schedules that fall towards the end of the run, so the end has to be known.
 SCHEDULES_WITH_END = ("linear", "cosine", "wsd")
 
+Options = TypeVar("Options")
+
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Fine-tune a causal language model with FSDP2 on data written by process_data.py."""
+class ModelOptions:
+    """Which model is trained."""
 
     model_name_or_path: str
     """Model directory or hub name, Hugging Face format."""
@@ -58,26 +29,34 @@ class TrainOptions:
     """Of a model on the hub: branch, tag or commit; its main branch if not given."""
     trust_remote_code: bool = False
     """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What it is trained on, and how much of that at a time."""
+
     data_path: str
     """Tokenized data set written by process_data.py: .arrow, .parquet or .jsonl."""
-    output_dir: str
-    """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
-    config: str | None = None
-    """YAML file with any of these options; flags win over it."""
-
     batch_size: int = 128
     """Samples per optimizer step, over all ranks."""
     max_tokens_per_gpu: int | Literal["auto"] = 8192
     """Most tokens in one micro-batch on one rank; sets the memory that activations need. auto: measured at the start,
     the largest that leaves a margin."""
-    memory_budget_gb: float | None = None
-    """Memory in GiB of one GPU, or for one process on CPU, that auto and --dry-run count with; by default what this
-    machine has. A run on CPU that is given one returns freed memory at once, which takes time, to stay within it."""
     drop_overlong: bool = False
     """Drop (and count) samples longer than max-tokens-per-gpu instead of refusing to start."""
     seed: int = 42
     """Seed of the sample order and of dropout."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationOptions:
+    """How gradients become weights."""
+
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit: AdamW that keeps its moments in 8 bits, a quarter of their memory; slightly other steps."""
+    master_weights: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: hold weights, and gradients between micro-batches, in half the memory, and round every update up or
+    down at random so that small ones are not lost; noisier."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     num_warmup_steps: int = 0
@@ -96,13 +75,13 @@ class TrainOptions:
     """AdamW's decay of the second moment."""
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit: AdamW that keeps its moments in 8 bits, a quarter of their memory; slightly other steps."""
-    master_weights: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: hold weights, and gradients between micro-batches, in half the memory, and round every update up or
-    down at random so that small ones are not lost; noisier."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndOptions:
+    """When the run ends."""
 
     max_steps: int | None = None
     """Stop after this many optimizer steps. With no max-* option the run has no end."""
@@ -118,6 +97,16 @@ class TrainOptions:
     """End the run, with every rank's stacks in output-dir/errors, when a rank gives no sign of life or does not move on
     for this many seconds. Must be more than the longest step takes; the first step, loading and saving have an hour."""
 
+    @property
+    def is_given(self) -> bool:
+        """Whether a run by these options ends by itself."""
+        return any(end is not None for end in (self.max_steps, self.max_epochs, self.max_samples, self.max_tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """What the run can be resumed from."""
+
     checkpoint_every_steps: int | None = None
     """Write a checkpoint to resume from each time this many steps have been taken, and after the last one."""
     checkpoint_every_minutes: float | None = 30.0
@@ -131,6 +120,25 @@ class TrainOptions:
     has to be valid; none: nothing, in a new directory; or a checkpoint's directory."""
     allow_changed_options: bool = False
     """Go on from a checkpoint although data, model or options are no longer those it was made with; recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The trained model, in the Hugging Face format."""
+
+    min_samples_per_checkpoint: int | None = None
+    """Export the model each time another this many samples have been trained."""
+    checkpoint_at_epoch: bool = False
+    """Export the model at the first step that completes an epoch."""
+    save_final_checkpoint: bool = True
+    """Export the model at the end of the run."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of exported weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OSFTOptions:
+    """Continual learning (docs/osft.md)."""
 
     osft: bool = False
     """Orthogonal subspace fine-tuning: keep each weight's most important directions exactly, train the rest
@@ -156,14 +164,10 @@ class TrainOptions:
     osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
     """importance: blocks that change their input less keep more, by the statistics; R is then the mean."""
 
-    min_samples_per_checkpoint: int | None = None
-    """Export the model each time another this many samples have been trained."""
-    checkpoint_at_epoch: bool = False
-    """Export the model at the first step that completes an epoch."""
-    save_final_checkpoint: bool = True
-    """Export the model at the end of the run."""
-    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Data type of exported weights."""
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """How a rank computes, and what it keeps in memory meanwhile."""
 
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights."""
@@ -174,11 +178,23 @@ class TrainOptions:
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: keep the outputs of matrix products and attention too, and recompute only what is cheap. auto: what
     recomputes least of those that have room for micro-batches of max-tokens-per-gpu, measured at the start."""
+    memory_budget_gb: float | None = None
+    """Memory in GiB of one GPU, or for one process on CPU, that auto and --dry-run count with; by default what this
+    machine has. A run on CPU that is given one returns freed memory at once, which takes time, to stay within it."""
     compile: bool = False
     """torch.compile each block, once for all numbers of tokens; the first step takes a minute or more longer."""
     float8: bool = False
     """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install 'mini-trainer[float8]', torchao): faster,
     and less exact. Only with --compile, which makes one kernel of a cast, is there much to gain."""
+    use_liger_kernels: bool = False
+    """Use liger-kernel's Triton kernels for norms, MLPs and rotary embeddings (CUDA; pip install
+    'mini-trainer[cuda]')."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """What is divided over the ranks, and what travels between them."""
+
     sharding: Literal["full", "hybrid"] = "full"
     """full: weights, gradients and optimizer state are divided over all ranks. hybrid: over the ranks of a node, and
     every node holds a copy of all of it: more memory, and between nodes only gradients travel, once a step."""
@@ -196,11 +212,11 @@ class TrainOptions:
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory, where the optimizer then runs; each layer's weights
     travel to the GPU when they are used. Slow: for models that do not fit otherwise."""
-    use_liger_kernels: bool = False
-    """Use liger-kernel's Triton kernels for norms, MLPs and rotary embeddings (CUDA; pip install
-    'mini-trainer[cuda]')."""
-    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """What rank 0 prints; WARNING leaves out the step lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a run would need, before it is started."""
 
     dry_run: bool = False
     """Train and write nothing: print what the run would need and take, and every problem that is found."""
@@ -208,6 +224,28 @@ class TrainOptions:
     """--dry-run only: plan for this many GPUs (or processes on CPU) from this one process."""
     plan_device: str | None = None
     """--dry-run only: plan for GPUs of this name (H100, A100, L4, ...) from a machine that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Fine-tune a causal language model with FSDP2 on data written by process_data.py."""
+
+    output_dir: str
+    """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """What rank 0 prints; WARNING leaves out the step lines."""
+    model: ModelOptions
+    data: DataOptions
+    optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
+    end: EndOptions = field(default_factory=EndOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    exports: ExportOptions = field(default_factory=ExportOptions)
+    osft: OSFTOptions = field(default_factory=OSFTOptions)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    plan: PlanOptions = field(default_factory=PlanOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,110 +290,39 @@ class ProcessDataOptions:
     """Worker processes."""
 
 
-Options = TypeVar("Options", TrainOptions, ProcessDataOptions)
+def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
+    """Every option's field, in the order of --help, with the name of its group; None for those in no group."""
+    for entry in dataclasses.fields(options_class):
+        if dataclasses.is_dataclass(entry.type):
+            yield from ((option, entry.name) for option in dataclasses.fields(entry.type))
+        else:
+            yield entry, None
 
 
-def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
-    """Reads flags (`argv`, by default the command line) over the YAML file named by `--config`.
-
-    Prints one message and exits with `ExitCode.BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
-    """
-    import tyro
-
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        refuse_repeated_flags(argv, options_class)
-        options = tyro.cli(
-            options_class,
-            args=read_config_as_flags(find_config(argv), options_class) + argv,
-            console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",  # one help or error text per node
-        )
-        problems = find_problems(options)
-        if problems:
-            raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))
-    except ValueError as error:
-        exit_with_message(str(error))
-    return options
+def flatten_options(options: Any) -> dict[str, Any]:
+    """The value of every option by its name."""
+    return {
+        option.name: getattr(options if group is None else getattr(options, group), option.name)
+        for option, group in iterate_fields(type(options))
+    }
 
 
-def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
-    """Of two values for one option, one would be dropped without a word."""
-    names = [word.split("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
-    names = [name.removeprefix("no_") for name in names]
-    repeated = {field.name for field in dataclasses.fields(options_class) if names.count(field.name) > 1}
-    if repeated:
-        raise ValueError(f"given more than once: {', '.join(map(flag_name, sorted(repeated)))}")
+def group_options(options_class: type[Options], **values: Any) -> Options:
+    """Options from values by name, the others at their defaults. TypeError for a name that no option has."""
+    groups: dict[str, dict[str, Any]] = {}
+    for option, group in iterate_fields(options_class):
+        if option.name in values:
+            groups.setdefault(group, {})[option.name] = values.pop(option.name)
+    if values:
+        raise TypeError(f"no options: {', '.join(values)}")
+    types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
+    grouped = {group: types[group](**chosen) for group, chosen in groups.items() if group is not None}
+    return options_class(**groups.get(None, {}), **grouped)
 
 
-def find_config(argv: list[str]) -> Path | None:
-    """The value of `--config F` or `--config=F`, the last one given."""
-    path = None
-    for i, flag in enumerate(argv):
-        if flag == "--config" and i + 1 < len(argv):
-            path = Path(argv[i + 1])
-        elif flag.startswith("--config="):
-            path = Path(flag.removeprefix("--config="))
-    return path
-
-
-def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
-    """A YAML file as command-line flags, so that both are converted and checked by the same code."""
-    if path is None:
-        return []
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            if len(set(keys)) < len(keys):
-                raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
-            return super().construct_mapping(node, deep)
-
-    # YAML 1.1 reads 1:30:00 as the number 5400
-    times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
-    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
-    UniqueKeyLoader.yaml_implicit_resolvers = resolvers | {d: [times, *resolvers[d]] for d in "0123456789"}
-    try:
-        config = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path}: not valid YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--config {path}: expected 'option: value' lines, got {type(config).__name__}")
-    fields = {field.name: field.type for field in dataclasses.fields(options_class)}
-    flags, problems = [], []
-    for key, value in config.items():
-        name = str(key).replace("-", "_")
-        try:
-            if name not in fields or name == "config":
-                close = difflib.get_close_matches(name, fields, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(fields)}"
-                raise ValueError(f"unknown option {key!r}{hint}")
-            flags += flag_for(name, value, field_type=fields[name])
-        except ValueError as error:
-            problems.append(f"--config {path}: {error}")
-    if problems:
-        raise ValueError("\n  ".join(problems))
-    return flags
-
-
-def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
-    """`name: value` of the YAML file as command-line words."""
-    flag, is_bool = "--" + name.replace("_", "-"), field_type is bool
-    if is_bool != isinstance(value, bool):
-        allowed = "true or false" if is_bool else "a value that is not true or false"
-        raise ValueError(f"{name}: given {value!r}, allowed: {allowed}")
-    if is_bool:
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if get_origin(field_type) is tuple:
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(item, (dict, list)) for item in values):
-            raise ValueError(f"{name}: given {value!r}, allowed: one value, or a list of values")
-        return [flag, *map(str, values)]
-    if isinstance(value, (dict, list)):
-        raise ValueError(f"{name}: given {value!r}, allowed: one value")
-    return [f"{flag}={value}"]
+def replace_options(options: Options, **changes: Any) -> Options:
+    """The same options with some values changed, by name."""
+    return group_options(type(options), **(flatten_options(options) | changes))
 
 
 def find_problems(options: Any) -> list[str]:
@@ -363,89 +330,122 @@ def find_problems(options: Any) -> list[str]:
     return find_train_problems(options) if isinstance(options, TrainOptions) else find_data_problems(options)
 
 
-def find_train_problems(o: TrainOptions) -> list[str]:
+def find_train_problems(options: TrainOptions) -> list[str]:
     """Values out of range, options without effect, and options that contradict each other."""
+    return [
+        *find_numbers_out_of_range(flatten_options(options)),
+        *find_optimization_problems(options),
+        *find_compute_problems(options),
+        *find_osft_problems(options.osft),
+        *find_ending_problems(options),
+    ]
+
+
+def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
+    """Of single options, by name."""
     problems = []
 
-    def require(condition: bool, problem: str) -> None:
+    def require(condition: bool, name: str, allowed: str) -> None:
         if not condition:
-            problems.append(problem)
+            problems.append(f"{flag_name(name)} {values[name]}: {allowed}")
 
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "plan_world_size", "prefetch_blocks"):  # fmt: skip
-        value = getattr(o, name)
-        require(value in (None, "auto") or value >= 1, f"{flag_name(name)} {value}: must be at least 1")
+        require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
-        value = getattr(o, name)
-        require(0 <= value < float("inf"), f"{flag_name(name)} {value}: must be 0 or more, and finite")
+        require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
     for name in ("adam_beta1", "adam_beta2"):
-        value = getattr(o, name)
-        require(0 <= value < 1, f"{flag_name(name)} {value}: must be at least 0 and below 1")
-    require(o.adam_eps > 0, f"--adam-eps {o.adam_eps}: must be above 0")
-    require(o.max_grad_norm is None or o.max_grad_norm > 0,
-            f"--max-grad-norm {o.max_grad_norm}: must be above 0; None turns clipping off")  # fmt: skip
-    require(o.min_lr_ratio is None or 0 <= o.min_lr_ratio <= 1,
-            f"--min-lr-ratio {o.min_lr_ratio}: must be from 0 to 1")  # fmt: skip
-
-    minutes = o.checkpoint_every_minutes
-    require(minutes is None or 0 < minutes < float("inf"),
-            f"--checkpoint-every-minutes {minutes}: must be above 0; None turns it off")  # fmt: skip
-    require(not o.allow_changed_options or o.resume != "none",
-            "--allow-changed-options has no effect with --resume none: nothing is resumed")  # fmt: skip
-
+        require(0 <= values[name] < 1, name, "must be at least 0 and below 1")
+    require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
+    norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
+    require(norm is None or norm > 0, "max_grad_norm", "must be above 0; None turns clipping off")
+    require(ratio is None or 0 <= ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
+    minutes, budget = values["checkpoint_every_minutes"], values["memory_budget_gb"]
+    require(minutes is None or 0 < minutes < math.inf, "checkpoint_every_minutes",
+            "must be above 0; None turns it off")  # fmt: skip
+    require(budget is None or 0 < budget < math.inf, "memory_budget_gb", "must be above 0, and finite")
     try:
-        parse_duration(o.max_time)
+        parse_duration(values["max_time"])
     except ValueError as error:
         problems.append(f"--max-time {error}")
-
-    ends = [name for name in ("max_steps", "max_epochs", "max_samples", "max_tokens") if getattr(o, name) is not None]
-    decays = o.lr_scheduler in SCHEDULES_WITH_END
-    require(bool(ends) or not decays,
-            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
-            " add --max-steps, --max-epochs, --max-samples or --max-tokens")  # fmt: skip
-    require(o.min_lr_ratio is None or decays,
-            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}: it never decays")  # fmt: skip
-    require(o.num_decay_steps is None or o.lr_scheduler == "wsd",
-            f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")  # fmt: skip
-    require(o.num_warmup_steps == 0 or o.lr_scheduler != "constant",
-            "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")  # fmt: skip
-    require(not o.osft or o.master_weights == "float32",
-            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
-            " use float32")  # fmt: skip
-    require(o.shard_size is None or o.sharding == "hybrid",
-            f"--shard-size has no effect with --sharding {o.sharding}: it belongs to hybrid")  # fmt: skip
-    require(not (o.cpu_offload and o.osft),
-            "--cpu-offload cannot be used with --osft, whose projections run where the weights are")  # fmt: skip
-    require(not (o.float8 and o.osft), "--float8: --osft's layers are products of their own, which are not in fp8")
-    require(not o.float8 or o.compute_dtype != "float32",
-            "--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")  # fmt: skip
-    is_auto = o.max_tokens_per_gpu == "auto"
-    require(not (is_auto and o.drop_overlong),
-            "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
-            " drop long samples with process_data.py --max-sample-num-tokens, or give a number")  # fmt: skip
-    require(o.memory_budget_gb is None or 0 < o.memory_budget_gb < math.inf,
-            f"--memory-budget-gb {o.memory_budget_gb}: must be above 0, and finite")  # fmt: skip
-    require(o.memory_budget_gb is None or is_auto or o.activation_checkpointing == "auto" or o.dry_run,
-            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
-            " --dry-run")  # fmt: skip
-    require(not (o.compile and o.activation_checkpointing == "auto"),
-            "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
-            " selective or full")  # fmt: skip
-    given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(o, name) is not None]
-    require(o.dry_run or not given, f"{', '.join(given)}: no effect without --dry-run")
-    problems += find_osft_problems(o)
-    exports_on_the_way = o.checkpoint_at_epoch or o.min_samples_per_checkpoint is not None
-    require(exports_on_the_way or (o.save_final_checkpoint and bool(ends)),
-            "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
-            " or an end (--max-steps, ...) together with --save-final-checkpoint")  # fmt: skip
     return problems
 
 
-def find_osft_problems(o: TrainOptions) -> list[str]:
+def find_optimization_problems(options: TrainOptions) -> list[str]:
+    """Of the schedule and the optimizer."""
+    problems, o = [], options.optimization
+    decays = o.lr_scheduler in SCHEDULES_WITH_END
+    if decays and not options.end.is_given:
+        problems.append(
+            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
+            " add --max-steps, --max-epochs, --max-samples or --max-tokens"
+        )
+    if o.min_lr_ratio is not None and not decays:
+        problems.append(f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}: it never decays")
+    if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
+        problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")
+    if o.num_warmup_steps != 0 and o.lr_scheduler == "constant":
+        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
+    if options.osft.osft and o.master_weights != "float32":
+        problems.append(
+            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
+            " use float32"
+        )
+    return problems
+
+
+def find_compute_problems(options: TrainOptions) -> list[str]:
+    """Of what a rank computes, how that is sharded, and what is auto."""
+    problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
+    if sharding.shard_size is not None and sharding.sharding != "hybrid":
+        problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
+    if sharding.cpu_offload and osft:
+        problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
+    if compute.float8 and osft:
+        problems.append("--float8: --osft's layers are products of their own, which are not in fp8")
+    if compute.float8 and compute.compute_dtype == "float32":
+        problems.append("--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")
+    is_auto = options.data.max_tokens_per_gpu == "auto"
+    if is_auto and options.data.drop_overlong:
+        problems.append(
+            "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
+            " drop long samples with process_data.py --max-sample-num-tokens, or give a number"
+        )
+    has_use = is_auto or compute.activation_checkpointing == "auto" or options.plan.dry_run
+    if compute.memory_budget_gb is not None and not has_use:
+        problems.append(
+            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
+            " --dry-run"
+        )
+    if compute.compile and compute.activation_checkpointing == "auto":
+        problems.append(
+            "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
+            " selective or full"
+        )
+    return problems
+
+
+def find_ending_problems(options: TrainOptions) -> list[str]:
+    """Of what a run goes on from, leaves behind, and only plans."""
+    problems, exports, plan = [], options.exports, options.plan
+    if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
+        problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
+    given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
+    if given and not plan.dry_run:
+        problems.append(f"{', '.join(given)}: no effect without --dry-run")
+    exports_on_the_way = exports.checkpoint_at_epoch or exports.min_samples_per_checkpoint is not None
+    if not exports_on_the_way and not (exports.save_final_checkpoint and options.end.is_given):
+        problems.append(
+            "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
+            " or an end (--max-steps, ...) together with --save-final-checkpoint"
+        )
+    return problems
+
+
+def find_osft_problems(o: OSFTOptions) -> list[str]:
     """OSFT's options: without effect, missing, or out of range."""
-    fields = [field for field in dataclasses.fields(TrainOptions) if field.name.startswith("osft_")]
-    given = [flag_name(field.name) for field in fields if getattr(o, field.name) != field.default]
+    given = [flag_name(option.name) for option in dataclasses.fields(o) if getattr(o, option.name) != option.default]
     if not o.osft:
         return [f"{', '.join(given)}: no effect without --osft"] if given else []
     problems = []
@@ -516,27 +516,5 @@ def parse_duration(text: str | None) -> float | None:
     return seconds
 
 
-def check_model_path(path: str) -> None:
-    """Refuses what can only be a path, and leads to no directory, before it is taken for a name on the hub."""
-    is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
-    if is_path and not os.path.isdir(path):
-        kind = "is a file" if os.path.isfile(path) else "there is no such directory"
-        raise ValueError(f"--model-name-or-path {path}: {kind}; give a model's directory, or its name on the hub")
-
-
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
-
-
-def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
-    """Prints one message to stderr and ends this process with `code`.
-
-    Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended
-    by torchrun, and speak only if they are still there, because then the mistake was theirs alone.
-    """
-    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
-    if local_rank != "0":
-        time.sleep(SECONDS_TO_BE_ENDED)
-    where = "" if rank in (None, "0") else f"[rank {rank}] "
-    print(f"{where}error: {message}", file=sys.stderr, flush=True)
-    os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank

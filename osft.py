@@ -8,7 +8,6 @@ are free. A = U S V^T; U_high, V_high are kept, U_low, V_low are free. T tokens.
 
 import hashlib
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,8 +25,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from disk import written_aside
 from model.weights import Reader
-from ranks.world import World, call_on_rank0, log
+from ranks.ending import log
+from ranks.world import World, call_on_rank0
 
 DEFAULT_CACHE_DIR = "~/.cache/mini_trainer/osft"
 CACHE_VERSION = 1  # of what a cached file holds
@@ -310,12 +311,10 @@ def empty_subspace(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tens
 
 def write_subspace(file: Path, subspace: dict[str, Tensor]) -> None:
     """Written aside and renamed, so that runs can share a cache."""
-    aside = file.with_suffix(f".{os.getpid()}")
     try:
-        save_file(subspace, aside)
-        os.replace(aside, file)
+        with written_aside(file) as (aside,):
+            save_file(subspace, aside)
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
         raise ValueError(f"--osft-cache-dir: cannot write {file}: {error}") from None
 
 

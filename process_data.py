@@ -24,8 +24,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from chat.labels import IGNORED
 from chat.masking import (
-    IGNORED,
     Chat,
     ChatMasker,
     Document,
@@ -34,14 +34,17 @@ from chat.masking import (
     load_stop_token_ids,
 )
 from chat.templates import change_tokenizer, load_tokenizer
+from command_line import exit_with_message, parse_options
 from corpus.files import Chunk, Row, Source, TooLong, find_sources, iterate_rows, read_chunks
 from corpus.formats import detect_format, one_line, read_examples
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from corpus.report import DROPPED, Totals, describe_sources, print_report, report_progress
 from corpus.worker_pool import run_in_order
-from corpus.writer import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples, written_aside
+from corpus.writer import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples
+from disk import written_aside
 from model.files import find_model
-from options import ExitCode, ProcessDataOptions, exit_with_message, parse_options
+from options import ProcessDataOptions
+from ranks.ending import ExitCode
 
 FORMAT_VERSION = 2
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
@@ -85,7 +88,7 @@ def process_data(options: ProcessDataOptions) -> None:
     )
     notes = check_template(masker, options)
     start = time.perf_counter()
-    with written_aside(outputs.in_order) as asides:
+    with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
         with open(aside[outputs.rejected], "wb") as rejected_rows:
             totals, reasons, has_weights = write_data(

@@ -27,9 +27,9 @@ from transformers import Qwen3Config
 
 from lifecycle.checkpointing import Checkpointer
 from model.build import build_model, load_config
+from objectives.micro_batch import pack_samples
 from optim.optimizers import build_optimizer
 from ranks.world import call_on_rank0, init_world
-from sampler import pack_samples
 
 
 def write_model(path: Path, hidden_size: int, num_layers: int) -> None:

@@ -35,6 +35,7 @@ from continual_tasks import make_tasks
 from make_tiny_model import save_tiny_model, train_tokenizer
 from osft_cost import count_bytes
 
+from corpus.reader import TokenizedData
 from lifecycle.checkpointing import export_model
 from methods.osft_calibration import prepare_statistics, read_statistics
 from model.build import PackedCausalLM, apply_attention, build_model, find_blocks, load_config, load_generation_config
@@ -43,7 +44,7 @@ from options import ProcessDataOptions
 from osft import OSFTSettings, find_osft_layers, find_targets, project_gradients, project_updates
 from process_data import process_data
 from ranks.world import init_world, setup_logging
-from sampler import Batch, TokenizedData, iterate_batches
+from sampler import Batch, iterate_batches
 
 METHODS: dict[str, dict] = {
     "full": {},

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from model.build import PackedCausalLM, build_model, load_config
+from objectives.micro_batch import MicroBatch, pack_samples
 from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from osft import (
     OSFTLinear,
@@ -46,7 +47,6 @@ from osft import (
     project_updates,
 )
 from ranks.world import World, init_world, setup_logging
-from sampler import MicroBatch, pack_samples
 
 MODELS = {
     "Qwen2.5 1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,

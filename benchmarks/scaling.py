@@ -39,10 +39,12 @@ from packing import DISTRIBUTIONS, draw_lengths
 from train_step import SHAPES, make_config, open_world, save_random_model, write_random_data
 
 from batch_packer import pack_batch
+from chat.labels import IGNORED
+from corpus.reader import TokenizedData
 from lifecycle.training_log import FlopCount, count_flops
 from model.build import build_model, find_blocks, load_config
+from objectives.micro_batch import MicroBatch, pack_samples
 from ranks.world import setup_logging
-from sampler import IGNORED, MicroBatch, TokenizedData, pack_samples
 
 GPUS_PER_NODE = 8
 FIRST_STEPS = 2  # of a run, not timed

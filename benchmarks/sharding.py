@@ -101,13 +101,14 @@ def run_worker(model_dir: str, name: str) -> None:
     """One rank's steps; rank 0 writes what they took."""
     from model.build import build_model, load_config, set_gradient_sync
     from optim.optimizers import build_optimizer
+    from options import ShardingOptions
     from ranks.world import init_world
     from sampler import pack_samples
 
     options = dict(OPTIONS[name])
     when = options.pop("micro_batch_grad_sync", "every")
     sharding = options.pop("sharding", "full")
-    world = init_world(sharding=sharding, shard_size=2 if sharding == "hybrid" else None)
+    world = init_world(ShardingOptions(sharding=sharding, shard_size=2 if sharding == "hybrid" else None))
     before = read_status("RssAnon")
     model = build_model(
         model_dir,

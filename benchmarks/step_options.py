@@ -26,9 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from op_recording import OpRecorder
 
 from model.build import PackedCausalLM, build_model, load_config
+from objectives.micro_batch import MicroBatch, pack_samples
 from optim.optimizers import build_optimizer, set_step
 from ranks.world import World, init_world, setup_logging
-from sampler import MicroBatch, pack_samples
 
 BLOCKS = {
     "none": dict(),

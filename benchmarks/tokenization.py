@@ -39,7 +39,7 @@ import datasets
 from make_tiny_model import read_contents, train_tokenizer
 from transformers import AutoTokenizer
 
-from chat.masking import IGNORED
+from chat.labels import IGNORED
 from options import ProcessDataOptions
 from process_data import process_data
 

@@ -48,11 +48,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
 from make_tiny_model import train_tokenizer
 from packing import DISTRIBUTIONS, draw_lengths
 
+from chat.labels import IGNORED
+from corpus.reader import TokenizedData
 from lifecycle.training_log import FlopCount, count_flops, peak_flops, peak_memory, reduce_step
 from model.build import apply_activation_checkpointing, build_model, find_blocks, load_config
+from objectives.micro_batch import Sample
 from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from ranks.world import World, init_world, setup_logging
-from sampler import IGNORED, Sample, TokenizedData, draw_samples, iterate_batches, prefetch
+from sampler import draw_samples, iterate_batches, prefetch
 
 METHODS = {
     "ours": "train.py's step: packed, trained rows reach the head, one gradient per global batch",

@@ -20,6 +20,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from chat.labels import IGNORED
 from chat.rendering import check_in_child, template_errors
 from chat.skeletons import (
     ASSISTANT,
@@ -38,7 +39,6 @@ from chat.skeletons import (
 )
 from chat.token_bytes import ByteEncoder, ByteEncoding
 
-IGNORED = -100  # label of a token that is not trained
 PRETRAIN = "pretrain"
 SYSTEM_ROLES = ("system", "developer")
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see

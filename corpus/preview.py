@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from chat.masking import IGNORED, TokenizedChat
+from chat.labels import IGNORED
+from chat.masking import TokenizedChat
 from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import Sample
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from chat.masking import IGNORED, Run, TokenizedChat
+from chat.labels import IGNORED
+from chat.masking import Run, TokenizedChat
 
 SCHEMA = pa.schema(
     {
@@ -184,31 +184,6 @@ class Outputs:
             raise ValueError(f"{self.tokenizer} would be replaced, and is no tokenizer directory; rename it")
         if len({path.resolve() for path in self.in_order}) < len(self.in_order):
             raise ValueError(f"--preview-html {self.page}: is written for another purpose; choose another name")
-
-
-@contextmanager
-def written_aside(targets: Sequence[Path]) -> Iterator[list[Path]]:
-    """Hidden names beside `targets` to write to. They take the targets' places, in order, when the block ends well;
-    a target that was not written is removed, as it would belong to an older run. Otherwise nothing is left."""
-    asides = [target.with_name(f".{target.name}.{os.getpid()}.part") for target in targets]
-    try:
-        yield asides
-        for aside, target in zip(asides, targets, strict=True):
-            if aside.is_dir() or not aside.exists():
-                remove(target)  # a directory cannot be replaced in one step
-            if aside.exists():
-                aside.replace(target)
-    finally:
-        for aside in asides:
-            remove(aside)
-
-
-def remove(path: Path) -> None:
-    """A file or a directory, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 class BlockCutter:

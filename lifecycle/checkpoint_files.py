@@ -9,12 +9,10 @@ A checkpoint is written aside and becomes one by a single rename; what has its n
 Nothing here is ever unpickled, and a name that the manifest gives is only compared, never followed.
 """
 
-import errno
 import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,13 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from disk import hash_file, hash_json, read_json
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
-ASIDE = (".writing_", ".removing_")  # prefixes of what a killed run may leave
 DAMAGED = "damaged_"  # prefix of what cannot be trusted
 STEP_NAME = r"step_\d+"
-SPARE_BYTES = 64 << 20  # to leave free on the disk
 
 # https://github.com/huggingface/safetensors#format
 DTYPES = {
@@ -89,10 +87,6 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     write_json(directory / MANIFEST, manifest | {"sha256": hash_json(manifest)})
 
 
-def hash_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest, once it agrees with itself and with the names and sizes of the directory's files.
 
@@ -137,26 +131,10 @@ def check_manifest(manifest: dict[str, Any]) -> None:
         raise ValueError(f"{MANIFEST} is not of the form that train.py writes")
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file; ValueError naming it if it is missing or damaged."""
-    if not path.is_file():
-        raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file")
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is damaged: {error}") from None
-
-
 def check_hash(directory: Path, name: str, entry: dict[str, Any]) -> None:
     """ValueError if the file's content is not what the manifest's entry says."""
     if hash_file(directory / name) != entry:
         raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
-
-
-def hash_file(path: Path) -> dict[str, Any]:
-    """A file's entry for the manifest."""
-    with open(path, "rb") as file:
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 class TensorReader:
@@ -201,50 +179,6 @@ def shard_name(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
 
-def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
-    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room."""
-    aside = target.parent / f"{ASIDE[0]}{target.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-    except OSError as error:
-        raise OSError(f"cannot write {what} {target}: {error}") from None
-    free = shutil.disk_usage(aside).free
-    if free < needed_bytes + SPARE_BYTES:
-        aside.rmdir()
-        raise OSError(
-            f"no room for {what} {target}: it needs {needed_bytes:,} bytes (and {SPARE_BYTES:,} to spare), the disk has"
-            f" {free:,} free; free some, or lower --keep-checkpoints"
-        )
-    return aside
-
-
-def commit(aside: Path, target: Path) -> None:
-    """Makes `aside` the directory `target`: after this, and not before, it is there and whole."""
-    sync_dir(aside)
-    os.rename(aside, target)
-    sync_dir(target.parent)
-
-
-def sync_dir(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that keep directories in order themselves
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def remove(directory: Path) -> None:
-    """Removes a checkpoint; its name goes first, so that no half of it can be taken for one."""
-    aside = directory.parent / f"{ASIDE[1]}{directory.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(directory, aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def set_aside(directory: Path) -> Path:
     """Gives a damaged checkpoint a name under which it is never loaded; returns it."""
     number = 0
@@ -267,11 +201,3 @@ def has_checkpoints(directory: Path) -> bool:
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Removes what a run killed while it wrote or removed something has left in `directory`."""
-    if directory.is_dir():
-        for path in directory.iterdir():
-            if path.name.startswith(ASIDE):
-                shutil.rmtree(path, ignore_errors=True)

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from disk import commit, hash_file, make_aside, read_json, remove_directory, remove_leftovers
 from lifecycle.checkpoint_files import (
     DAMAGED,
     DTYPES,
@@ -34,14 +35,8 @@ from lifecycle.checkpoint_files import (
     TensorReader,
     check_hash,
     chunk_range,
-    commit,
     find_checkpoints,
-    hash_file,
-    make_aside,
-    read_json,
     read_manifest,
-    remove,
-    remove_leftovers,
     set_aside,
     shard_name,
     step_of,
@@ -50,9 +45,9 @@ from lifecycle.checkpoint_files import (
     write_tensors,
 )
 from optim.optimizers import state_keys
-from options import ExitCode, RunError
 from osft import OSFTLinear
-from ranks.world import World, call_on_rank0, gather_on_rank0, log
+from ranks.ending import ExitCode, RunError, log
+from ranks.world import World, call_on_rank0, gather_on_rank0
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -159,7 +154,7 @@ class Checkpointer:
             shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}
             write_manifest(self.aside, {"format": FORMAT, **shards, "files": files})
             if self.target.exists():  # of a run that resumed from an earlier one
-                remove(self.target)
+                remove_directory(self.target)
             commit(self.aside, self.target)
         except OSError as error:
             message = describe_failed_write(f"the checkpoint {self.target}", error, self.aside, self.needed_bytes)
@@ -168,7 +163,7 @@ class Checkpointer:
         num_valid = 0
         for path in find_checkpoints(self.directory):
             if num_valid == self.num_kept:
-                remove(path)
+                remove_directory(path)
             else:
                 num_valid += is_whole(path)
 
@@ -416,7 +411,7 @@ def write_export(
             sync_file(file)
         write_manifest(aside, {"format": FORMAT, "files": {file.name: hash_file(file) for file in files}})
         if export_dir.exists():
-            remove(export_dir)
+            remove_directory(export_dir)
         commit(aside, export_dir)
     except (OSError, SafetensorError) as error:
         raise OSError(describe_failed_write(f"the export {export_dir}", error, aside, needed_bytes)) from None

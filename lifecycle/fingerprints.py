@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers.utils import cached_file
 
-from lifecycle.checkpoint_files import hash_json
+from disk import hash_json
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024  # read of every large file

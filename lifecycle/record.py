@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from disk import written_aside
 from lifecycle.checkpointing import Checkpoint
 from lifecycle.fingerprints import fingerprint_data, fingerprint_model
 from lifecycle.training_log import describe_device, read_versions
+from options import flatten_options
 from ranks.lock import EXIT_FILE, OWN_FILES
 
 PARAMS_FILE = "training_params.json"
@@ -44,6 +45,7 @@ def identify_run(
     `data` is the TokenizedData, `source` what its sidecar says of its source; `num_steps` is None unless the learning
     rate depends on it.
     """
+    values = flatten_options(options)
     return {
         "data": fingerprint_data(data.path, source=source, lengths=data.lengths, kept=data.kept),
         "tokenizer": fingerprint_tokenizer(tokenizer),
@@ -51,7 +53,7 @@ def identify_run(
         "model": fingerprint_model(model_dir),
         "compute-dtype": str(compute_dtype).removeprefix("torch."),
         "number of steps": num_steps,
-        **{name.replace("_", "-"): to_json(getattr(options, name)) for name in IDENTIFYING_OPTIONS},
+        **{name.replace("_", "-"): to_json(values[name]) for name in IDENTIFYING_OPTIONS},
     }
 
 
@@ -155,7 +157,8 @@ def record_start(
         }
     )
     write_params(
-        output_dir, {"options": asdict(options), "identity": identity, "finished": None, **starts[-1], "starts": starts}
+        output_dir,
+        {"options": flatten_options(options), "identity": identity, "finished": None, **starts[-1], "starts": starts},
     )
 
 
@@ -166,10 +169,10 @@ def record_end(output_dir: Path) -> None:
 
 
 def write_params(output_dir: Path, params: dict[str, Any]) -> None:
-    path, aside = output_dir / PARAMS_FILE, output_dir / f".{PARAMS_FILE}"
+    path = output_dir / PARAMS_FILE
     try:
-        aside.write_text(json.dumps(params, indent=2) + "\n")
-        os.replace(aside, path)
+        with written_aside(path) as (aside,):
+            aside.write_text(json.dumps(params, indent=2) + "\n")
     except OSError as error:
         raise OSError(f"cannot write {path}: {error}") from None
 

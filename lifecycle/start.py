@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
 from methods.osft_calibration import open_calibration_data, prepare_statistics
 from model.attention import check_rope
@@ -25,11 +26,13 @@ from model.build import (
     load_generation_config,
 )
 from model.files import find_model
+from objectives.micro_batch import pack_samples
 from options import SCHEDULES_WITH_END, TrainOptions
 from osft import OSFTSettings, Statistics, describe_osft, find_osft_layers
 from plan.auto_settings import give_back_freed_memory, keeps_to_budget
-from ranks.world import World, log
-from sampler import RunPosition, TokenizedData, count_steps, pack_samples, read_sidecar
+from ranks.ending import log
+from ranks.world import World
+from sampler import RunPosition, count_steps
 
 Result = TypeVar("Result")
 
@@ -58,7 +61,7 @@ class RunInputs:
             source=self.sidecar and self.sidecar.get("source"),
             tokenizer=self.tokenizer,
             compute_dtype=self.compute_dtype,
-            num_steps=self.num_steps if options.lr_scheduler in SCHEDULES_WITH_END else None,
+            num_steps=self.num_steps if options.optimization.lr_scheduler in SCHEDULES_WITH_END else None,
         )
 
 
@@ -75,16 +78,18 @@ def open_inputs(
 
     `attempt` calls what may raise. A plan's keeps the error and returns None, and the rest is looked at without it.
     """
-    trust = options.trust_remote_code
-    max_tokens_per_gpu = options.max_tokens_per_gpu
+    trust = options.model.trust_remote_code
+    max_tokens_per_gpu = options.data.max_tokens_per_gpu
     sidecar = num_dropped = num_steps = None
-    if (data := attempt(lambda: TokenizedData(options.data_path))) is not None:
+    if (data := attempt(lambda: TokenizedData(options.data.data_path))) is not None:
         if max_tokens_per_gpu == "auto":
             max_tokens_per_gpu = int(data.lengths.max())
-        num_dropped = attempt(lambda: data.fit_to(max_tokens_per_gpu, drop_overlong=options.drop_overlong))
-        sidecar = attempt(lambda: read_sidecar(options.data_path, num_samples=len(data.lengths)))
+        num_dropped = attempt(lambda: data.fit_to(max_tokens_per_gpu, drop_overlong=options.data.drop_overlong))
+        sidecar = attempt(lambda: read_sidecar(options.data.data_path, num_samples=len(data.lengths)))
     model_dir = attempt(
-        lambda: find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trust)
+        lambda: find_model(
+            options.model.model_name_or_path, revision=options.model.model_revision, trust_remote_code=trust
+        )
     )
     config = generation_config = tokenizer = calibration_data = None
     if model_dir is not None:
@@ -95,34 +100,34 @@ def open_inputs(
         attempt(lambda: check_rope(config, longest=data.longest))
         found = attempt(
             lambda: choose_tokenizer(
-                model_dir, options.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
+                model_dir, options.data.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
             )
         )
         tokenizer, config.vocab_size = found or (None, config.vocab_size)
         if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
             # The data's chat template decides what a turn ends with.
             config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]
-    if tokenizer is not None and options.osft_calibration_data is not None:
+    if tokenizer is not None and options.osft.osft_calibration_data is not None:
         calibration_data = attempt(
             lambda: open_calibration_data(
-                options.osft_calibration_data, tokenizer, max_tokens_per_gpu=max_tokens_per_gpu
+                options.osft.osft_calibration_data, tokenizer, max_tokens_per_gpu=max_tokens_per_gpu
             )
         )
     if data is not None:
         num_steps = count_run_steps(options, data, start=start)
-        if options.batch_size > len(data.kept):
-            warn(f"--batch-size {options.batch_size}: each step draws the {len(data.kept)} samples repeatedly")
+        if options.data.batch_size > len(data.kept):
+            warn(f"--batch-size {options.data.batch_size}: each step draws the {len(data.kept)} samples repeatedly")
         log.info(
             f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
             f" {num_dropped or 0:,} dropped, longer than --max-tokens-per-gpu\n"
-            f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.batch_size} samples"
+            f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.data.batch_size} samples"
             f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
         )
-    if options.batch_size < world_size:
-        warn(f"--batch-size {options.batch_size} is smaller than the {world_size} ranks: some have nothing to do")
-    if num_steps is not None and options.num_warmup_steps >= num_steps:
+    if options.data.batch_size < world_size:
+        warn(f"--batch-size {options.data.batch_size} is smaller than the {world_size} ranks: some have nothing to do")
+    if num_steps is not None and options.optimization.num_warmup_steps >= num_steps:
         warn(
-            f"--num-warmup-steps {options.num_warmup_steps}: the run of {num_steps} steps ends before its peak learning"
+            f"--num-warmup-steps {options.optimization.num_warmup_steps}: the run of {num_steps} steps ends before its peak learning"
             " rate"
         )
     return RunInputs(
@@ -143,13 +148,13 @@ def count_run_steps(options: TrainOptions, data: TokenizedData, *, start: RunPos
     """The run's steps, those before `start` included; None: no end."""
     return count_steps(
         data,
-        batch_size=options.batch_size,
-        seed=options.seed,
+        batch_size=options.data.batch_size,
+        seed=options.data.seed,
         start=start,
-        max_steps=options.max_steps,
-        max_epochs=options.max_epochs,
-        max_samples=options.max_samples,
-        max_tokens=options.max_tokens,
+        max_steps=options.end.max_steps,
+        max_epochs=options.end.max_epochs,
+        max_samples=options.end.max_samples,
+        max_tokens=options.end.max_tokens,
     )
 
 
@@ -163,27 +168,27 @@ def build_run_model(
         build_model,
         inputs.model_dir,
         inputs.config,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.model.trust_remote_code,
         world=world,
         compute_dtype=inputs.compute_dtype,
-        weights_dtype=getattr(torch, options.master_weights),
-        attention=options.attention,
-        activation_checkpointing=options.activation_checkpointing,
-        compile=options.compile,
-        use_liger_kernels=options.use_liger_kernels,
-        float8=options.float8,
-        reshard_after_forward=options.reshard_after_forward,
-        prefetch_blocks=options.prefetch_blocks,
-        cpu_offload=options.cpu_offload,
+        weights_dtype=getattr(torch, options.optimization.master_weights),
+        attention=options.compute.attention,
+        activation_checkpointing=options.compute.activation_checkpointing,
+        compile=options.compute.compile,
+        use_liger_kernels=options.compute.use_liger_kernels,
+        float8=options.compute.float8,
+        reshard_after_forward=options.sharding.reshard_after_forward,
+        prefetch_blocks=options.sharding.prefetch_blocks,
+        cpu_offload=options.sharding.cpu_offload,
         progress=progress,
     )
     statistics = None
-    if options.osft_statistics is not None or inputs.calibration_data is not None:
+    if options.osft.osft_statistics is not None or inputs.calibration_data is not None:
         statistics = prepare_statistics(
-            options.osft_statistics and Path(options.osft_statistics),
+            options.osft.osft_statistics and Path(options.osft.osft_statistics),
             inputs.calibration_data,
             build,
-            seed=options.seed,
+            seed=options.data.seed,
             max_tokens_per_gpu=inputs.max_tokens_per_gpu,
             world=world,
         )
@@ -192,8 +197,8 @@ def build_run_model(
     log.info(
         f"model: {inputs.config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
         f" {str(inputs.compute_dtype).removeprefix('torch.')} compute, {model.backend} attention,"
-        f" {options.activation_checkpointing} activation checkpointing"
-        f"{', liger kernels' if options.use_liger_kernels else ''}{', compiled blocks' if options.compile else ''}"
+        f" {options.compute.activation_checkpointing} activation checkpointing"
+        f"{', liger kernels' if options.compute.use_liger_kernels else ''}{', compiled blocks' if options.compute.compile else ''}"
         f"{describe_osft(find_osft_layers(model))};"
         " packing and loss agree with the model's own forward pass"
     )
@@ -202,34 +207,34 @@ def build_run_model(
 
 def make_osft_settings(options: TrainOptions, statistics: Statistics | None = None) -> OSFTSettings | None:
     """What the options say of OSFT; None without it."""
-    if not options.osft:
+    if not options.osft.osft:
         return None
     return OSFTSettings(
-        unfreeze_rank_ratio=options.osft_unfreeze_rank_ratio,
-        target_patterns=options.osft_target_patterns,
-        train_others=options.osft_train_others,
-        cache_dir=options.osft_cache_dir,
-        basis=options.osft_basis,
-        keep_energy=options.osft_keep_energy,
-        allocation=options.osft_rank_allocation,
+        unfreeze_rank_ratio=options.osft.osft_unfreeze_rank_ratio,
+        target_patterns=options.osft.osft_target_patterns,
+        train_others=options.osft.osft_train_others,
+        cache_dir=options.osft.osft_cache_dir,
+        basis=options.osft.osft_basis,
+        keep_energy=options.osft.osft_keep_energy,
+        allocation=options.osft.osft_rank_allocation,
         statistics=statistics,
     )
 
 
 def choose_compute_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
     auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if options.compute_dtype == "auto" else options.compute_dtype)
+    return getattr(torch, auto if options.compute.compute_dtype == "auto" else options.compute.compute_dtype)
 
 
 def is_export_due(options: TrainOptions, position: RunPosition, *, epoch_length: int, is_last: bool) -> bool:
     """Whether the step that brought the run to `position` crossed one of the thresholds, or was the last."""
 
     def crossed(every: int) -> bool:
-        return position.num_samples // every > (position.num_samples - options.batch_size) // every
+        return position.num_samples // every > (position.num_samples - options.data.batch_size) // every
 
-    every = options.min_samples_per_checkpoint
+    every = options.exports.min_samples_per_checkpoint
     return (
-        (is_last and options.save_final_checkpoint)
+        (is_last and options.exports.save_final_checkpoint)
         or (every is not None and crossed(every))
-        or (options.checkpoint_at_epoch and crossed(epoch_length))
+        or (options.exports.checkpoint_at_epoch and crossed(epoch_length))
     )

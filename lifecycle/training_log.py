@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 import math
 import operator
 import os
@@ -10,7 +9,7 @@ import platform
 import re
 import resource
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from batch_packer import cost_samples
-
-log = logging.getLogger("mini_trainer")
+from options import flatten_options, iterate_fields
+from ranks.ending import log
 
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -331,8 +330,11 @@ def describe_bad_step(batch: Any, sums: StepSums, data_path: str) -> str:
 
 def describe_run(options: Any, world: Any) -> str:
     """The console's first lines: versions, devices, and the options that are not at their defaults."""
+    values = flatten_options(options)
     changed = [
-        f"{field.name}={value}" for field in fields(options) if (value := getattr(options, field.name)) != field.default
+        f"{option.name}={value}"
+        for option, _ in iterate_fields(type(options))
+        if (value := values[option.name]) != option.default
     ]
     versions = ", ".join(f"{name} {number}" for name, number in read_versions().items())
     return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"

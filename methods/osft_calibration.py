@@ -4,7 +4,6 @@ After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from chat.masking import fingerprint_tokenizer
-from lifecycle.checkpoint_files import hash_file
+from corpus.reader import TokenizedData, read_sidecar
+from disk import hash_file, written_aside
 from model.build import PackedCausalLM, find_blocks
 from osft import Statistics, find_targets
-from ranks.world import World, call_on_rank0, log
-from sampler import Batch, TokenizedData, iterate_batches, read_sidecar
+from ranks.ending import log
+from ranks.world import World, call_on_rank0
+from sampler import Batch, iterate_batches
 
 NUM_CALIBRATION_SAMPLES = 512  # at most; drawn from the data with the run's seed
 
@@ -51,15 +52,12 @@ def read_statistics(path: Path) -> Statistics:
 
 
 def write_statistics(statistics: Statistics, path: Path) -> None:
-    """Written aside and renamed."""
     about = dict(inputs=statistics.inputs, similarities=statistics.similarities, data_hashes=statistics.data_hashes)
-    aside = path.with_name(f".writing_{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(statistics.covariances, aside, metadata={"about": json.dumps(about)})
-        os.replace(aside, path)
+        with written_aside(path) as (aside,):
+            save_file(statistics.covariances, aside, metadata={"about": json.dumps(about)})
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
         raise ValueError(f"--osft-statistics {path}: cannot be written: {error}") from None
 
 

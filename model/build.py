@@ -45,7 +45,8 @@ from model.files import check_model_dir
 from model.weights import Reader, read_weights
 from objectives.token_loss import sum_token_loss
 from osft import OSFTLinear, OSFTSettings, apply_osft, fill_layer, find_targets
-from ranks.world import World, call_on_rank0, log
+from ranks.ending import log
+from ranks.world import World, call_on_rank0
 
 # What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
 GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # of experts

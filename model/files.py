@@ -5,15 +5,13 @@ A model directory is someone else's. What could run code, leads out of it, or is
 
 import functools
 import json
-import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from options import check_model_path
-
-log = logging.getLogger("mini_trainer")
+from ranks.ending import log
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json")
@@ -214,3 +212,11 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: not a JSON object")
     return content
+
+
+def check_model_path(path: str) -> None:
+    """Refuses what can only be a path, and leads to no directory, before it is taken for a name on the hub."""
+    is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
+    if is_path and not os.path.isdir(path):
+        kind = "is a file" if os.path.isfile(path) else "there is no such directory"
+        raise ValueError(f"--model-name-or-path {path}: {kind}; give a model's directory, or its name on the hub")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from model.files import list_weights
-from ranks.world import log
+from ranks.ending import log
 
 Reader = Callable[[], Tensor]  # gives a tensor as it is stored, on the CPU; the memory may be the file's
 

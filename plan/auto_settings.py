@@ -5,7 +5,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from chat.labels import IGNORED
+from corpus.reader import TokenizedData
 from lifecycle.training_log import describe_device
 from model.build import PackedCausalLM, set_activation_checkpointing, set_gradient_sync
+from objectives.micro_batch import MicroBatch, pack_samples
 from optim.optimizers import moment_bytes
-from options import TrainOptions
+from options import TrainOptions, flatten_options, replace_options
+from ranks.ending import log
 from ranks.memory import MemoryCounter
-from ranks.world import World, call_on_rank0, log
-from sampler import IGNORED, MicroBatch, RunPosition, TokenizedData, draw_samples, pack_samples
+from ranks.world import World, call_on_rank0
+from sampler import RunPosition, draw_samples
 
 GIB = 2**30
 MARGIN = 0.1  # of the memory that stays free: for communication buffers and fragmentation
@@ -79,8 +83,8 @@ def resident_memory() -> int:
 
 def keeps_to_budget(options: TrainOptions) -> bool:
     """Whether --memory-budget-gb is more than a plan's: a run takes it where something is auto."""
-    is_auto = "auto" in (options.max_tokens_per_gpu, options.activation_checkpointing)
-    return options.memory_budget_gb is not None and is_auto
+    is_auto = "auto" in (options.data.max_tokens_per_gpu, options.compute.activation_checkpointing)
+    return options.compute.memory_budget_gb is not None and is_auto
 
 
 def give_back_freed_memory() -> None:
@@ -158,14 +162,14 @@ class Prober:
     ):
         self.model, self.world, self.progress = model, world, progress
         self.longest, self.short = longest, short  # tokens of a sample
-        self.grad_sync = options.micro_batch_grad_sync
+        self.grad_sync = options.sharding.micro_batch_grad_sync
         self.is_cuda = world.device.type == "cuda"
-        limit = torch.tensor(memory_limit(options.memory_budget_gb, world.device))
+        limit = torch.tensor(memory_limit(options.compute.memory_budget_gb, world.device))
         dist.all_reduce(limit, op=dist.ReduceOp.MIN, group=world.control)  # it decides how often all ranks probe
         self.limit = int(limit)
         params = [p for p in model.parameters() if p.requires_grad and p.device.type == world.device.type]
-        self.state_bytes = sum(moment_bytes(param.to_local(), options.optimizer) for param in params)
-        self.mode = options.activation_checkpointing
+        self.state_bytes = sum(moment_bytes(param.to_local(), options.optimization.optimizer) for param in params)
+        self.mode = options.compute.activation_checkpointing
         self.probes: dict[str, list[dict[str, Any]]] = {}  # by mode
         self.resident = 0 if self.is_cuda else resident_memory()
         self.counter = MemoryCounter()
@@ -258,13 +262,14 @@ def settle_auto_options(
     All ranks call this and agree. What was chosen before the run was resumed, `previous`, is kept on as many of the
     same devices: it decides the rounding. ValueError if not even the longest sample has room.
     """
-    names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if getattr(options, name) == "auto"]
+    values = flatten_options(options)
+    names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if values[name] == "auto"]
     if not names:
         return options, None
-    given = {name: getattr(options, name) for name in DECIDING_OPTIONS}
+    given = {name: values[name] for name in DECIDING_OPTIONS}
     place = dict(device=describe_device(world.device), world_size=world.world_size, given=given)
     longest, most = count_useful_tokens(
-        data, batch_size=options.batch_size, seed=options.seed, start=start, world_size=world.world_size
+        data, batch_size=options.data.batch_size, seed=options.data.seed, start=start, world_size=world.world_size
     )
     chosen = dict(previous or {})
     is_known = all(chosen.get(key) == value for key, value in place.items())
@@ -275,8 +280,8 @@ def settle_auto_options(
         if "max_tokens_per_gpu" in names:
             least = longest
         else:
-            least = most = max(longest, min(most, options.max_tokens_per_gpu))
-        modes = MODES if "activation_checkpointing" in names else (options.activation_checkpointing,)
+            least = most = max(longest, min(most, options.data.max_tokens_per_gpu))
+        modes = MODES if "activation_checkpointing" in names else (options.compute.activation_checkpointing,)
         mode, found = choose_fastest(prober, modes, least=least, most=most)
         if found.num_tokens == 0 and "max_tokens_per_gpu" in names:
             excess = extrapolate(found.probes, "excess_bytes", longest)
@@ -295,7 +300,7 @@ def settle_auto_options(
         set_activation_checkpointing(model, chosen["activation_checkpointing"])
     settled = {name: chosen[name] for name in names}
     log.info("auto: " + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settled.items()))
-    return replace(options, **settled), chosen
+    return replace_options(options, **settled), chosen
 
 
 def choose_fastest(prober: Prober, modes: Sequence[str], *, least: int, most: int) -> tuple[str, Room]:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,14 +22,15 @@ import torch
 import torch.distributed as dist
 
 from batch_packer import cost_samples, pack_batch
-from lifecycle.checkpoint_files import SPARE_BYTES, STATE, find_checkpoints, read_json
+from disk import SPARE_BYTES, read_json
+from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import check_state
 from lifecycle.record import check_output_dir, check_same_run, check_unused
 from lifecycle.start import RunInputs, build_run_model, is_export_due, open_inputs
 from lifecycle.training_log import PEAK_FLOPS, count_flops, describe_device
 from model.files import find_weights
 from optim.optimizers import build_optimizer
-from options import ExitCode, TrainOptions
+from options import TrainOptions, replace_options
 from plan.auto_settings import (
     GIB,
     MARGIN,
@@ -43,6 +44,7 @@ from plan.auto_settings import (
     round_tokens,
 )
 from plan.simulation import ShapedModel, StepMemory, shape_run_model, simulate_step
+from ranks.ending import ExitCode
 from ranks.world import World, call_on_rank0, count_shards, init_world, setup_logging
 from sampler import RunPosition, draw_samples, iterate_batches
 
@@ -115,8 +117,8 @@ class PlannedRun:
         """Tokens of the longest sample, and the most that a micro-batch can use."""
         return count_useful_tokens(
             self.inputs.data,
-            batch_size=options.batch_size,
-            seed=options.seed,
+            batch_size=options.data.batch_size,
+            seed=options.data.seed,
             start=self.start,
             world_size=world_size,
         )
@@ -126,8 +128,8 @@ def plan_run(options: TrainOptions) -> ExitCode:
     """Prints the plan; BAD_INPUT if there are problems. Under torchrun every rank calls this."""
     setup_logging("WARNING")
     num_here = int(os.environ.get("WORLD_SIZE", 1))
-    world_size = options.plan_world_size or num_here
-    is_here = world_size == num_here and options.plan_device is None
+    world_size = options.plan.plan_world_size or num_here
+    is_here = world_size == num_here and options.plan.plan_device is None
     is_rank0 = os.environ.get("RANK", "0") == "0"
     problems, warnings, lines = Problems(), [], []
     if is_rank0:
@@ -139,10 +141,10 @@ def plan_run(options: TrainOptions) -> ExitCode:
     speed = None
     if is_here:
         try:
-            world = init_world(sharding=options.sharding, shard_size=options.shard_size)
-            checkpointing = call_on_rank0(world, lambda: options.activation_checkpointing)
-            options = replace(options, activation_checkpointing=checkpointing)
-            if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft):
+            world = init_world(options.sharding)
+            checkpointing = call_on_rank0(world, lambda: options.compute.activation_checkpointing)
+            options = replace_options(options, activation_checkpointing=checkpointing)
+            if call_on_rank0(world, lambda: memory is not None and not problems and not options.osft.osft):
                 speed = measure_speed(options, world, cap=call_on_rank0(world, lambda: cap))
             dist.destroy_process_group()
         except (ValueError, OSError) as error:  # of the model itself, on every rank
@@ -162,18 +164,24 @@ def plan_run(options: TrainOptions) -> ExitCode:
 def find_target(options: TrainOptions, world_size: int, *, is_here: bool, problems: Problems) -> Target:
     """What the options say of the machine to plan for, and this machine otherwise."""
     has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if has_gpu or options.plan_device is not None else "cpu")
-    name = options.plan_device or describe_device(device)
+    device = torch.device("cuda" if has_gpu or options.plan.plan_device is not None else "cpu")
+    name = options.plan.plan_device or describe_device(device)
     peak = next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
-    if options.plan_device is not None and peak is None:
+    if options.plan.plan_device is not None and peak is None:
         problems.append(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
-    is_known = options.memory_budget_gb is not None or is_here or (has_gpu and options.plan_device is None)
-    limit = memory_limit(options.memory_budget_gb, device, is_here=options.plan_device is None) if is_known else None
+    is_known = options.compute.memory_budget_gb is not None or is_here or (has_gpu and options.plan.plan_device is None)
+    limit = (
+        memory_limit(options.compute.memory_budget_gb, device, is_here=options.plan.plan_device is None)
+        if is_known
+        else None
+    )
     num_shards = world_size
-    if options.sharding == "hybrid":
+    if options.sharding.sharding == "hybrid":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
         found = problems if not is_here else Problems()  # init_world says it, too
-        num_shards = found.attempt(lambda: count_shards(world_size, ranks_per_node, options.shard_size)) or world_size
+        num_shards = (
+            found.attempt(lambda: count_shards(world_size, ranks_per_node, options.sharding.shard_size)) or world_size
+        )
     gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
         world_size,
@@ -183,7 +191,7 @@ def find_target(options: TrainOptions, world_size: int, *, is_here: bool, proble
         peak,
         limit,
         is_here,
-        offloads=options.cpu_offload and device.type == "cuda",
+        offloads=options.sharding.cpu_offload and device.type == "cuda",
         keeps_freed=device.type == "cpu" and not gives_back,
     )
 
@@ -193,7 +201,7 @@ def look_at_run(options: TrainOptions, target: Target, problems: Problems, warni
     attempt = problems.attempt
     num_before = len(problems)
     attempt(lambda: check_output_dir(Path(options.output_dir)))
-    checkpoint = None if options.resume == "none" else attempt(lambda: find_checkpoint(options))
+    checkpoint = None if options.checkpoints.resume == "none" else attempt(lambda: find_checkpoint(options))
     start = checkpoint.position if checkpoint else RunPosition()
     inputs = open_inputs(
         options,
@@ -203,15 +211,17 @@ def look_at_run(options: TrainOptions, target: Target, problems: Problems, warni
         attempt=attempt,
         warn=warnings.append,
     )
-    is_here = Path(options.model_name_or_path).is_dir()  # from the hub the weights would be downloaded
+    is_here = Path(options.model.model_name_or_path).is_dir()  # from the hub the weights would be downloaded
     if inputs.model_dir is not None and is_here:
-        attempt(lambda: find_weights(options.model_name_or_path, inputs.model_dir))
+        attempt(lambda: find_weights(options.model.model_name_or_path, inputs.model_dir))
         if len(problems) == num_before:
             attempt(lambda: check_identity(options, checkpoint, inputs))
     if inputs.config is None:
         return PlannedRun(inputs, start, None, None)
     # Simulated on a CPU: a GPU's kernels keep what SDPA keeps; only eager attention holds more.
-    attention = options.attention if target.device.type == "cpu" or options.attention == "eager" else "auto"
+    attention = (
+        options.compute.attention if target.device.type == "cpu" or options.compute.attention == "eager" else "auto"
+    )
     shape = functools.partial(
         shape_run_model, config=inputs.config, compute_dtype=inputs.compute_dtype, attention=attention
     )
@@ -232,8 +242,10 @@ class FoundCheckpoint:
 
 def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
     """What --resume would most likely go on from."""
-    is_path = options.resume not in ("auto", "strict")
-    paths = [Path(options.resume)] if is_path else find_checkpoints(Path(options.output_dir) / "checkpoints")
+    is_path = options.checkpoints.resume not in ("auto", "strict")
+    paths = (
+        [Path(options.checkpoints.resume)] if is_path else find_checkpoints(Path(options.output_dir) / "checkpoints")
+    )
     if not paths:
         return None
     state = read_json(paths[0] / STATE)
@@ -246,9 +258,9 @@ def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, in
     identity = inputs.identify(options)
     output_dir = Path(options.output_dir)
     if checkpoint is None or checkpoint.path.absolute().parent != (output_dir / "checkpoints").absolute():
-        check_unused(output_dir, identity, resume=options.resume)
+        check_unused(output_dir, identity, resume=options.checkpoints.resume)
     if checkpoint is not None:
-        check_same_run(checkpoint, identity, allow_changes=options.allow_changed_options)
+        check_same_run(checkpoint, identity, allow_changes=options.checkpoints.allow_changed_options)
 
 
 def plan_memory(
@@ -269,15 +281,15 @@ def plan_memory(
         done = f", {run.start.step:,} of them done" if run.start.step else ""
         lines.append(
             f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens, the longest"
-            f" {run.inputs.data.longest:,}\nrun: {steps} of {options.batch_size} samples{done}"
+            f" {run.inputs.data.longest:,}\nrun: {steps} of {options.data.batch_size} samples{done}"
         )
     if shaped is None:
         return None, None, None
     dtype = str(shaped.compute_dtype).removeprefix("torch.")
     lines.append(
         f"model: {shaped.model.config.model_type}, {shaped.num_params:,} parameters, {shaped.num_trainable:,} numbers"
-        f" train; {dtype} compute, {options.activation_checkpointing} activation checkpointing"
-        f"{', OSFT' if options.osft else ''}"
+        f" train; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing"
+        f"{', OSFT' if options.osft.osft else ''}"
     )
     if data is None:
         return None, None, None
@@ -321,24 +333,24 @@ def choose_checkpointing(options: TrainOptions, target: Target, run: PlannedRun,
     With --max-tokens-per-gpu auto, where a run goes by the time that it measures: what computes least twice of those
     that have room for `ENOUGH_TOKENS`.
     """
-    if options.activation_checkpointing != "auto":
+    if options.compute.activation_checkpointing != "auto":
         return options
     if target.limit is None:
         problems.append("--activation-checkpointing auto cannot be planned without --memory-budget-gb")
     elif run.inputs.data is not None and run.shaped is not None:
         longest, most = run.count_useful_tokens(options, target.world_size)
-        cap = ENOUGH_TOKENS if options.max_tokens_per_gpu == "auto" else options.max_tokens_per_gpu
+        cap = ENOUGH_TOKENS if options.data.max_tokens_per_gpu == "auto" else options.data.max_tokens_per_gpu
         goal = max(longest, min(most, cap))
         base = resident_memory() if target.device.type == "cpu" else 0
         for mode in MODES[:-1]:
-            settled = replace(options, activation_checkpointing=mode)
+            settled = replace_options(options, activation_checkpointing=mode)
             try:
                 memory = simulate_worst_step(settled, target, run, num_tokens=goal, longest=longest)
             except RuntimeError:
                 break  # plan_memory says so
             if base + memory.total <= target.limit:
                 return settled
-    return replace(options, activation_checkpointing=MODES[-1])
+    return replace_options(options, activation_checkpointing=MODES[-1])
 
 
 def simulate_worst_step(
@@ -360,8 +372,8 @@ def simulate_worst_step(
 
 def choose_cap(options: TrainOptions, target: Target, run: PlannedRun, base: int, problems: Problems) -> int | None:
     """--max-tokens-per-gpu; for auto what it would come to by simulation, with every token trained."""
-    if options.max_tokens_per_gpu != "auto":
-        return max(options.max_tokens_per_gpu, run.inputs.data.longest)
+    if options.data.max_tokens_per_gpu != "auto":
+        return max(options.data.max_tokens_per_gpu, run.inputs.data.longest)
     if target.limit is None:
         problems.append("--max-tokens-per-gpu auto cannot be planned without --memory-budget-gb")
         return None
@@ -380,8 +392,8 @@ def pack_batches(options: TrainOptions, run: PlannedRun, world_size: int, *, cap
     num_left = NUM_BATCHES if num_steps is None else num_steps - run.start.step
     rows = []
     for i in range(max(1, min(NUM_BATCHES, num_left))):
-        start = run.start.num_samples + i * options.batch_size
-        ids = draw_samples(data, seed=options.seed, start=start, count=options.batch_size)
+        start = run.start.num_samples + i * options.data.batch_size
+        ids = draw_samples(data, seed=options.data.seed, start=start, count=options.data.batch_size)
         lengths, trained = data.lengths[ids], data.num_loss_tokens[ids]
         table = pack_batch(lengths, cap, world_size, flops.attention_cost)
         costs = cost_samples(lengths, flops.attention_cost)
@@ -431,8 +443,11 @@ def plan_disk(options: TrainOptions, run: PlannedRun, problems: Problems, lines:
     if run.shaped is None:
         return
     output_dir = Path(options.output_dir)
-    checkpoint_bytes, num_checkpoints = run.shaped.state_bytes, options.keep_checkpoints + 1  # and one being written
-    export_bytes = run.shaped.num_params * getattr(torch, options.export_dtype).itemsize
+    checkpoint_bytes, num_checkpoints = (
+        run.shaped.state_bytes,
+        options.checkpoints.keep_checkpoints + 1,
+    )  # and one being written
+    export_bytes = run.shaped.num_params * getattr(torch, options.exports.export_dtype).itemsize
     num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
@@ -441,7 +456,7 @@ def plan_disk(options: TrainOptions, run: PlannedRun, problems: Problems, lines:
     or_more = " or more" if run.inputs.num_steps is None else ""
     exports = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"
     lines.append(
-        f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({options.keep_checkpoints} kept, one"
+        f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({options.checkpoints.keep_checkpoints} kept, one"
         f" being written), {exports} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
         f" {free / 1e9:,.2f} GB free at {existing}"
     )
@@ -456,7 +471,7 @@ def count_exports(options: TrainOptions, run: PlannedRun) -> int:
     """How many models the run will still have exported at its end."""
     position, count = run.start, 0
     for step in range(run.start.step, run.inputs.num_steps):
-        position = RunPosition(step + 1, position.num_samples + options.batch_size)
+        position = RunPosition(step + 1, position.num_samples + options.data.batch_size)
         is_last = step + 1 == run.inputs.num_steps
         count += is_export_due(options, position, epoch_length=len(run.inputs.data.kept), is_last=is_last)
     return count
@@ -507,16 +522,16 @@ def measure_speed(options: TrainOptions, world: World, *, cap: int) -> tuple[flo
     flops = count_flops(model.model, inputs.config)
     optimizer = build_optimizer(
         model,
-        optimizer=options.optimizer,
+        optimizer=options.optimization.optimizer,
         learning_rate=0.0,
         weight_decay=0.0,
         betas=(0.9, 0.95),
-        eps=options.adam_eps,
+        eps=options.optimization.adam_eps,
     )
     batches = iterate_batches(
         inputs.data,
-        batch_size=options.batch_size,
-        seed=options.seed,
+        batch_size=options.data.batch_size,
+        seed=options.data.seed,
         num_steps=1 + NUM_TIMED,
         max_tokens_per_gpu=cap,
         attention_cost=flops.attention_cost,

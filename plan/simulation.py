@@ -97,21 +97,21 @@ def shape_run_model(
     """
     model, blocks, backend = shape_model(
         config,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.model.trust_remote_code,
         device=torch.device("cpu"),
         compute_dtype=compute_dtype,
         attention=attention,
-        activation_checkpointing=options.activation_checkpointing,
+        activation_checkpointing=options.compute.activation_checkpointing,
         compile=False,
         use_liger_kernels=False,
-        has_osft=options.osft,
+        has_osft=options.osft.osft,
     )
     num_params = sum(param.numel() for param in model.parameters())
     if (osft := make_osft_settings(options)) is not None:
         shape_osft(model, blocks, osft, compute_dtype=compute_dtype)
     else:
         for param in model.parameters():
-            param.data = param.data.to(getattr(torch, options.master_weights))
+            param.data = param.data.to(getattr(torch, options.optimization.master_weights))
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     U_high_numel = sum(layer.num_rows * layer.num_kept for layer in find_osft_layers(model) if layer.projects)
@@ -123,7 +123,7 @@ def shape_run_model(
         num_params=num_params,
         num_trainable=sum(param.numel() for param in trained),
         state_bytes=sum(param.numel() * param.itemsize for param in params)
-        + sum(moment_bytes(param, options.optimizer) for param in trained)
+        + sum(moment_bytes(param, options.optimization.optimizer) for param in trained)
         + 4 * U_high_numel,
         flops=count_flops(model, config),
     )
@@ -161,11 +161,11 @@ def simulate_step(
             packed_model,
             shaped.blocks,
             weights={},
-            weights_dtype=getattr(torch, options.master_weights),
+            weights_dtype=getattr(torch, options.optimization.master_weights),
             subspaces={},
             world=world,
-            reshard_after_forward=options.reshard_after_forward,
-            prefetch_blocks=options.prefetch_blocks,
+            reshard_after_forward=options.sharding.reshard_after_forward,
+            prefetch_blocks=options.sharding.prefetch_blocks,
             cpu_offload=False,
         )
         tensors = [*packed_model.train().parameters(), *packed_model.buffers()]
@@ -177,7 +177,7 @@ def simulate_step(
             counter.count(param.grad, "gradients")
         optimizer = build_optimizer(
             packed_model,
-            optimizer=options.optimizer,
+            optimizer=options.optimization.optimizer,
             learning_rate=0.0,
             weight_decay=0.0,
             betas=(0.9, 0.95),
@@ -190,7 +190,7 @@ def simulate_step(
         project_updates(osft_layers)
         peaks = [counter.peak]
         # Where gradients stay whole until the last micro-batch, a first one has to make them.
-        waits = accumulates and options.micro_batch_grad_sync == "last"
+        waits = accumulates and options.sharding.micro_batch_grad_sync == "last"
         passes = [(num_tokens // 2, not waits), (num_tokens, not waits)]
         passes = [passes[0], *passes, (num_tokens, True)] if waits else passes
         if waits:
@@ -199,7 +199,7 @@ def simulate_step(
             if not accumulates:
                 optimizer.zero_grad()
             counter.reset_peak()
-            set_gradient_sync(packed_model, options.micro_batch_grad_sync, is_last=is_last)
+            set_gradient_sync(packed_model, options.sharding.micro_batch_grad_sync, is_last=is_last)
             micro_batch = make_micro_batch(size, size * num_trained // num_tokens, longest=longest)
             (packed_model(micro_batch._map_tensors(fake.from_tensor)) / 1.0).backward()
             for param in params:

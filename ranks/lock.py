@@ -2,16 +2,13 @@
 
 import fcntl
 import json
-import logging
 import os
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
-from options import ExitCode, RunError
-
-log = logging.getLogger("mini_trainer")
+from ranks.ending import ExitCode, RunError, log
 
 SECONDS_PER_BEAT = 5  # how often the holder touches its lock
 SECONDS_TO_WATCH = 20  # that another host's lock must stay untouched to count as left behind

@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import hmac
 import json
-import logging
 import os
 import queue
 import re
@@ -30,10 +29,8 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Any, NoReturn
 
-from options import SECONDS_TO_BE_ENDED, ExitCode, RunError
+from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode, RunError
 from ranks.lock import ERRORS_DIR, EXIT_FILE, LOCK_FILE, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
-
-log = logging.getLogger("mini_trainer")
 
 PARENT = os.getppid()  # torchrun, before it could have died
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from options import ExitCode, RunError
+from options import ShardingOptions
+from ranks.ending import ExitCode, RunError
 from ranks.monitor import SLOW_LIMIT, RunControl, describe_error
 
 Result = TypeVar("Result")
@@ -19,7 +20,7 @@ Result = TypeVar("Result")
 # Collectives give up only after the watchdog of ranks/monitor.py, which knows who is missing, has had its say.
 SECONDS_AFTER_WATCHDOG = 300.0
 
-log = logging.getLogger("mini_trainer")
+from ranks.ending import log
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,16 @@ class World:
         return self.shard_mesh.size()
 
 
-def init_world(
-    *, hang_timeout: float = 0.0, sharding: Literal["full", "hybrid"] = "full", shard_size: int | None = None
-) -> World:
+def init_world(sharding: ShardingOptions | None = None, *, hang_timeout: float = 0.0) -> World:
     """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
 
-    With `sharding` hybrid, each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
+    With hybrid sharding each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
     if there are not several.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     num_shards = world_size
-    if sharding == "hybrid":
-        num_shards = count_shards(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), shard_size)
+    if sharding is not None and sharding.sharding == "hybrid":
+        num_shards = count_shards(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), sharding.shard_size)
     timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

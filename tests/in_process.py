@@ -4,7 +4,7 @@ from pathlib import Path
 
 from processes import flags, run, torchrun
 
-from options import TrainOptions
+from options import TrainOptions, group_options
 from ranks.monitor import RunControl
 from ranks.world import World
 from train import train
@@ -23,7 +23,7 @@ def train_here(world: World, **options: object) -> None:
     """Trains with `options`; leaves the output directory as a run that has ended leaves it."""
     control = RunControl(hang_timeout=600, max_seconds=None)  # without its monitor, which would take the signals
     try:
-        train(TrainOptions(**options), world, control)
+        train(group_options(TrainOptions, **options), world, control)
     finally:
         if control.run_lock is not None:
             control.run_lock.release()

@@ -8,8 +8,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
 from torch import Tensor
 
 from model.build import ATTENTION, choose_kept_operations
+from objectives.micro_batch import MicroBatch, pack_samples
 from osft import OSFTSettings
-from sampler import MicroBatch, pack_samples
 
 MODES = ("none", "selective", "full")
 COSTLY = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention_for_cpu"}

@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from chat import rendering as chat_rendering
+from chat.labels import IGNORED
 from chat.masking import (
-    IGNORED,
     Chat,
     ChatMasker,
     Completion,

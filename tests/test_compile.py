@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model import attention as packed_attention
 from model.build import apply_compile, check_model, find_blocks
+from objectives.micro_batch import MicroBatch, idle_sample, pack_samples
 from objectives.token_loss import sum_chunk_loss, sum_token_loss
-from sampler import MicroBatch, idle_sample, pack_samples
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
 
-from chat.masking import IGNORED, Chat, ChatMasker
+from chat.labels import IGNORED
+from chat.masking import Chat, ChatMasker
 from corpus.preview import (
     COLOURS,
     NUM_BINS,

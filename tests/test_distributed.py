@@ -13,7 +13,8 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
-from sampler import TokenizedData, draw_samples
+from corpus.reader import TokenizedData
+from sampler import draw_samples
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,9 @@ from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import LlamaConfig
 
-from options import ExitCode
-from sampler import TokenizedData, draw_samples
+from corpus.reader import TokenizedData
+from ranks.ending import ExitCode
+from sampler import draw_samples
 
 pytestmark = pytest.mark.slow
 

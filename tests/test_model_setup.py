@@ -24,7 +24,7 @@ from transformers import (
 from model import attention as packed_attention
 from model.attention import check_rope
 from model.build import apply_liger_kernels, check_model, choose_dim
-from sampler import Sample, pack_samples
+from objectives.micro_batch import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
 

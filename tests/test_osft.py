@@ -15,9 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from corpus.reader import TokenizedData
 from lifecycle.checkpointing import gather_weights
 from methods.osft_calibration import prepare_statistics
 from model.build import check_model
+from objectives.micro_batch import pack_samples
 from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from osft import (
     OSFTLinear,
@@ -35,7 +37,6 @@ from osft import (
     project_updates,
     write_subspace,
 )
-from sampler import TokenizedData, pack_samples
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}

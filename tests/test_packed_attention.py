@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import varlen
 
 from model.attention import attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
-from sampler import pack_samples
+from objectives.micro_batch import pack_samples
 
 LENGTHS = (7, 1, 12, 3)
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 8

@@ -22,10 +22,11 @@ from lifecycle.start import make_osft_settings
 from lifecycle.training_log import reduce_step
 from model.build import load_config, set_gradient_sync
 from optim.optimizers import build_optimizer
-from options import ExitCode, TrainOptions, find_problems
+from options import TrainOptions, find_problems, group_options
 from plan.auto_settings import make_micro_batch
 from plan.planner import plan_run
 from plan.simulation import StepMemory, shape_run_model, simulate_step
+from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
@@ -73,7 +74,7 @@ def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
 
 
 def print_plan(values: dict) -> tuple[ExitCode, str]:
-    options = TrainOptions(**values)
+    options = group_options(TrainOptions, **values)
     assert find_problems(options) == []
     with contextlib.redirect_stdout(io.StringIO()) as text:
         code = plan_run(options)
@@ -81,7 +82,7 @@ def print_plan(values: dict) -> tuple[ExitCode, str]:
 
 
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
-    options = TrainOptions(model_name_or_path=str(path), data_path="", output_dir="", **options)
+    options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     shaped = shape_run_model(
         options, load_config(str(path)), compute_dtype=getattr(torch, options.compute_dtype), attention="auto"
     )
@@ -102,7 +103,7 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
     path = save_model(FAMILIES[family], tmp_path / "model")
     changes = dict(compute_dtype="float32", osft_cache_dir=str(tmp_path)) | changes
     predicted = elsewhere(predict, path, 1, changes)
-    options = TrainOptions(model_name_or_path=str(path), data_path="", output_dir="", **changes)
+    options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **changes)
     model = build(
         path,
         world,
@@ -210,7 +211,7 @@ def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
     ],
 )
 def test_options_without_effect_are_refused(changes, problem, inputs):
-    assert [problem in found for found in find_problems(TrainOptions(**(inputs | changes)))] == [True]
+    assert [problem in found for found in find_problems(group_options(TrainOptions, **(inputs | changes)))] == [True]
 
 
 @pytest.mark.slow

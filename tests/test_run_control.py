@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from processes import ENV, ROOT, is_alive
 
-from options import ExitCode, RunError, parse_duration
+from options import parse_duration
+from ranks.ending import ExitCode, RunError
 from ranks.lock import RunLock, read_boot_id, write_exit_file
 from ranks.monitor import (
     BY_USER,

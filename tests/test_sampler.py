@@ -11,17 +11,10 @@ import pytest
 import torch
 from tiny_data import make_samples, to_row, write_rows, write_samples
 
-from sampler import (
-    IGNORED,
-    TokenizedData,
-    collect_garbage_between,
-    count_steps,
-    draw_samples,
-    idle_sample,
-    iterate_batches,
-    pack_samples,
-    prefetch,
-)
+from chat.labels import IGNORED
+from corpus.reader import TokenizedData
+from objectives.micro_batch import idle_sample, pack_samples
+from sampler import collect_garbage_between, count_steps, draw_samples, iterate_batches, prefetch
 
 VOCAB_SIZE = 160
 NUM_SAMPLES = 50

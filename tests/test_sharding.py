@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from model.build import check_model, find_blocks, set_gradient_sync
+from objectives.micro_batch import pack_samples
 from optim.optimizers import build_optimizer, local_gradients
+from options import ShardingOptions
 from ranks.world import init_world
-from sampler import pack_samples
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)
 
@@ -118,5 +119,5 @@ def test_ranks_that_cannot_hold_several_copies_are_refused(num_ranks, local, sha
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     with pytest.raises(ValueError) as error:
-        init_world(sharding="hybrid", shard_size=shard_size)
+        init_world(ShardingOptions(sharding="hybrid", shard_size=shard_size))
     assert message in str(error.value)

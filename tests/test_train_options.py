@@ -69,7 +69,8 @@ def run(paths, world, tmp_path_factory):
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
-        log = logging.getLogger("mini_trainer")
+        from ranks.ending import log
+
         log.addHandler(handler)
         log.setLevel(changes.get("logging_level", "INFO"))
         try:

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from options import ExitCode
+from ranks.ending import ExitCode
 from ranks.monitor import RunControl, stop_reason
 
 directory, hang_timeout, max_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])

@@ -9,11 +9,12 @@ import sys
 import torch
 import torch.distributed as dist
 
+from corpus.reader import TokenizedData
 from lifecycle.training_log import reduce_step
 from model.build import build_model, load_config
 from optim.optimizers import local_gradients
 from ranks.world import init_world
-from sampler import TokenizedData, iterate_batches
+from sampler import iterate_batches
 
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
 world = init_world()

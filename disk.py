@@ -1,0 +1,111 @@
+"""Files that are whole or not there: written aside and renamed, hashed, removed by their name first."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
+SPARE_BYTES = 64 << 20  # to leave free on the disk
+
+
+@contextmanager
+def written_aside(*targets: Path) -> Iterator[list[Path]]:
+    """Hidden names beside `targets` to write to. They take the targets' places, in order, when the block ends well;
+    a target that was not written is removed, as it would belong to an older run. Otherwise nothing is left."""
+    asides = [target.with_name(f".{target.name}.{os.getpid()}.part") for target in targets]
+    try:
+        yield asides
+        for aside, target in zip(asides, targets, strict=True):
+            if aside.is_dir() or not aside.exists():
+                remove(target)  # a directory cannot be replaced in one step
+            if aside.exists():
+                aside.replace(target)
+    finally:
+        for aside in asides:
+            remove(aside)
+
+
+def remove(path: Path) -> None:
+    """A file or a directory, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
+    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room."""
+    aside = target.parent / f"{ASIDE[0]}{target.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"cannot write {what} {target}: {error}") from None
+    free = shutil.disk_usage(aside).free
+    if free < needed_bytes + SPARE_BYTES:
+        aside.rmdir()
+        raise OSError(
+            f"no room for {what} {target}: it needs {needed_bytes:,} bytes (and {SPARE_BYTES:,} to spare), the disk has"
+            f" {free:,} free; free some, or lower --keep-checkpoints"
+        )
+    return aside
+
+
+def commit(aside: Path, target: Path) -> None:
+    """Makes `aside` the directory `target`: after this, and not before, it is there and whole."""
+    sync_dir(aside)
+    os.rename(aside, target)
+    sync_dir(target.parent)
+
+
+def sync_dir(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that keep directories in order themselves
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_directory(directory: Path) -> None:
+    """Removes a checkpoint or an export; its name goes first, so that no half of it can be taken for one."""
+    aside = directory.parent / f"{ASIDE[1]}{directory.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(directory, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes what a run killed while it wrote or removed something has left in `directory`."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if path.name.startswith(ASIDE):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    """A file's entry for the manifest."""
+    with open(path, "rb") as file:
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; ValueError naming it if it is missing or damaged."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None

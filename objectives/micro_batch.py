@@ -1,0 +1,72 @@
+"""Samples -> the micro-batch that a rank trains on: one packed row, and where it is trained."""
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chat.labels import IGNORED
+
+Sample = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, labels, weights: (len,) each
+
+
+@dataclass  # not frozen: of those, torch.compile would compile again for each new value of each field
+class MicroBatch:
+    """Sequences packed into one row, for one forward and backward on one rank: T tokens, n sequences."""
+
+    input_ids: Tensor  # (1, T) int64
+    position_ids: Tensor  # (1, T) int64, restarts at 0 in every sequence
+    cu_seqlens: Tensor  # (n + 1,) int32, cumulative lengths
+    targets: Tensor  # (T,) int64: the next token's label; IGNORED where nothing is trained or the sequence ends
+    trained_index: Tensor  # (N,) int64: where targets is not IGNORED
+    target_weights: Tensor | None  # (T,) fp32, of each target's loss; None: all are 1
+    max_seqlen: int
+    seq_lengths: list[int]
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """On `device`; the copy does not wait if the memory is pinned."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        return self._map_tensors(Tensor.pin_memory)
+
+    def _map_tensors(self, function) -> "MicroBatch":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: function(value) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+def idle_sample() -> Sample:
+    """What a rank without work trains on: two tokens, no target, so that it takes part in every collective."""
+    return np.zeros(2, dtype=np.int64), np.full(2, IGNORED), None
+
+
+def pack_samples(samples: list[Sample]) -> MicroBatch:
+    """Packs samples into one row; either all have weights or none.
+
+    Where no sample has more than one token, an idle one joins them: torch.compile takes 0 and 1 for constants, and
+    would compile such a row by itself, whenever it comes.
+    """
+    if max(len(input_ids) for input_ids, _, _ in samples) == 1:
+        ids, labels, _ = idle_sample()
+        samples = [*samples, (ids, labels, None if samples[0][2] is None else np.zeros(len(ids), dtype=np.float32))]
+    lengths = [len(input_ids) for input_ids, _, _ in samples]
+    cu_seqlens = np.cumsum([0, *lengths])
+    targets = np.full(cu_seqlens[-1], IGNORED, dtype=np.int64)
+    target_weights = None if samples[0][2] is None else np.zeros(cu_seqlens[-1], dtype=np.float32)
+    for start, (_, labels, weights) in zip(cu_seqlens, samples, strict=False):
+        predicting = slice(start, start + len(labels) - 1)  # a sequence's last token predicts nothing
+        targets[predicting] = labels[1:]
+        if target_weights is not None:
+            target_weights[predicting] = weights[1:]
+    input_ids = np.concatenate([input_ids for input_ids, _, _ in samples]).astype(np.int64)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids)[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        targets=torch.from_numpy(targets),
+        trained_index=torch.from_numpy(np.flatnonzero(targets != IGNORED)),
+        target_weights=None if target_weights is None else torch.from_numpy(target_weights),
+        max_seqlen=max(lengths),
+        seq_lengths=lengths,
+    )
