@@ -109,3 +109,18 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged: {error}") from None
+
+
+def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:
+    """The message for a write that the disk refused, before the part in `aside` is removed."""
+    free = shutil.disk_usage(aside.parent).free
+    return f"cannot write {what}: {error}; it needs {needed_bytes:,} bytes, the disk has {free:,} free"
+
+
+def sync_file(file: Path) -> None:
+    """Flushes a file to the disk and gives it the permissions of any new file (safetensors writes 0600)."""
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())

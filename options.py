@@ -248,6 +248,12 @@ class TrainOptions:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
+# What decides the numbers of a run: single options and whole groups, but for the places of files.
+IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8")
+IDENTIFYING_GROUPS = (OptimizationOptions, OSFTOptions)
+PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessDataOptions:
     """Tokenize chats, completions or documents for training; of chats only the assistant's tokens are trained."""
@@ -288,6 +294,12 @@ class ProcessDataOptions:
     """In samples printed, put this for each run of masked tokens instead of their text."""
     num_proc: int = os.cpu_count() or 1
     """Worker processes."""
+
+
+def list_identifying_options() -> list[str]:
+    """The options that decide what a run computes; the others may change from start to start."""
+    of_groups = [option.name for group in IDENTIFYING_GROUPS for option in dataclasses.fields(group)]
+    return [*IDENTIFYING_OPTIONS, *(name for name in of_groups if name not in PLACES)]
 
 
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:

@@ -6,73 +6,250 @@ shorter side, or its input where the kept directions come from activations. k of
 are free. A = U S V^T; U_high, V_high are kept, U_low, V_low are free. T tokens.
 """
 
-import hashlib
-import math
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import linear
-from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from disk import written_aside
+from corpus.reader import TokenizedData
+from methods.full import gather_parameters
+from methods.osft_calibration import Statistics, check_statistics, open_calibration_data, prepare_statistics
+from methods.osft_subspaces import (
+    count_kept,
+    find_targets,
+    is_on_input,
+    orient,
+    oriented_shape,
+    prepare_subspaces,
+    read_subspace,
+)
+from model.method import MetaModel
 from model.weights import Reader
+from objectives.objective import Objective, PackedModel
+from options import DataOptions, OSFTOptions
 from ranks.ending import log
-from ranks.world import World, call_on_rank0
+from ranks.world import World, broadcast_from_rank0, call_on_rank0
 
-DEFAULT_CACHE_DIR = "~/.cache/mini_trainer/osft"
-CACHE_VERSION = 1  # of what a cached file holds
-# Of a Gram matrix, eigenvalues below this share of the largest are computed again without it: fp64 has 16 digits.
-RESOLVED = 1e-8
 # Singular values below this share of the largest are taken for zero: rounding of the weight itself.
 NULL = 1e-10
 BUCKET_NUMEL = 2**24  # most numbers in one all-reduce of a projection
 MIN_RETENTION = 0.1  # of --osft-rank-allocation importance: the share that every layer keeps (the paper's mrr)
+UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio to plan with where --osft-keep-energy will decide
 
 
-@dataclass
-class Statistics:
-    """What earlier tasks gave the layers to see (osft_calibration.py), each data set weighing the same.
+class OSFT:
+    """Of each targeted layer's weight only the free directions train (see `model.method.Method`).
 
-    Rank 0's; the other ranks' are empty. Layers with the same input (query, key and value) share one covariance, kept
-    under the first one's name.
+    Invariant: `layers` are the model's OSFT layers once `prepare` or `lay_out` has put them there.
     """
 
-    covariances: dict[str, Tensor] = field(default_factory=dict)  # (in, in) fp64: sum over data sets of mean x x^T
-    inputs: dict[str, str] = field(default_factory=dict)  # layer -> the layer whose covariance is its own
-    similarities: dict[str, float] = field(default_factory=dict)  # block -> sum of mean cosine of input and output
-    data_hashes: list[str] = field(default_factory=list)  # SHA-256 of the data sets' files
+    title = "OSFT"
+    takes_long = True
+    metrics = ("osft_leak",)  # largest share of a layer's change that lies in kept directions
 
-    def covariance(self, layer: str) -> Tensor:
-        return self.covariances[self.inputs[layer]]
+    def __init__(self, options: OSFTOptions):
+        self.options = options
+        self.layers: list[OSFTLinear] = []
+        self.subspace_files: dict[str, Path] = {}  # rank 0's, by layer
+        self.calibration_data: TokenizedData | None = None
+        self.data_options: DataOptions | None = None
+        self.statistics = Statistics()
 
-    def importance(self, block: str) -> float:
-        """The block's cosine similarity, divided by the mean over blocks."""
-        return self.similarities[block] / (sum(self.similarities.values()) / len(self.similarities))
+    @property
+    def needs_statistics(self) -> bool:
+        return self.options.osft_basis == "activations" or self.options.osft_rank_allocation == "importance"
+
+    def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
+        self.data_options = data_options
+        if (path := self.options.osft_calibration_data) is not None:
+            self.calibration_data = open_calibration_data(
+                path, tokenizer, max_tokens_per_gpu=data_options.max_tokens_per_gpu
+            )
+
+    def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
+        if self.needs_statistics:
+            self.statistics = prepare_statistics(
+                self.options.osft_statistics and Path(self.options.osft_statistics),
+                self.calibration_data,
+                self.data_options,
+                build_plain=build_plain,
+                objective=objective,
+                world=world,
+            )
+
+    def prepare(
+        self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
+    ) -> None:
+        options, model = self.options, meta.model
+        warn_of_experts(model, trains=options.osft_train_others)
+        targets = find_targets(model, meta.blocks, options.osft_target_patterns)
+        shapes = {name: oriented_shape(module, options.osft_basis) for name, module in targets.items()}
+        num_columns = {name: columns for name, (_, columns) in shapes.items()}
+        uses_weights = options.osft_basis == "weights"
+        if self.needs_statistics:
+            call_on_rank0(world, lambda: check_statistics(self.statistics, targets))
+
+        # What is kept, as far as it needs no decomposition: a mistake shows before hours of them.
+        num_kept: dict[str, int] = {}
+        if options.osft_keep_energy is None:
+            num_kept = call_on_rank0(world, lambda: self.count_kept_by_ratio(num_columns))
+
+        def get_matrix(name: str) -> Tensor:
+            if not uses_weights:
+                return self.statistics.covariance(name)
+            module = targets[name]
+            weight = readers[f"{name}.weight"]().to(meta.compute_dtype)
+            return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
+
+        self.subspace_files = prepare_subspaces(
+            shapes if uses_weights else {name: (columns, columns) for name, columns in num_columns.items()},
+            get_matrix,
+            dtype=meta.compute_dtype if uses_weights else torch.float64,
+            cache_dir=Path(options.osft_cache_dir).expanduser(),
+            world=world,
+            progress=progress,
+        )
+        if not uses_weights:
+            num_kept = call_on_rank0(world, lambda: self.count_kept_by_energy(num_columns, num_kept))
+        self.replace_layers(meta, num_kept)
+
+    def lay_out(self, meta: MetaModel) -> None:
+        targets = find_targets(meta.model, meta.blocks, self.options.osft_target_patterns)
+        ratio = self.options.osft_unfreeze_rank_ratio
+        ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
+        shapes = {name: oriented_shape(layer, self.options.osft_basis) for name, layer in targets.items()}
+        self.replace_layers(meta, {name: count_kept(columns, ratio) for name, (_, columns) in shapes.items()})
+
+    def replace_layers(self, meta: MetaModel, num_kept: dict[str, int]) -> None:
+        """Puts a layer in the place of each that has free directions; freezes all else unless others train."""
+        model, basis = meta.model, self.options.osft_basis
+        if not self.options.osft_train_others:
+            model.requires_grad_(False)
+        self.layers = []
+        for name, kept in num_kept.items():
+            module = model.get_submodule(name)
+            if kept == oriented_shape(module, basis)[1]:
+                module.weight.requires_grad_(False)  # FSDP has no place for a parameter without numbers
+                continue
+            layer = OSFTLinear(module, num_kept=kept, basis=basis, compute_dtype=meta.compute_dtype)
+            model.set_submodule(name, layer)
+            self.layers.append(layer)
+
+    def count_kept_by_ratio(self, num_columns: dict[str, int]) -> dict[str, int]:
+        """Of each layer's directions those kept; rank 0's. ValueError if that is all of them."""
+        num_kept = {name: count_kept(columns, self.choose_ratio(name)) for name, columns in num_columns.items()}
+        self.refuse_nothing(num_kept, num_columns, "--osft-unfreeze-rank-ratio")
+        return num_kept
+
+    def count_kept_by_energy(self, num_columns: dict[str, int], num_kept: dict[str, int]) -> dict[str, int]:
+        """As many as carry the energy asked for, where `num_kept` is empty; reports the energy left outside. Rank 0."""
+        spectra = {name: read_subspace(self.subspace_files[name])["singular_values"].square() for name in num_columns}
+        if (wanted := self.options.osft_keep_energy) is not None:
+            shares = {name: spectrum.cumsum(0) / spectrum.sum() for name, spectrum in spectra.items()}
+            num_kept = {
+                name: min(columns, int((shares[name] < wanted).sum()) + 1) for name, columns in num_columns.items()
+            }
+            self.refuse_nothing(num_kept, num_columns, "--osft-keep-energy")
+        report_energy(spectra, num_kept)
+        return num_kept
+
+    def refuse_nothing(self, num_kept: dict[str, int], num_columns: dict[str, int], flag: str) -> None:
+        """ValueError if nothing is left to train."""
+        if num_kept == num_columns and not self.options.osft_train_others:
+            value = getattr(self.options, flag.removeprefix("--").replace("-", "_"))
+            raise ValueError(f"{flag} {value}: nothing is left to train; keep less")
+
+    def choose_ratio(self, name: str) -> float:
+        """The layer's unfreeze rank ratio: R, or by its block's importance I (the paper's section on adaptive ranks).
+
+        Kept is mrr + I (trr - mrr), with I of mean 1 over the blocks, mrr `MIN_RETENTION` and trr = 1 - R.
+        """
+        if self.options.osft_rank_allocation == "uniform":
+            return self.options.osft_unfreeze_rank_ratio
+        block = next(block for block in self.statistics.similarities if name.startswith(f"{block}."))
+        target = 1 - self.options.osft_unfreeze_rank_ratio
+        least = min(MIN_RETENTION, target)
+        kept = least + self.statistics.importance(block) * (target - least)
+        return 1 - min(1.0, max(0.0, kept))
+
+    def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
+        if isinstance(module, OSFTLinear) and module.base.is_meta:
+            fill_layer(module, name, readers, file=self.subspace_files.get(name), world=world)
+
+    def give_memory(self, module: nn.Module, *, world: World) -> None:
+        if isinstance(module, OSFTLinear) and module.projects:
+            rows = torch.empty(-(-module.num_rows // world.num_shards), module.num_kept)
+            module.U_high = shard_rows(rows, (module.num_rows, module.num_kept), world=world)
+
+    def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
+        # Of a layer's products the last and largest is an addmm; the other layers' are repeated, too.
+        return kept - {"aten::mm"}
+
+    def constrain_gradients(self) -> None:
+        project_gradients(self.layers)
+
+    def constrain_weights(self) -> None:
+        project_updates(self.layers)
+
+    def measure(self) -> dict[str, float]:
+        return {"osft_leak": measure_leak(self.layers)}
+
+    def count_added(self) -> int:
+        return sum(
+            param.numel()
+            for layer in self.layers
+            for name, param in layer.named_parameters()
+            if name not in ("base", "bias")
+        )
+
+    def describe(self) -> str:
+        num_trained = sum(layer.coefficients.numel() for layer in self.layers)
+        num_weights = sum(layer.base.numel() for layer in self.layers)
+        return f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train in place of {num_weights:,}"
+
+    def gather_weights(
+        self, model: PreTrainedModel, dtype: torch.dtype, *, world: World
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """A layer gives the one weight that it stands for."""
+        merged = set()
+        for prefix, layer in model.named_modules():
+            if isinstance(layer, OSFTLinear):
+                weight = layer.merged_weight(dtype)
+                yield f"{prefix}.weight", weight.cpu() if world.rank == 0 else None
+                merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
+        yield from gather_parameters(model, dtype, world=world, leave_out=merged)
+
+    def write_extras(self, directory: Path) -> None:
+        pass
 
 
-@dataclass(frozen=True)
-class OSFTSettings:
-    """What is kept, and of which layers; one of `unfreeze_rank_ratio` and `keep_energy` is given."""
+def warn_of_experts(model: PreTrainedModel, *, trains: bool) -> None:
+    experts = [param for param in model.parameters() if param.ndim == 3 and min(param.shape) > 1]
+    if experts:
+        log.warning(
+            f"warning: --osft does not cover the {len(experts)} weights ({sum(p.numel() for p in experts):,} numbers)"
+            f" that hold experts as one: they {'train freely' if trains else 'stay as they are'}"
+        )
 
-    unfreeze_rank_ratio: float | None
-    keep_energy: float | None = None  # share of the activations' energy to keep
-    target_patterns: tuple[str, ...] = ()  # parts of layers' names; none: every linear layer inside the blocks
-    train_others: bool = False  # embeddings, norms, biases, head
-    basis: Literal["weights", "activations"] = "weights"
-    allocation: Literal["uniform", "importance"] = "uniform"
-    cache_dir: str = DEFAULT_CACHE_DIR
-    statistics: Statistics | None = None  # rank 0's, where the basis or the allocation needs them
+
+def report_energy(spectra: dict[str, Tensor], num_kept: dict[str, int]) -> None:
+    """Says how much of the activations' energy lies outside of what is kept."""
+    outside = {name: spectrum[num_kept[name] :].sum().item() for name, spectrum in spectra.items()}
+    shares = {name: energy / max(spectra[name].sum().item(), 1e-300) for name, energy in outside.items()}
+    for name, share in shares.items():
+        log.debug(f"OSFT: {name}: {num_kept[name]} of {len(spectra[name])} kept, {share:.2e} of the energy outside")
+    total = sum(outside.values()) / sum(spectrum.sum().item() for spectrum in spectra.values())
+    worst = max(shares, key=shares.get)
+    log.info(
+        f"OSFT: {sum(num_kept.values()):,} of {sum(map(len, spectra.values())):,} input directions kept;"
+        f" {total:.2e} of the activations' energy is outside of them, at most {shares[worst]:.2e} ({worst})"
+    )
 
 
 class OSFTLinear(nn.Module):
@@ -102,7 +279,8 @@ class OSFTLinear(nn.Module):
         self.register_parameter("U_low", None)
         if self.is_core:
             self.U_low = nn.Parameter(torch.empty(self.num_rows, num_free, device=device), False)
-        self.register_buffer("U_high", None)
+        U_high = torch.empty(self.num_rows, num_kept, device=device) if self.projects else None
+        self.register_buffer("U_high", U_high)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         """x W0^T + x dW^T, through the free directions: dW is never built."""
@@ -137,342 +315,29 @@ class OSFTLinear(nn.Module):
         return orient(whole, on_input=self.on_input, is_conv1d=self.is_conv1d)
 
 
-def weight_shape(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    """(out, in)"""
-    shape = tuple(module.weight.shape)
-    return shape[::-1] if isinstance(module, Conv1D) else shape
-
-
-def is_on_input(module: nn.Linear | Conv1D, basis: str) -> bool:
-    """Whether the factored side is the layer's input."""
-    out_features, in_features = weight_shape(module)
-    return basis == "activations" or in_features <= out_features
-
-
-def oriented_shape(module: nn.Linear | Conv1D, basis: str) -> tuple[int, int]:
-    """(L, s) of the layer's matrix A."""
-    out_features, in_features = weight_shape(module)
-    return (out_features, in_features) if is_on_input(module, basis) else (in_features, out_features)
-
-
-def orient(weight: Tensor, *, on_input: bool, is_conv1d: bool) -> Tensor:
-    """A weight as it is stored, as A (L, s); and A as it is stored."""
-    return (weight if on_input != is_conv1d else weight.T).contiguous()
-
-
-def find_targets(
-    model: PreTrainedModel, blocks: nn.ModuleList, patterns: tuple[str, ...]
-) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers inside the blocks whose name contains one of `patterns`, or all where there are none.
-
-    Raises ValueError for a pattern that no layer's name contains.
-    """
-    inside = {module for block in blocks for module in block.modules()}
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if module in inside and isinstance(module, (nn.Linear, Conv1D))
-    }
-    unused = [pattern for pattern in patterns if not any(pattern in name for name in layers)]
-    if unused or not layers:
-        kinds = sorted({name.rpartition(".")[2] for name in layers})
-        raise ValueError(
-            f"--osft-target-patterns {' '.join(unused)}: no linear layer inside the blocks has a name that contains it;"
-            f" there are {', '.join(kinds) or 'none'}"
-        )
-    return {name: layer for name, layer in layers.items() if not patterns or any(p in name for p in patterns)}
-
-
-def count_kept(num_directions: int, unfreeze_rank_ratio: float) -> int:
-    """floor(n (1 - R)), with 10 (1 - 0.9) = 1."""
-    return math.floor(num_directions * (1 - unfreeze_rank_ratio) + 1e-9)
-
-
-def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Right singular vectors (s, s) and singular values (s,), descending, of a matrix (L, s), L >= s, in fp64.
-
-    By `eigh` of the Gram matrix, which loses what is smaller than 1e-8 of the largest singular value; the directions
-    below `RESOLVED` are therefore decomposed again among themselves.
-    """
-    values, basis = torch.linalg.eigh(matrix.T @ matrix)
-    values, basis = values.flip(0).clamp_(min=0), basis.flip(1)
-    num_resolved = max(1, int((values > RESOLVED * values[0]).sum()))
-    singular_values = values.sqrt()
-    if values[0] > 0 and num_resolved < len(values):
-        tail_basis, singular_values[num_resolved:] = decompose(matrix @ basis[:, num_resolved:])
-        basis[:, num_resolved:] = basis[:, num_resolved:] @ tail_basis
-    return basis, singular_values
-
-
-def make_subspace(matrix: Tensor, *, device: torch.device) -> dict[str, Tensor]:
-    """What the cache holds of a layer, whatever R is: `basis` (s, s), `singular_values` (s,), `left` (L, L) if square.
-
-    `matrix` is A (L, s), or in fp64 the covariance (s, s) of the layer's inputs, which gives the singular values and
-    the basis of these inputs.
-    """
-    is_covariance = matrix.dtype == torch.float64
-    matrix = matrix.to(device, torch.float64)
-    if is_covariance:
-        values, basis = torch.linalg.eigh(matrix)
-        subspace = dict(basis=basis.flip(1), singular_values=values.flip(0).clamp(min=0).sqrt())
-    else:
-        basis, singular_values = decompose(matrix)
-        subspace = dict(basis=basis, singular_values=singular_values)
-        if matrix.shape[0] == matrix.shape[1]:
-            subspace["left"] = torch.linalg.qr(matrix @ basis, mode="complete").Q  # = U, completed where S is 0
-    return {
-        name: value.to("cpu", torch.float64 if name == "singular_values" else torch.float32).contiguous()
-        for name, value in subspace.items()
-    }
-
-
-def prepare_subspaces(
-    shapes: dict[str, tuple[int, int]],
-    get_matrix: Callable[[str], Tensor],
-    *,
-    dtype: torch.dtype,
-    cache_dir: Path,
-    world: World,
-    progress: Callable[[str], None] = lambda where: None,
-) -> dict[str, Path]:
-    """Files with the subspace of every layer, decomposing what is not cached; on rank 0 (empty on the others).
-
-    `get_matrix` is called on rank 0 alone and returns what `make_subspace` takes, of `shapes[name]` and `dtype`; fp64
-    if they are covariances. Layers are dealt out by size, one to each rank at a time; rank 0 sends each matrix to the
-    rank that decomposes it, receives the result, and writes it.
-    """
-    files: dict[str, Path] = {}
-
-    def find_missing() -> list[str]:
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--osft-cache-dir {cache_dir}: cannot be made: {error}") from None
-        for name in tqdm(shapes, desc="OSFT: hashing", disable=not sys.stderr.isatty()):
-            matrix = get_matrix(name)
-            if not matrix.isfinite().all():
-                raise ValueError(f"{name}: not finite, so there are no singular vectors")
-            files[name] = cache_dir / f"{hash_matrix(matrix)}.safetensors"
-        unique = {file: name for name, file in files.items()}
-        return [name for file, name in unique.items() if not file.exists()]
-
-    missing = call_on_rank0(world, find_missing)
-    missing.sort(key=lambda name: shapes[name][1] ** 2 * sum(shapes[name]), reverse=True)
-    log.info(
-        f"OSFT: directions of {len(shapes)} layers: {len(missing)} matrices to decompose, the rest is in {cache_dir}"
-    )
-    is_shown = world.rank == 0 and sys.stderr.isatty()
-    bar = tqdm(total=len(missing), desc="OSFT: decomposing", unit="layer", disable=not is_shown)
-    for start in range(0, len(missing), world.world_size):
-        dealt = missing[start : start + world.world_size]
-        progress(f"OSFT, after {start} of {len(missing)} decompositions")
-        if world.rank == 0:
-            for rank, name in enumerate(dealt[1:], start=1):
-                dist.send(as_bytes(get_matrix(name)), rank, group=world.control)
-            subspace = make_subspace(get_matrix(dealt[0]), device=world.device)
-            write_subspace(files[dealt[0]], subspace)
-            for rank, name in enumerate(dealt[1:], start=1):
-                subspace = empty_subspace(shapes[name], dtype)
-                for value in subspace.values():
-                    dist.recv(as_bytes(value), rank, group=world.control)
-                write_subspace(files[name], subspace)
-        elif world.rank < len(dealt):
-            matrix = torch.empty(shapes[dealt[world.rank]], dtype=dtype)
-            dist.recv(as_bytes(matrix), 0, group=world.control)
-            for value in make_subspace(matrix, device=world.device).values():
-                dist.send(as_bytes(value), 0, group=world.control)
-        bar.update(len(dealt))
-    bar.close()
-    return files
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory, for what knows neither bfloat16 nor more than one dimension."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def hash_matrix(matrix: Tensor) -> str:
-    kind = f"{CACHE_VERSION} {tuple(matrix.shape)} {matrix.dtype}"
-    digest = hashlib.sha256(kind.encode())
-    digest.update(as_bytes(matrix).numpy())
-    return digest.hexdigest()
-
-
-def empty_subspace(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Memory for what `make_subspace` returns of a matrix of `shape` and `dtype`, in its order."""
-    num_rows, num_columns = shape
-    subspace = dict(
-        basis=torch.empty(num_columns, num_columns), singular_values=torch.empty(num_columns, dtype=torch.float64)
-    )
-    if num_rows == num_columns and dtype != torch.float64:
-        subspace["left"] = torch.empty(num_rows, num_rows)
-    return subspace
-
-
-def write_subspace(file: Path, subspace: dict[str, Tensor]) -> None:
-    """Written aside and renamed, so that runs can share a cache."""
-    try:
-        with written_aside(file) as (aside,):
-            save_file(subspace, aside)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"--osft-cache-dir: cannot write {file}: {error}") from None
-
-
-def read_subspace(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"--osft-cache-dir: cannot read {file}: {error}; remove it") from None
-
-
-def apply_osft(
-    model: PreTrainedModel,
-    targets: dict[str, nn.Linear | Conv1D],
-    settings: OSFTSettings,
-    *,
-    weights: dict[str, Reader],
-    compute_dtype: torch.dtype,
-    world: World,
-    progress: Callable[[str], None] = lambda where: None,
-) -> dict[str, Path]:
-    """Replaces the meta model's `targets` by OSFTLinear, and freezes all else unless others are to be trained.
-
-    `weights`: rank 0's, by name. `progress` is told of each decomposition. Returns rank 0's files with the
-    layers' subspaces, for `fill_layer`.
-    """
-    experts = [param for param in model.parameters() if param.ndim == 3 and min(param.shape) > 1]
-    if experts:
-        log.warning(
-            f"warning: --osft does not cover the {len(experts)} weights ({sum(p.numel() for p in experts):,} numbers)"
-            f" that hold experts as one: they {'train freely' if settings.train_others else 'stay as they are'}"
-        )
-    uses_weights = settings.basis == "weights"
-    shapes = {name: oriented_shape(module, settings.basis) for name, module in targets.items()}
-    if not uses_weights:
-        call_on_rank0(world, lambda: check_statistics(settings.statistics, targets))
-
-    def get_matrix(name: str) -> Tensor:
-        if not uses_weights:
-            return settings.statistics.covariance(name)
-        module = targets[name]
-        weight = weights[f"{name}.weight"]().to(compute_dtype)
-        return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
-
-    files = prepare_subspaces(
-        shapes if uses_weights else {name: (columns, columns) for name, (_, columns) in shapes.items()},
-        get_matrix,
-        dtype=compute_dtype if uses_weights else torch.float64,
-        cache_dir=Path(settings.cache_dir).expanduser(),
-        world=world,
-        progress=progress,
-    )
-    num_columns = {name: columns for name, (_, columns) in shapes.items()}
-    num_kept = call_on_rank0(world, lambda: count_kept_of_layers(num_columns, settings, files))
-    replace_layers(model, targets, num_kept, settings, compute_dtype=compute_dtype)
-    return files
-
-
-def replace_layers(
-    model: PreTrainedModel,
-    targets: dict[str, nn.Linear | Conv1D],
-    num_kept: dict[str, int],
-    settings: OSFTSettings,
-    *,
-    compute_dtype: torch.dtype,
-) -> None:
-    """Puts an OSFTLinear in the place of each of `targets` that has free directions; decides what else trains."""
-    if not settings.train_others:
-        model.requires_grad_(False)
-    for name, module in targets.items():
-        if num_kept[name] == oriented_shape(module, settings.basis)[1]:
-            module.weight.requires_grad_(False)  # FSDP has no place for a parameter without numbers
-            continue
-        layer = OSFTLinear(module, num_kept=num_kept[name], basis=settings.basis, compute_dtype=compute_dtype)
-        model.set_submodule(name, layer)
-
-
-def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv1D]) -> None:
-    """Refuses statistics of a model with other layers."""
-    for name, module in targets.items():
-        in_features = weight_shape(module)[1]
-        if name not in statistics.inputs or len(statistics.covariance(name)) != in_features:
-            raise ValueError(
-                f"--osft-statistics: nothing there about the {in_features} inputs of {name}: these are statistics of"
-                " another model, or of fewer layers"
-            )
-
-
-def count_kept_of_layers(num_columns: dict[str, int], settings: OSFTSettings, files: dict[str, Path]) -> dict[str, int]:
-    """How many directions each layer keeps; on rank 0. Reports the energy of the activations that is left outside."""
-    spectra = {}
-    if settings.basis == "activations":
-        spectra = {name: read_subspace(files[name])["singular_values"].square() for name in num_columns}
-    num_kept = {}
-    for name, columns in num_columns.items():
-        if settings.keep_energy is not None:
-            shares = spectra[name].cumsum(0) / spectra[name].sum()
-            num_kept[name] = min(columns, int((shares < settings.keep_energy).sum()) + 1)
-        else:
-            num_kept[name] = count_kept(columns, choose_ratio(name, settings))
-    if settings.keep_energy is not None and not settings.train_others and num_kept == num_columns:
-        raise ValueError(f"--osft-keep-energy {settings.keep_energy}: nothing is left to train; keep less")
-    if spectra:
-        outside = {name: spectrum[num_kept[name] :].sum().item() for name, spectrum in spectra.items()}
-        shares = {name: energy / max(spectra[name].sum().item(), 1e-300) for name, energy in outside.items()}
-        for name, share in shares.items():
-            log.debug(f"OSFT: {name}: {num_kept[name]} of {num_columns[name]} kept, {share:.2e} of the energy outside")
-        total = sum(outside.values()) / sum(spectrum.sum().item() for spectrum in spectra.values())
-        worst = max(shares, key=shares.get)
-        log.info(
-            f"OSFT: {sum(num_kept.values()):,} of {sum(num_columns.values()):,} input directions kept;"
-            f" {total:.2e} of the activations' energy is outside of them, at most {shares[worst]:.2e} ({worst})"
-        )
-    return num_kept
-
-
-def choose_ratio(name: str, settings: OSFTSettings) -> float:
-    """The layer's unfreeze rank ratio: R, or by its block's importance I (the paper's section on adaptive ranks).
-
-    Kept is mrr + I (trr - mrr), with I of mean 1 over the blocks, mrr `MIN_RETENTION` and trr = 1 - R.
-    """
-    if settings.allocation == "uniform":
-        return settings.unfreeze_rank_ratio
-    block = next(block for block in settings.statistics.similarities if name.startswith(f"{block}."))
-    target = 1 - settings.unfreeze_rank_ratio
-    least = min(MIN_RETENTION, target)
-    kept = least + settings.statistics.importance(block) * (target - least)
-    return 1 - min(1.0, max(0.0, kept))
-
-
 @torch.no_grad()
-def fill_layer(layer: OSFTLinear, name: str, *, weights: dict[str, Reader], file: Path | None, world: World) -> None:
-    """Gives a meta layer W0, no update, and its directions: from rank 0's `weights` and subspace `file`. No bias."""
+def fill_layer(layer: OSFTLinear, name: str, readers: dict[str, Reader], *, file: Path | None, world: World) -> None:
+    """Gives a meta layer W0, no update, and its directions: from rank 0's `readers` and subspace `file`. No bias."""
     weight, subspace = None, {}
     if world.rank == 0:
-        weight = weights.pop(f"{name}.weight")().to(layer.base.dtype)
+        weight = readers.pop(f"{name}.weight")().to(layer.base.dtype)
         weight = orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
         subspace = read_subspace(file)
     num_columns, num_kept = layer.num_columns, layer.num_kept
-    basis = broadcast(subspace.get("basis"), (num_columns, num_columns), torch.float32, world.device)
-    singular_values = broadcast(subspace.get("singular_values"), (num_columns,), torch.float64, world.device)
-    base = broadcast(weight, tuple(layer.base.shape), layer.base.dtype, world.device)
+    square, device = (num_columns, num_columns), world.device
+    basis = broadcast_from_rank0(subspace.get("basis"), square, dtype=torch.float32, device=device)
+    singular_values = broadcast_from_rank0(
+        subspace.get("singular_values"), (num_columns,), dtype=torch.float64, device=device
+    )
+    base = broadcast_from_rank0(weight, layer.base.shape, dtype=layer.base.dtype, device=device)
     layer.base = nn.Parameter(base, requires_grad=False)
-    layer.coefficients = nn.Parameter(torch.zeros(layer.coefficients.shape, device=world.device))
+    layer.coefficients = nn.Parameter(torch.zeros(layer.coefficients.shape, device=device))
     layer.V_low = nn.Parameter(basis[:, num_kept:].contiguous(), requires_grad=False)
     if layer.U_low is not None:
-        left = broadcast(subspace.get("left"), (num_columns, num_columns), torch.float32, world.device)
+        left = broadcast_from_rank0(subspace.get("left"), square, dtype=torch.float32, device=device)
         layer.U_low = nn.Parameter(left[:, num_kept:].contiguous(), requires_grad=False)
     if layer.projects:
         layer.U_high = make_U_high(base, basis[:, :num_kept], singular_values, world=world)
-
-
-def broadcast(value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rank 0's `value`, on every rank's `device`."""
-    received = torch.empty(shape, dtype=dtype, device=device)
-    if dist.get_rank() == 0:
-        received.copy_(value)
-    dist.broadcast(received, src=0)
-    return received
 
 
 def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world: World) -> DTensor:  # (L, k)
@@ -493,22 +358,12 @@ def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world:
     dist.all_reduce(gram, group=mesh.get_group())
     factor = torch.linalg.cholesky(gram + torch.diag(is_null.double()))
     U_high = torch.linalg.solve_triangular(factor.T, U_high, upper=True, left=False).float()
-    return DTensor.from_local(
-        U_high, mesh, [Shard(0)], run_check=False, shape=(len(base), num_kept), stride=(num_kept, 1)
-    )
+    return shard_rows(U_high, (len(base), num_kept), world=world)
 
 
-def find_osft_layers(model: nn.Module) -> list[OSFTLinear]:
-    return [module for module in model.modules() if isinstance(module, OSFTLinear)]
-
-
-def describe_osft(layers: list[OSFTLinear]) -> str:
-    """For the start's report: how much of the layers trains; nothing where there are none."""
-    if not layers:
-        return ""
-    num_trained = sum(layer.coefficients.numel() for layer in layers)
-    num_weights = sum(layer.base.numel() for layer in layers)
-    return f", OSFT on {len(layers)} layers: {num_trained:,} numbers train in place of {num_weights:,}"
+def shard_rows(rows: Tensor, shape: tuple[int, int], *, world: World) -> DTensor:
+    """This rank's `rows` of a matrix of `shape` that the ranks of one copy of the model share."""
+    return DTensor.from_local(rows, world.shard_mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
 
 
 @torch.no_grad()

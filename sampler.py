@@ -9,14 +9,16 @@ import gc
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from batch_packer import pack_batch
 from corpus.reader import TokenizedData
-from objectives.micro_batch import MicroBatch, idle_sample, pack_samples
+from objectives.micro_batch import MicroBatch
+from objectives.objective import Objective
+from options import DataOptions, EndOptions
 
 Item = TypeVar("Item")
 
@@ -28,6 +30,14 @@ class RunPosition:
     step: int = 0
     num_samples: int = 0  # also the position in the stream
     num_tokens: int = 0
+
+    def after(self, batch: "Batch") -> "RunPosition":
+        """Where the run is once it has trained `batch`."""
+        return RunPosition(
+            step=batch.step + 1,
+            num_samples=self.num_samples + len(batch.sample_ids),
+            num_tokens=self.num_tokens + int(batch.lengths.sum()),
+        )
 
     def __str__(self) -> str:
         return f"{self.step:,} steps, {self.num_samples:,} samples and {self.num_tokens:,} tokens done"
@@ -64,25 +74,18 @@ def draw_samples(data: TokenizedData, *, seed: int, start: int, count: int) -> n
 
 
 def count_steps(
-    data: TokenizedData,
-    *,
-    batch_size: int,
-    seed: int,
-    start: RunPosition = RunPosition(),
-    max_steps: int | None,
-    max_epochs: int | None,
-    max_samples: int | None,
-    max_tokens: int | None,
+    data: TokenizedData, options: DataOptions, end: EndOptions, *, start: RunPosition = RunPosition()
 ) -> int | None:
     """The run's steps, those before `start` included, until it reaches the first given end; None if none is given."""
-    num_samples = [n for n in (max_samples, None if max_epochs is None else max_epochs * len(data.kept)) if n]
-    if max_tokens is not None:
-        epoch, rest = divmod(max_tokens, int(data.lengths[data.kept].sum(dtype=np.int64)))
-        order = data.kept[permute_epoch(seed, epoch, len(data.kept))]
+    epoch_length = len(data.kept)
+    num_samples = [n for n in (end.max_samples, None if end.max_epochs is None else end.max_epochs * epoch_length) if n]
+    if end.max_tokens is not None:
+        epoch, rest = divmod(end.max_tokens, int(data.lengths[data.kept].sum(dtype=np.int64)))
+        order = data.kept[permute_epoch(options.seed, epoch, epoch_length)]
         in_epoch = int(np.searchsorted(np.cumsum(data.lengths[order], dtype=np.int64), rest)) + 1 if rest else 0
-        num_samples.append(epoch * len(data.kept) + in_epoch)
-    ends = [start.step + max(0, -(-(n - start.num_samples) // batch_size)) for n in num_samples]
-    ends += [] if max_steps is None else [max_steps]
+        num_samples.append(epoch * epoch_length + in_epoch)
+    ends = [start.step + max(0, -(-(n - start.num_samples) // options.batch_size)) for n in num_samples]
+    ends += [] if end.max_steps is None else [end.max_steps]
     return min(ends, default=None)
 
 
@@ -93,33 +96,35 @@ def derive_seed(seed: int, step: int, rank: int) -> int:
 
 def iterate_batches(
     data: TokenizedData,
+    options: DataOptions,
     *,
-    batch_size: int,
-    seed: int,
+    objective: Objective,
     start: RunPosition = RunPosition(),
     num_steps: int | None,
-    max_tokens_per_gpu: int,
     attention_cost: float,
     rank: int,
     world_size: int,
-    vocab_size: int,
-    pin_memory: bool,
 ) -> Iterator[Batch]:
     """The global batches from `start` up to `num_steps` (None: without end), each with this rank's micro-batches."""
     step, num_drawn = start.step, start.num_samples
     while num_steps is None or step < num_steps:
-        sample_ids = draw_samples(data, seed=seed, start=num_drawn, count=batch_size)
+        sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
         lengths = data.lengths[sample_ids]
-        table = pack_batch(lengths, max_tokens_per_gpu, world_size, attention_cost)
+        table = pack_batch(lengths, options.max_tokens_per_gpu, world_size, attention_cost)
         micro_batches = []
         for row in table:
-            samples = [data.read(sample_ids[i], vocab_size=vocab_size) for i in row[rank]]
-            micro_batch = pack_samples(samples or [idle_sample()])
-            micro_batches.append(micro_batch.pin_memory() if pin_memory else micro_batch)
+            samples = [data.read(sample_ids[i]) for i in row[rank]]
+            micro_batches.append(objective.pack(samples or [objective.make_idle_sample()]))
         num_loss_tokens = int(data.num_loss_tokens[sample_ids].sum())
         data.release_pages()
         yield Batch(step, sample_ids, lengths, num_loss_tokens, table, micro_batches)
-        step, num_drawn = step + 1, num_drawn + batch_size
+        step, num_drawn = step + 1, num_drawn + options.batch_size
+
+
+def pin_memory(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """`batches`, with their micro-batches in memory from which copies to a GPU need not be waited for."""
+    for batch in batches:
+        yield replace(batch, micro_batches=[micro_batch.pin_memory() for micro_batch in batch.micro_batches])
 
 
 def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:

@@ -1,6 +1,7 @@
 """A tokenized data set on disk, read back: mapped into memory, checked row by row as it is read."""
 
 import json
+import math
 import mmap
 import os
 from pathlib import Path
@@ -28,6 +29,7 @@ class TokenizedData:
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
         self._input_ids = [list_views(chunk) for chunk in table.column("input_ids").chunks]
         self._labels = [list_views(chunk) for chunk in table.column("labels").chunks]
+        self.vocab_size: float = math.inf  # the model's, once it is known: what reaches beyond it is refused
         self._weights = None
         if WEIGHTS_COLUMN in table.column_names:
             self._weights = [list_views(chunk) for chunk in table.column(WEIGHTS_COLUMN).chunks]
@@ -51,7 +53,7 @@ class TokenizedData:
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def read(self, row: int, *, vocab_size: int) -> Sample:
+    def read(self, row: int) -> Sample:
         """`input_ids`, `labels` and weights of a row; ValueError naming the row if they break the contract."""
         chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
         i = row - int(self._starts[chunk])
@@ -64,8 +66,8 @@ class TokenizedData:
             raise ValueError(f"{where}: {len(input_ids)} input_ids, {len(labels)} labels and len {self.lengths[row]}")
         if weights is not None and not (len(weights) == len(labels) and weights.min() >= 0 and weights.max() <= 1):
             raise ValueError(f"{where}: {WEIGHTS_COLUMN} has to hold {len(labels)} numbers from 0 to 1")
-        if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= vocab_size:
-            raise ValueError(f"{where}: token ids beyond the model's vocabulary of {vocab_size}")
+        if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= self.vocab_size:
+            raise ValueError(f"{where}: token ids beyond the model's vocabulary of {self.vocab_size}")
         num_targets = np.count_nonzero(labels[1:] != IGNORED)
         if num_targets != self.num_loss_tokens[row]:
             raise ValueError(

@@ -3,29 +3,18 @@
 Both are written aside, and renamed when they are whole. Checkpoints may be read by another number of ranks.
 """
 
-import copy
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
-from disk import commit, hash_file, make_aside, read_json, remove_directory, remove_leftovers
+from disk import commit, describe_failed_write, make_aside, read_json, remove_directory, remove_leftovers
 from lifecycle.checkpoint_files import (
     DAMAGED,
     DTYPES,
@@ -45,11 +34,8 @@ from lifecycle.checkpoint_files import (
     write_tensors,
 )
 from optim.optimizers import state_keys
-from osft import OSFTLinear
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
-
-MAX_SHARD_SIZE = "5GB"
 
 
 class NoValidCheckpoint(RunError):
@@ -332,103 +318,3 @@ def find_damage(path: Path, names: list[str], manifest: dict[str, Any]) -> str |
         return None
     except ValueError as error:
         return str(error)
-
-
-def export_model(
-    model: PreTrainedModel,
-    export_dir: Path,
-    *,
-    world: World,
-    generation_config: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-) -> None:
-    """Writes sharded safetensors, config, generation config, tokenizer and chat template to `export_dir`.
-
-    All ranks call this. One parameter at a time is gathered, cast to `dtype`, and moved to rank 0's CPU memory, so no
-    device ever holds the whole model. Raises ValueError on every rank if rank 0 cannot write; nothing is left then.
-    """
-    weights = {name: weight for name, weight in gather_weights(model, dtype, world) if weight is not None}
-    call_on_rank0(
-        world,
-        lambda: write_export(
-            weights,
-            export_dir,
-            config=model.config,
-            generation_config=generation_config,
-            tokenizer=tokenizer,
-            dtype=dtype,
-        ),
-    )
-
-
-def gather_weights(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Iterator[tuple[str, Tensor | None]]:
-    """Each parameter, whole and in `dtype`, on rank 0's CPU; None on the other ranks. Tied parameters come once.
-
-    So do the buffers that belong to a checkpoint, as they are. An OSFT layer gives the one weight that it stands for.
-    """
-    is_rank0 = world.rank == 0
-    merged = set()
-    for prefix, layer in model.named_modules():
-        if isinstance(layer, OSFTLinear):
-            weight = layer.merged_weight(dtype)
-            yield f"{prefix}.weight", weight.cpu() if is_rank0 else None
-            merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
-    for name, param in model.named_parameters():
-        if name in merged:
-            continue
-        weight = param.detach().to(world.device, dtype).full_tensor()
-        yield name, weight.cpu() if is_rank0 else None
-    saved = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in saved and name not in merged:
-            yield name, buffer.cpu() if is_rank0 else None
-
-
-def write_export(
-    weights: dict[str, Tensor],
-    export_dir: Path,
-    *,
-    config: PreTrainedConfig,
-    generation_config: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-) -> None:
-    """Writes `weights` and all that belongs to them beside `export_dir`, then renames the directory to it.
-
-    An export of the same name, by a run that was resumed from before it, is replaced.
-    """
-    needed_bytes = sum(weight.nbytes for weight in weights.values())
-    aside = make_aside(export_dir, needed_bytes, what="the export")
-    try:
-        with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
-            shell = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-        shell.generation_config = generation_config
-        shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
-        tokenizer.save_pretrained(aside)
-        files = sorted(aside.iterdir())
-        for file in files:
-            sync_file(file)
-        write_manifest(aside, {"format": FORMAT, "files": {file.name: hash_file(file) for file in files}})
-        if export_dir.exists():
-            remove_directory(export_dir)
-        commit(aside, export_dir)
-    except (OSError, SafetensorError) as error:
-        raise OSError(describe_failed_write(f"the export {export_dir}", error, aside, needed_bytes)) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:
-    """The message for a write that the disk refused, before the part in `aside` is removed."""
-    free = shutil.disk_usage(aside.parent).free
-    return f"cannot write {what}: {error}; it needs {needed_bytes:,} bytes, the disk has {free:,} free"
-
-
-def sync_file(file: Path) -> None:
-    """Flushes a file to the disk and gives it the permissions of any new file (safetensors writes 0600)."""
-    umask = os.umask(0)
-    os.umask(umask)
-    file.chmod(0o666 & ~umask)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())

@@ -2,9 +2,11 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +14,41 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
+from corpus.reader import TokenizedData
 from disk import written_aside
-from lifecycle.checkpointing import Checkpoint
 from lifecycle.fingerprints import fingerprint_data, fingerprint_model
-from lifecycle.training_log import describe_device, read_versions
-from options import flatten_options
+from options import TrainOptions, flatten_options, iterate_fields, list_identifying_options
+from ranks.devices import describe_device
 from ranks.lock import EXIT_FILE, OWN_FILES
+from ranks.world import World
 
 PARAMS_FILE = "training_params.json"
-# The options that decide what a run computes; others may change from start to start.
-IDENTIFYING_OPTIONS = (
-    "batch_size", "seed", "learning_rate", "num_warmup_steps", "lr_scheduler", "num_decay_steps", "min_lr_ratio",
-    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm",
-    "optimizer", "master_weights", "float8",
-    "osft", "osft_unfreeze_rank_ratio", "osft_target_patterns", "osft_train_others", "osft_basis", "osft_keep_energy",
-    "osft_rank_allocation",
-)  # fmt: skip
 
 
 def identify_run(
-    options: Any,
+    options: TrainOptions,
     *,
     model_dir: str,
-    data: Any,
-    source: Any,
+    data: TokenizedData,
+    data_source: Any,
     tokenizer: PreTrainedTokenizerBase,
     compute_dtype: torch.dtype,
     num_steps: int | None,
 ) -> dict[str, Any]:
     """Whatever decides what a run computes: a checkpoint only fits a run that has the same.
 
-    `data` is the TokenizedData, `source` what its sidecar says of its source; `num_steps` is None unless the learning
-    rate depends on it.
+    `data_source` is what the sidecar says of the file that the data was made from; `num_steps` is None unless the
+    learning rate depends on it.
     """
     values = flatten_options(options)
     return {
-        "data": fingerprint_data(data.path, source=source, lengths=data.lengths, kept=data.kept),
+        "data": fingerprint_data(data.path, source=data_source, lengths=data.lengths, kept=data.kept),
         "tokenizer": fingerprint_tokenizer(tokenizer),
         "chat template": fingerprint_chat_template(tokenizer),
         "model": fingerprint_model(model_dir),
         "compute-dtype": str(compute_dtype).removeprefix("torch."),
         "number of steps": num_steps,
-        **{name.replace("_", "-"): to_json(values[name]) for name in IDENTIFYING_OPTIONS},
+        **{name.replace("_", "-"): to_json(values[name]) for name in list_identifying_options()},
     }
 
 
@@ -100,12 +95,19 @@ def is_own_file(path: Path) -> bool:
     return path.name in OWN_FILES or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}"))
 
 
-def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any], *, allow_changes: bool) -> list[str]:
+def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
+    """Whether the checkpoint lies where the run of this directory writes them."""
+    return checkpoint is not None and checkpoint.absolute().parent == (output_dir / "checkpoints").absolute()
+
+
+def check_same_run(
+    checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, allow_changes: bool
+) -> list[str]:
     """What differs from the run that wrote the checkpoint; ValueError if something does that is not allowed to."""
-    changes = find_changes(checkpoint.state["identity"], identity)
+    changes = find_changes(state["identity"], identity)
     if changes and not allow_changes:
         raise ValueError(
-            f"{checkpoint.path} was made with other {', '.join(changes)}: give what it was made with, name a new"
+            f"{checkpoint} was made with other {', '.join(changes)}: give what it was made with, name a new"
             " --output-dir, or go on all the same with --allow-changed-options"
         )
     return changes
@@ -122,44 +124,45 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return changes
 
 
-def record_start(
-    output_dir: Path,
-    options: Any,
-    world: Any,
-    *,
-    identity: dict[str, Any],
-    resumed_from: Path | None,
-    first_step: int,
-    changes: list[str],
-    auto_settings: dict[str, Any] | None = None,
-) -> None:
-    """Makes the run's directory and writes training_params.json: this start's options, and a line for each start.
+def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, Any], start: dict[str, Any]) -> None:
+    """Makes the run's directory and writes training_params.json: the options of this start, and each start.
 
-    `auto_settings`: what was chosen for options that were auto, and the measurements.
+    `start` is what `describe_start` says of this one; where it goes on from nothing, earlier ones are not its run's.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     try:
-        starts = json.loads((output_dir / PARAMS_FILE).read_text())["starts"] if resumed_from else []
+        starts = json.loads((output_dir / PARAMS_FILE).read_text())["starts"] if start["resumed_from"] else []
     except (OSError, ValueError, KeyError):
-        starts = []  # of a checkpoint from another directory
-    starts.append(
-        {
-            "started": timestamp(),
-            "first_step": first_step,
-            "resumed_from": str(resumed_from) if resumed_from else None,
-            "changed_options": changes,
-            "auto_settings": auto_settings,
-            "world_size": world.world_size,
-            "device": describe_device(world.device),
-            "versions": read_versions(),
-            "git_commit": read_git_commit(),
-            "command": sys.argv,
-        }
-    )
-    write_params(
-        output_dir,
-        {"options": flatten_options(options), "identity": identity, "finished": None, **starts[-1], "starts": starts},
-    )
+        starts = []  # the checkpoint is from another directory
+    starts.append(start)
+    options = flatten_options(options)
+    write_params(output_dir, {"options": options, "identity": identity, "finished": None, **start, "starts": starts})
+
+
+def describe_start(
+    world: World,
+    *,
+    first_step: int,
+    resumed_from: Path | None,
+    changes: list[str],
+    auto_settings: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """When, from where and on what a run is started, as JSON.
+
+    `auto_settings`: what was chosen for options that were auto, and the measurements.
+    """
+    return {
+        "started": timestamp(),
+        "first_step": first_step,
+        "resumed_from": str(resumed_from) if resumed_from else None,
+        "changed_options": changes,
+        "auto_settings": auto_settings,
+        "world_size": world.world_size,
+        "device": describe_device(world.device),
+        "versions": read_versions(),
+        "git_commit": read_git_commit(),
+        "command": sys.argv,
+    }
 
 
 def record_end(output_dir: Path) -> None:
@@ -186,3 +189,20 @@ def read_git_commit() -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() or None
+
+
+def describe_run(options: TrainOptions, world: World) -> str:
+    """The console's first lines: versions, devices, and the options that are not at their defaults."""
+    values = flatten_options(options)
+    changed = [
+        f"{option.name}={value}"
+        for option, _ in iterate_fields(type(options))
+        if (value := values[option.name]) != option.default
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in read_versions().items())
+    return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"
+
+
+def read_versions() -> dict[str, str]:
+    names = ("torch", "transformers", "datasets", "numba", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}

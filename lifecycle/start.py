@@ -1,12 +1,11 @@
-"""What a run and its plan have in common: the files they read, all that is refused early, and the model.
+"""The start of a run and of its plan: which objective and method, the files they read, all that is refused early.
 
 Takes the options as they are, as the scripts do.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,226 +14,221 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
-from methods.osft_calibration import open_calibration_data, prepare_statistics
-from model.attention import check_rope
-from model.build import (
-    PackedCausalLM,
-    build_model,
-    check_model,
-    choose_tokenizer,
-    load_config,
-    load_generation_config,
-)
+from methods.full import Full
+from model.build import build_model, choose_compute_dtype
+from model.check import check_model
+from model.config import ModelSource, check_rope, choose_tokenizer, load_config, load_generation_config
 from model.files import find_model
-from objectives.micro_batch import pack_samples
-from options import SCHEDULES_WITH_END, TrainOptions
-from osft import OSFTSettings, Statistics, describe_osft, find_osft_layers
-from plan.auto_settings import give_back_freed_memory, keeps_to_budget
+from model.method import Method
+from objectives.causal_lm import CausalLM
+from objectives.objective import Objective, PackedModel
+from options import SCHEDULES_WITH_END, DataOptions, TrainOptions
+from osft import OSFT
 from ranks.ending import log
+from ranks.memory import give_back_freed_memory
 from ranks.world import World
 from sampler import RunPosition, count_steps
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class RunInputs:
-    """What a run reads before anything large is loaded; of a plan, None in the place of what cannot be read."""
+def choose_objective(options: TrainOptions) -> Objective:
+    """What the options say is learned."""
+    return CausalLM()
 
-    data: TokenizedData
-    sidecar: dict[str, Any] | None
-    model_dir: str
-    config: PreTrainedConfig
-    generation_config: GenerationConfig
-    tokenizer: PreTrainedTokenizerBase
-    calibration_data: TokenizedData | None
-    max_tokens_per_gpu: int  # with auto, until the model is there to choose it: the longest sample's
-    num_steps: int | None  # None: no end
+
+def choose_method(options: TrainOptions) -> Method:
+    """What the options say trains."""
+    return OSFT(options.osft) if options.osft.osft else Full()
+
+
+@dataclass
+class RunInputs:
+    """What a run reads before anything large is loaded; None in the place of what cannot be read.
+
+    Invariant: whatever is None, or does not fit, is told by `errors`. A run goes on only if there are none.
+    """
+
+    objective: Objective
+    method: Method
+    data_options: DataOptions  # with a number for max_tokens_per_gpu: the longest sample's, where it is auto
     compute_dtype: torch.dtype
+    data: TokenizedData | None = None
+    sidecar: dict[str, Any] | None = None
+    model_dir: str | None = None
+    config: PreTrainedConfig | None = None
+    generation_config: GenerationConfig | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    num_steps: int | None = None  # None: no end
+    errors: list[ValueError | OSError] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def attempt(self, function: Callable[[], Result]) -> Result | None:
+        """The function's result, or None and one error more."""
+        try:
+            return function()
+        except (ValueError, OSError) as error:
+            self.errors.append(error)
+            return None
+
+    def raise_errors(self) -> None:
+        """Raises the one error there is, or a ValueError that names them all."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            listed = "".join(f"\n  - {error}" for error in self.errors)
+            raise ValueError(f"{len(self.errors)} problems:{listed}")
+
+    def source(self, *, trust_remote_code: bool) -> ModelSource:
+        return ModelSource(self.model_dir, self.config, trust_remote_code)
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see lifecycle.record)."""
+        ends = options.optimization.lr_scheduler in SCHEDULES_WITH_END
         return identify_run(
             options,
             model_dir=self.model_dir,
             data=self.data,
-            source=self.sidecar and self.sidecar.get("source"),
+            data_source=self.sidecar and self.sidecar.get("source"),
             tokenizer=self.tokenizer,
             compute_dtype=self.compute_dtype,
-            num_steps=self.num_steps if options.optimization.lr_scheduler in SCHEDULES_WITH_END else None,
+            num_steps=self.num_steps if ends else None,
         )
 
 
-def open_inputs(
-    options: TrainOptions,
-    *,
-    device: torch.device,
-    world_size: int,
-    start: RunPosition,
-    attempt: Callable[[Callable[[], Result]], Result] = lambda function: function(),
-    warn: Callable[[str], None] = lambda text: log.warning(f"warning: {text}"),
-) -> RunInputs:
-    """Opens data, tokenizer and the model's config; raises ValueError for whatever does not fit together.
+def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int, start: RunPosition) -> RunInputs:
+    """Opens data, tokenizer, the model's config and the method's files, and collects all that does not fit together."""
+    inputs = RunInputs(
+        choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
+    )
+    num_dropped = open_data(inputs, options)
+    open_model_config(inputs, options)
+    if inputs.config is not None and inputs.data is not None:
+        inputs.attempt(lambda: check_rope(inputs.config, longest=inputs.data.longest))
+        open_tokenizer(inputs, options)
+    if inputs.tokenizer is not None:
+        inputs.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
+    if inputs.data is not None:
+        inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
+        describe_data(inputs, num_dropped=num_dropped or 0, start=start)
+    find_oddities(inputs, options, world_size=world_size)
+    return inputs
 
-    `attempt` calls what may raise. A plan's keeps the error and returns None, and the rest is looked at without it.
-    """
-    trust = options.model.trust_remote_code
-    max_tokens_per_gpu = options.data.max_tokens_per_gpu
-    sidecar = num_dropped = num_steps = None
-    if (data := attempt(lambda: TokenizedData(options.data.data_path))) is not None:
-        if max_tokens_per_gpu == "auto":
-            max_tokens_per_gpu = int(data.lengths.max())
-        num_dropped = attempt(lambda: data.fit_to(max_tokens_per_gpu, drop_overlong=options.data.drop_overlong))
-        sidecar = attempt(lambda: read_sidecar(options.data.data_path, num_samples=len(data.lengths)))
-    model_dir = attempt(
-        lambda: find_model(
-            options.model.model_name_or_path, revision=options.model.model_revision, trust_remote_code=trust
+
+def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
+    """The data set and its sidecar; returns how many samples are too long."""
+    path, cap = options.data.data_path, options.data.max_tokens_per_gpu
+    inputs.data = data = inputs.attempt(lambda: TokenizedData(path))
+    if data is None:
+        return None
+    if cap == "auto":  # until the model is there to choose it
+        cap = int(data.lengths.max())
+    inputs.data_options = replace(options.data, max_tokens_per_gpu=cap)
+    num_dropped = inputs.attempt(lambda: data.fit_to(cap, drop_overlong=options.data.drop_overlong))
+    inputs.sidecar = inputs.attempt(lambda: read_sidecar(path, num_samples=len(data.lengths)))
+    return num_dropped
+
+
+def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
+    name, revision, trust = (
+        options.model.model_name_or_path,
+        options.model.model_revision,
+        options.model.trust_remote_code,
+    )
+    inputs.model_dir = inputs.attempt(lambda: find_model(name, revision=revision, trust_remote_code=trust))
+    if inputs.model_dir is not None:
+        inputs.config = inputs.attempt(lambda: load_config(inputs.model_dir, inputs.objective, trust_remote_code=trust))
+    if inputs.config is not None:
+        inputs.generation_config = load_generation_config(inputs.model_dir, inputs.config)
+
+
+def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
+    """The tokenizer that made the data; the config learns how many embeddings it needs, and what ends a turn."""
+    config, sidecar = inputs.config, inputs.sidecar
+    found = inputs.attempt(
+        lambda: choose_tokenizer(
+            inputs.model_dir,
+            options.data.data_path,
+            sidecar,
+            vocab_size=config.vocab_size,
+            trust_remote_code=options.model.trust_remote_code,
         )
     )
-    config = generation_config = tokenizer = calibration_data = None
-    if model_dir is not None:
-        config = attempt(lambda: load_config(model_dir, trust_remote_code=trust))
-    if config is not None:
-        generation_config = load_generation_config(model_dir, config)
-    if config is not None and data is not None:
-        attempt(lambda: check_rope(config, longest=data.longest))
-        found = attempt(
-            lambda: choose_tokenizer(
-                model_dir, options.data.data_path, sidecar, vocab_size=config.vocab_size, trust_remote_code=trust
-            )
-        )
-        tokenizer, config.vocab_size = found or (None, config.vocab_size)
-        if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
-            # The data's chat template decides what a turn ends with.
-            config.eos_token_id = generation_config.eos_token_id = sidecar["stop_token_id"]
-    if tokenizer is not None and options.osft.osft_calibration_data is not None:
-        calibration_data = attempt(
-            lambda: open_calibration_data(
-                options.osft.osft_calibration_data, tokenizer, max_tokens_per_gpu=max_tokens_per_gpu
-            )
-        )
-    if data is not None:
-        num_steps = count_run_steps(options, data, start=start)
-        if options.data.batch_size > len(data.kept):
-            warn(f"--batch-size {options.data.batch_size}: each step draws the {len(data.kept)} samples repeatedly")
-        log.info(
-            f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
-            f" {num_dropped or 0:,} dropped, longer than --max-tokens-per-gpu\n"
-            f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {options.data.batch_size} samples"
-            f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
-        )
-    if options.data.batch_size < world_size:
-        warn(f"--batch-size {options.data.batch_size} is smaller than the {world_size} ranks: some have nothing to do")
-    if num_steps is not None and options.optimization.num_warmup_steps >= num_steps:
-        warn(
-            f"--num-warmup-steps {options.optimization.num_warmup_steps}: the run of {num_steps} steps ends before its peak learning"
-            " rate"
-        )
-    return RunInputs(
-        data=data,
-        sidecar=sidecar,
-        model_dir=model_dir,
-        config=config,
-        generation_config=generation_config,
-        tokenizer=tokenizer,
-        calibration_data=calibration_data,
-        max_tokens_per_gpu=max_tokens_per_gpu,
-        num_steps=num_steps,
-        compute_dtype=choose_compute_dtype(options, device),
+    inputs.tokenizer, config.vocab_size = found or (None, config.vocab_size)
+    inputs.data.vocab_size = config.vocab_size
+    if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
+        # The data's chat template decides what a turn ends with.
+        config.eos_token_id = inputs.generation_config.eos_token_id = sidecar["stop_token_id"]
+
+
+def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
+    data, num_steps = inputs.data, inputs.num_steps
+    log.info(
+        f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
+        f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
+        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.data_options.batch_size} samples"
+        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )
 
 
-def count_run_steps(options: TrainOptions, data: TokenizedData, *, start: RunPosition) -> int | None:
-    """The run's steps, those before `start` included; None: no end."""
-    return count_steps(
-        data,
-        batch_size=options.data.batch_size,
-        seed=options.data.seed,
-        start=start,
-        max_steps=options.end.max_steps,
-        max_epochs=options.end.max_epochs,
-        max_samples=options.end.max_samples,
-        max_tokens=options.end.max_tokens,
-    )
+def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) -> None:
+    """Adds a warning for each thing that can be done, and is hardly meant."""
+    batch_size, num_warmup_steps = options.data.batch_size, options.optimization.num_warmup_steps
+    data, num_steps = inputs.data, inputs.num_steps
+    if data is not None and batch_size > len(data.kept):
+        inputs.warnings.append(f"--batch-size {batch_size}: each step draws the {len(data.kept)} samples repeatedly")
+    if batch_size < world_size:
+        inputs.warnings.append(
+            f"--batch-size {batch_size} is smaller than the {world_size} ranks: some have nothing to do"
+        )
+    if num_steps is not None and num_warmup_steps >= num_steps:
+        inputs.warnings.append(
+            f"--num-warmup-steps {num_warmup_steps}: the run of {num_steps} steps ends before its peak learning rate"
+        )
 
 
 def build_run_model(
-    options: TrainOptions, inputs: RunInputs, world: World, *, progress: Callable[[str], None]
-) -> PackedCausalLM:
-    """The sharded model, constrained if the options say so, after its self-checks; `progress` hears of a long start."""
+    options: TrainOptions, inputs: RunInputs, world: World, *, progress: Callable[[str], None] = lambda where: None
+) -> PackedModel:
+    """The sharded model, after its self-checks; `progress` hears of a long start. ValueError for what fails them."""
     if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
+    method, compute = inputs.method, options.compute
     build = functools.partial(
         build_model,
-        inputs.model_dir,
-        inputs.config,
-        trust_remote_code=options.model.trust_remote_code,
-        world=world,
-        compute_dtype=inputs.compute_dtype,
+        inputs.source(trust_remote_code=options.model.trust_remote_code),
+        sharding=options.sharding,
+        objective=inputs.objective,
         weights_dtype=getattr(torch, options.optimization.master_weights),
-        attention=options.compute.attention,
-        activation_checkpointing=options.compute.activation_checkpointing,
-        compile=options.compute.compile,
-        use_liger_kernels=options.compute.use_liger_kernels,
-        float8=options.compute.float8,
-        reshard_after_forward=options.sharding.reshard_after_forward,
-        prefetch_blocks=options.sharding.prefetch_blocks,
-        cpu_offload=options.sharding.cpu_offload,
+        world=world,
         progress=progress,
     )
-    statistics = None
-    if options.osft.osft_statistics is not None or inputs.calibration_data is not None:
-        statistics = prepare_statistics(
-            options.osft.osft_statistics and Path(options.osft.osft_statistics),
-            inputs.calibration_data,
-            build,
-            seed=options.data.seed,
-            max_tokens_per_gpu=inputs.max_tokens_per_gpu,
-            world=world,
-        )
-    model = build(osft=make_osft_settings(options, statistics))
-    check_model(model, pack_samples, device=world.device)
-    log.info(
-        f"model: {inputs.config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters;"
-        f" {str(inputs.compute_dtype).removeprefix('torch.')} compute, {model.backend} attention,"
-        f" {options.compute.activation_checkpointing} activation checkpointing"
-        f"{', liger kernels' if options.compute.use_liger_kernels else ''}{', compiled blocks' if options.compute.compile else ''}"
-        f"{describe_osft(find_osft_layers(model))};"
-        " packing and loss agree with the model's own forward pass"
-    )
+    plain = replace(compute, compile=False, activation_checkpointing="none")
+    method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
+    model = build(compute=compute, method=method)
+    check_model(model, inputs.objective, device=world.device)
+    log.info(describe_model(options, inputs, model))
     return model
 
 
-def make_osft_settings(options: TrainOptions, statistics: Statistics | None = None) -> OSFTSettings | None:
-    """What the options say of OSFT; None without it."""
-    if not options.osft.osft:
-        return None
-    return OSFTSettings(
-        unfreeze_rank_ratio=options.osft.osft_unfreeze_rank_ratio,
-        target_patterns=options.osft.osft_target_patterns,
-        train_others=options.osft.osft_train_others,
-        cache_dir=options.osft.osft_cache_dir,
-        basis=options.osft.osft_basis,
-        keep_energy=options.osft.osft_keep_energy,
-        allocation=options.osft.osft_rank_allocation,
-        statistics=statistics,
-    )
-
-
-def choose_compute_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if options.compute.compute_dtype == "auto" else options.compute.compute_dtype)
-
-
-def is_export_due(options: TrainOptions, position: RunPosition, *, epoch_length: int, is_last: bool) -> bool:
-    """Whether the step that brought the run to `position` crossed one of the thresholds, or was the last."""
-
-    def crossed(every: int) -> bool:
-        return position.num_samples // every > (position.num_samples - options.data.batch_size) // every
-
-    every = options.exports.min_samples_per_checkpoint
+def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel) -> str:
+    compute, method = options.compute, inputs.method
+    num_params = sum(param.numel() for param in model.parameters()) - method.count_added()
+    parts = [
+        f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
+        f"{model.backend} attention",
+        f"{compute.activation_checkpointing} activation checkpointing",
+        *(["liger kernels"] if compute.use_liger_kernels else []),
+        *(["compiled blocks"] if compute.compile else []),
+        *([method.describe()] if method.describe() else []),
+    ]
     return (
-        (is_last and options.exports.save_final_checkpoint)
-        or (every is not None and crossed(every))
-        or (options.exports.checkpoint_at_epoch and crossed(epoch_length))
+        f"model: {inputs.config.model_type}, {num_params:,} parameters; {', '.join(parts)};"
+        " packing and loss agree with the model's own forward pass"
     )
+
+
+def keeps_to_budget(options: TrainOptions) -> bool:
+    """Whether --memory-budget-gb is more than a plan's: a run takes it where something is auto."""
+    is_auto = "auto" in (options.data.max_tokens_per_gpu, options.compute.activation_checkpointing)
+    return options.compute.memory_budget_gb is not None and is_auto

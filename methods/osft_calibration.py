@@ -5,6 +5,7 @@ After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,17 +14,41 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from chat.masking import fingerprint_tokenizer
 from corpus.reader import TokenizedData, read_sidecar
 from disk import hash_file, written_aside
-from model.build import PackedCausalLM, find_blocks
-from osft import Statistics, find_targets
+from methods.osft_subspaces import find_targets, weight_shape
+from model.blocks import find_blocks
+from objectives.objective import Objective, PackedModel
+from options import DataOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from sampler import Batch, iterate_batches
 
-NUM_CALIBRATION_SAMPLES = 512  # at most; drawn from the data with the run's seed
+NUM_CALIBRATION_SAMPLES = 512  # the most that are drawn from the data, with the run's seed
+
+
+@dataclass
+class Statistics:
+    """What earlier tasks gave the layers to see by their data, each data set weighing the same.
+
+    Rank 0's; the other ranks' are empty. Layers with the same input (query, key and value) share one covariance, kept
+    under the first one's name.
+    """
+
+    covariances: dict[str, Tensor] = field(default_factory=dict)  # (in, in) fp64: sum over data sets of mean x x^T
+    inputs: dict[str, str] = field(default_factory=dict)  # layer -> the layer whose covariance is its own
+    similarities: dict[str, float] = field(default_factory=dict)  # block -> sum of mean cosine of input and output
+    data_hashes: list[str] = field(default_factory=list)  # SHA-256 of the data sets' files
+
+    def covariance(self, layer: str) -> Tensor:
+        return self.covariances[self.inputs[layer]]
+
+    def importance(self, block: str) -> float:
+        """The block's cosine similarity, divided by the mean over blocks."""
+        return self.similarities[block] / (sum(self.similarities.values()) / len(self.similarities))
 
 
 def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens_per_gpu: int) -> TokenizedData:
@@ -39,6 +64,21 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
         )
     data.fit_to(max_tokens_per_gpu, drop_overlong=True)
     return data
+
+
+def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv1D]) -> None:
+    """Refuses statistics of a model with other layers or blocks."""
+    for name, module in targets.items():
+        in_features = weight_shape(module)[1]
+        if name not in statistics.inputs or len(statistics.covariance(name)) != in_features:
+            raise ValueError(
+                f"--osft-statistics: nothing there about the {in_features} inputs of {name}: these are statistics of"
+                " another model, or of fewer layers"
+            )
+        if not any(name.startswith(f"{block}.") for block in statistics.similarities):
+            raise ValueError(
+                f"--osft-statistics: nothing there about the block of {name}: these are statistics of another model"
+            )
 
 
 def read_statistics(path: Path) -> Statistics:
@@ -77,16 +117,16 @@ def merge_statistics(old: Statistics, new: Statistics) -> Statistics:
 def prepare_statistics(
     path: Path | None,
     data: TokenizedData | None,
-    build: Callable[..., PackedCausalLM],
+    options: DataOptions,
     *,
-    seed: int,
-    max_tokens_per_gpu: int,
+    build_plain: Callable[[], PackedModel],
+    objective: Objective,
     world: World,
 ) -> Statistics:
     """What is known of earlier tasks from the file `path`, from `data`, or from both; rank 0's.
 
-    `data` is added to what the file holds, once: the file knows which data it has seen. `build` gives the model that
-    the data is shown to.
+    `data` is added to what the file holds, once: the file knows which data it has seen. `build_plain` gives the
+    model that the data is shown to; of `options` the seed and the cap count.
     """
     statistics = Statistics()
 
@@ -99,19 +139,17 @@ def prepare_statistics(
     data_hash = None if data is None else call_on_rank0(world, lambda: hash_file(data.path)["sha256"])
     if data_hash is None or data_hash in known_hashes:
         return statistics
-    model = build(osft=None, compile=False, activation_checkpointing="none")
+    model = build_plain()
+    data.vocab_size = model.model.config.vocab_size
     batch = next(
         iterate_batches(
             data,
-            batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept)),
-            seed=seed,
+            replace(options, batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept))),
+            objective=objective,
             num_steps=1,
-            max_tokens_per_gpu=max_tokens_per_gpu,
             attention_cost=0.0,
             rank=world.rank,
             world_size=world.world_size,
-            vocab_size=model.model.config.vocab_size,
-            pin_memory=False,
         )
     )
     found = gather_statistics(model, batch, data_hash=data_hash, world=world)
@@ -128,7 +166,7 @@ def prepare_statistics(
 
 
 @torch.no_grad()
-def gather_statistics(packed_model: PackedCausalLM, batch: Batch, *, data_hash: str, world: World) -> Statistics:
+def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str, world: World) -> Statistics:
     """One forward pass over each rank's micro-batches of `batch`, in which every linear layer and block is watched.
 
     All tokens count, trained or not; those of micro-batches that only keep a rank busy do not. Sums are in fp64.

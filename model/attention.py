@@ -205,32 +205,3 @@ def find_obstacle(
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     return None
-
-
-def check_layer_types(config: PreTrainedConfig) -> None:
-    """Refuses layers whose state or mask would cross the borders of packed sequences."""
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(
-            f"model type {config.model_type!r} has layers of type {', '.join(sorted(unknown))}; packed sequences are"
-            " kept apart only in full_attention and sliding_attention layers, so this model cannot be trained here"
-        )
-
-
-def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
-    """Refuses rotary embeddings that look at the longest sequence of a row, where that would change its neighbours.
-
-    `longest`: tokens of the longest sample. transformers switches "dynamic" and "longrope" to other frequencies for a
-    whole row as soon as one position is beyond the length that the model was first trained with.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return
-    limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    limit = limit or config.max_position_embeddings
-    if longest > limit:
-        raise ValueError(
-            f"model type {config.model_type!r} has {rope['rope_type']} rotary embeddings, which change for a whole"
-            f" packed row when one sequence is longer than {limit}; the longest sample has {longest} tokens: leave out"
-            f" those longer than {limit} (--max-tokens-per-gpu {limit} --drop-overlong)"
-        )

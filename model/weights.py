@@ -13,45 +13,55 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from model.config import ModelSource
 from model.files import list_weights
+from objectives.objective import Objective
 from ranks.ending import log
 
 Reader = Callable[[], Tensor]  # gives a tensor as it is stored, on the CPU; the memory may be the file's
 
 
-def read_weights(model_dir: str, *, vocab_size: int, trust_remote_code: bool) -> dict[str, Reader]:
+# What transformers' internals, which change from version to version, and torch on stand-ins without data may raise.
+NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
+
+
+def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]:
     """A function for every parameter and buffer by name, which reads it; of tied parameters the source alone.
 
-    Where the model has fewer than `vocab_size` embeddings (and rows of the head), the new ones are the mean of the old.
-    ValueError if the weights do not fit the config.
+    Where the files hold fewer embeddings (and rows of the head) than the config's vocab_size, the new ones are the mean
+    of the old. ValueError if the weights do not fit the config.
     """
+    model_dir = source.directory
     try:
-        model, readers, report = plan_reading(model_dir, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of transformers' internals, which models and versions use in other ways
-        log.debug(f"the weights are read as a whole: {type(error).__name__}: {error}")
-        model, readers, report = read_whole(model_dir, trust_remote_code=trust_remote_code)
+        model, readers, report = plan_reading(source, objective)
+    except NOT_PLANNABLE as error:
+        log.warning(
+            f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 reads them as a whole, in fp32"
+            f" ({type(error).__name__}: {error})"
+        )
+        model, readers, report = read_whole(source, objective)
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
         raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
-    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        is_twice = target in readers and source in readers
-        if is_twice and not torch.equal(readers[target](), readers[source]()):
+    for target, origin in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        is_twice = target in readers and origin in readers
+        if is_twice and not torch.equal(readers[target](), readers[origin]()):
             raise ValueError(
                 f"--model-name-or-path {model_dir}: the config ties the head to the embedding, but the weights"
                 " hold two different ones: set tie_word_embeddings to false in config.json to train both"
             )
         if target in readers:
-            readers.setdefault(source, readers[target])
+            readers.setdefault(origin, readers[target])
             del readers[target]
-    if vocab_size > model.config.vocab_size:
-        grow_vocabulary(model, readers, vocab_size)
+    if source.config.vocab_size > model.config.vocab_size:
+        grow_vocabulary(model, readers, source.config.vocab_size)
     return readers
 
 
 def plan_reading(
-    model_dir: str, *, trust_remote_code: bool
+    source: ModelSource, objective: Objective
 ) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
     """The model without data, a function for each of its tensors, and transformers' report on what is there.
 
@@ -68,9 +78,11 @@ def plan_reading(
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+    # The model as its files describe it, and what they hold.
+    model_dir, trust_remote_code = source.directory, source.trust_remote_code
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = objective.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     stored = find_stored(Path(model_dir))
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
@@ -144,22 +156,17 @@ def read_tensor(path: Path, key: str) -> Tensor:
         return file.get_tensor(key)
 
 
-def read_whole(model_dir: str, *, trust_remote_code: bool) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
+def read_whole(source: ModelSource, objective: Objective) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
     """As `plan_reading`, for any model that transformers can load, with all of it in memory.
 
     In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type.
     """
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=trust_remote_code,
+        model, report = objective.load_model(
+            source.directory, dtype=torch.float32, trust_remote_code=source.trust_remote_code
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
+        raise ValueError(f"--model-name-or-path {source.directory}: cannot load the weights: {error}") from None
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     return model, {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in tensors.items()}, report
 

@@ -1,5 +1,6 @@
 """Samples -> the micro-batch that a rank trains on: one packed row, and where it is trained."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -36,19 +37,19 @@ class MicroBatch:
         return replace(self, **{name: function(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
-def idle_sample() -> Sample:
+def make_idle_sample() -> Sample:
     """What a rank without work trains on: two tokens, no target, so that it takes part in every collective."""
     return np.zeros(2, dtype=np.int64), np.full(2, IGNORED), None
 
 
-def pack_samples(samples: list[Sample]) -> MicroBatch:
+def pack_samples(samples: Sequence[Sample]) -> MicroBatch:
     """Packs samples into one row; either all have weights or none.
 
     Where no sample has more than one token, an idle one joins them: torch.compile takes 0 and 1 for constants, and
     would compile such a row by itself, whenever it comes.
     """
     if max(len(input_ids) for input_ids, _, _ in samples) == 1:
-        ids, labels, _ = idle_sample()
+        ids, labels, _ = make_idle_sample()
         samples = [*samples, (ids, labels, None if samples[0][2] is None else np.zeros(len(ids), dtype=np.float32))]
     lengths = [len(input_ids) for input_ids, _, _ in samples]
     cu_seqlens = np.cumsum([0, *lengths])

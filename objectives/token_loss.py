@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ranks.memory import memory_kind
+
 # Bytes of one chunk's fp32 logits. Large enough to fill a GPU's matrix units at any vocabulary size, small
 # beside a block's activations.
 CHUNK_BYTES = 2**29
@@ -37,6 +39,7 @@ def sum_token_loss(
 
 class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
+    @memory_kind("loss")
     def forward(ctx, hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled):
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -65,6 +68,7 @@ class _SumTokenLoss(torch.autograd.Function):
         return loss_sum
 
     @staticmethod
+    @memory_kind("loss")
     def backward(ctx, d_loss):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes

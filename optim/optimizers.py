@@ -1,57 +1,15 @@
-"""The optimizer, and learning rates as pure functions of the step."""
-
-import math
-from typing import Literal
+"""The optimizer: built, told of the step, and given clipped gradients."""
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from optim.compact_adamw import BLOCK_SIZE, CompactAdamW
-
-Scheduler = Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"]
-
-
-def learning_rate_at(
-    step: int,
-    *,
-    scheduler: Scheduler,
-    peak: float,
-    num_warmup_steps: int,
-    num_steps: int | None,
-    num_decay_steps: int | None = None,
-    min_lr_ratio: float = 0.0,
-) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `num_steps`.
-
-    Warm-up rises linearly and reaches `peak` at step `num_warmup_steps`; step 0 already trains, with
-    peak / (num_warmup_steps + 1). Decays (linear, cosine, and wsd's last `num_decay_steps`) reach
-    `min_lr_ratio * peak` one step after the last, so that the last step still trains when the ratio is 0.
-    """
-    if step < num_warmup_steps and scheduler != "constant":
-        return peak * (step + 1) / (num_warmup_steps + 1)
-    if scheduler in ("constant", "constant_with_warmup"):
-        return peak
-    assert num_steps is not None, f"{scheduler} needs the number of steps"
-    if scheduler == "wsd":
-        decay_length = num_decay_steps or max(1, num_steps // 10)
-        decay_start = max(num_warmup_steps, num_steps - decay_length)
-    else:
-        decay_start = num_warmup_steps
-    progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
-    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if scheduler == "cosine" else 1 - progress
-    return peak * (min_lr_ratio + (1 - min_lr_ratio) * remaining)
+from options import OptimizationOptions
 
 
 def build_optimizer(
-    model: nn.Module,
-    *,
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw",
-    learning_rate: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    seed: int = 0,
+    model: nn.Module, options: OptimizationOptions, *, seed: int = 0
 ) -> torch.optim.AdamW | CompactAdamW:
     """AdamW over the trainable parameters; norms and biases (fewer than 2 dimensions) are not decayed.
 
@@ -60,12 +18,14 @@ def build_optimizer(
     params = [p for p in model.parameters() if p.requires_grad]
     assert all(isinstance(p, DTensor) for p in params), "gathered parameters: the optimizer would train dead copies"
     groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if optimizer == "adamw" and all(p.dtype == torch.float32 for p in params):
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
-    return CompactAdamW(groups, lr=learning_rate, betas=betas, eps=eps, is_8bit=optimizer == "adamw8bit", seed=seed)
+    lr, betas, eps = options.learning_rate, (options.adam_beta1, options.adam_beta2), options.adam_eps
+    is_8bit = options.optimizer == "adamw8bit"
+    if not is_8bit and all(p.dtype == torch.float32 for p in params):
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return CompactAdamW(groups, lr=lr, betas=betas, eps=eps, is_8bit=is_8bit, seed=seed)
 
 
 def set_step(optimizer: torch.optim.Optimizer, *, step: int, learning_rate: float) -> None:

@@ -7,44 +7,40 @@ of as many ranks as wanted (torch's fake process group), and `MemoryCounter` add
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from lifecycle.start import make_osft_settings
-from lifecycle.training_log import FlopCount, count_flops
-from model.build import PackedCausalLM, apply_fsdp, set_gradient_sync, shape_model
+from lifecycle.start import RunInputs, choose_method
+from lifecycle.step import TrainState, run_backward, update_weights
+from model.build import make_meta_model
+from model.flops import FlopCount, count_flops
+from model.method import MetaModel, Method
+from model.sharding import apply_fsdp, set_gradient_sync
+from objectives.objective import Objective, PackedModel
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
-from options import TrainOptions
-from osft import (
-    OSFTLinear,
-    OSFTSettings,
-    count_kept,
-    find_osft_layers,
-    find_targets,
-    oriented_shape,
-    project_gradients,
-    project_updates,
-    replace_layers,
-)
-from plan.auto_settings import make_micro_batch
-from ranks.memory import MemoryCounter
+from options import ComputeOptions, TrainOptions
+from ranks.memory import MemoryCounter, memory_kind
 from ranks.world import World, make_mesh
 
 SHARDED = ("weights", "frozen", "gradients", "optimizer")  # kinds of memory that --cpu-offload takes elsewhere
-UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio to plan with where --osft-keep-energy will decide
+# Where FSDP's code is entered from the model's and autograd's: whatever it allocates there is for its collectives.
+FSDP_HOOKS = {
+    FSDPState: ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
+    FSDPParamGroup: ("post_backward",),
+}
 
 
 @dataclass(frozen=True)
@@ -59,160 +55,174 @@ class StepMemory:
     def total(self) -> int:
         return self.peak.total()
 
-    def at(self, num_tokens: int) -> float:
-        """The peak with another number of tokens."""
-        return self.total + self.per_token * (num_tokens - self.num_tokens)
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that are simulated."""
 
-@contextmanager
-def fake_world(world_size: int, num_shards: int) -> Iterator[World]:
-    """Rank 0 of `world_size` ranks that are not there; no other process group may exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield World(0, world_size, torch.device("cpu"), make_mesh("cpu", world_size, num_shards), dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    world_size: int
+    num_shards: int  # ranks that hold one copy of the model
+    offloads: bool = False  # whether what is sharded lies elsewhere, and is not counted
 
 
 @dataclass(frozen=True)
-class ShapedModel:
-    """A model without memory, and what is known of it from its shape."""
+class Load:
+    """A micro-batch to simulate."""
 
-    model: PreTrainedModel
-    blocks: nn.ModuleList
-    backend: str
-    compute_dtype: torch.dtype
-    num_params: int  # of OSFT the weights that it stands for
+    num_tokens: int
+    num_trained: int
+    longest: int  # tokens of its longest sequence
+    accumulates: bool  # the step has several micro-batches, so that gradients are there during the forward pass
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model without memory, with its method's layers, and what is known of it from its shape."""
+
+    meta: MetaModel
+    method: Method
+    objective: Objective
+    num_params: int  # without what the method's layers add
     num_trainable: int
-    state_bytes: int  # of a checkpoint: all of that, and two moments of what trains
+    state_bytes: int  # of a checkpoint: all parameters and buffers, and two moments of what trains
     flops: FlopCount
 
 
-def shape_run_model(
-    options: TrainOptions, config: PreTrainedConfig, *, compute_dtype: torch.dtype, attention: str
-) -> ShapedModel:
-    """The model on the meta device, as a run on a CPU would shape it. ValueError for what cannot be trained.
+def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOptions) -> PlannedModel:
+    """The model on the meta device, as a run on a CPU would lay it out. ValueError for what cannot be trained.
 
-    Without --compile, --float8 and --use-liger-kernels, which need the device itself.
+    `compute` without --compile, --float8 and --use-liger-kernels, which need the device itself.
     """
-    model, blocks, backend = shape_model(
-        config,
-        trust_remote_code=options.model.trust_remote_code,
-        device=torch.device("cpu"),
-        compute_dtype=compute_dtype,
-        attention=attention,
-        activation_checkpointing=options.compute.activation_checkpointing,
-        compile=False,
-        use_liger_kernels=False,
-        has_osft=options.osft.osft,
-    )
+    method = choose_method(options)
+    source = inputs.source(trust_remote_code=options.model.trust_remote_code)
+    meta = make_meta_model(source, compute, objective=inputs.objective, method=method, device=torch.device("cpu"))
+    model = meta.model
     num_params = sum(param.numel() for param in model.parameters())
-    if (osft := make_osft_settings(options)) is not None:
-        shape_osft(model, blocks, osft, compute_dtype=compute_dtype)
-    else:
-        for param in model.parameters():
-            param.data = param.data.to(getattr(torch, options.optimization.master_weights))
+    for param in model.parameters():
+        param.data = param.data.to(getattr(torch, options.optimization.master_weights))
+    method.lay_out(meta)
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
-    U_high_numel = sum(layer.num_rows * layer.num_kept for layer in find_osft_layers(model) if layer.projects)
-    return ShapedModel(
-        model,
-        blocks,
-        backend,
-        compute_dtype,
+    saved = model.state_dict().keys()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
+    return PlannedModel(
+        meta,
+        method,
+        inputs.objective,
         num_params=num_params,
         num_trainable=sum(param.numel() for param in trained),
-        state_bytes=sum(param.numel() * param.itemsize for param in params)
-        + sum(moment_bytes(param, options.optimization.optimizer) for param in trained)
-        + 4 * U_high_numel,
-        flops=count_flops(model, config),
+        state_bytes=sum(tensor.numel() * tensor.itemsize for tensor in (*params, *buffers))
+        + sum(moment_bytes(param, options.optimization.optimizer) for param in trained),
+        flops=count_flops(model, inputs.config),
     )
 
 
-def simulate_step(
-    options: TrainOptions,
-    shaped: ShapedModel,
-    *,
-    world_size: int,
-    num_shards: int,
-    num_tokens: int,
-    num_trained: int,
-    longest: int,
-    accumulates: bool,
-    offloads: bool = False,
-) -> StepMemory:
-    """A micro-batch of `num_tokens`, `num_trained` of them trained, in sequences of up to `longest` tokens.
+def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, ranks: Ranks) -> StepMemory:
+    """The memory of a step whose largest micro-batch is `load`. Uses `planned` up.
 
-    `accumulates`: whether the step has more than one micro-batch, so that gradients are there during the forward pass.
-    `offloads`: whether what is sharded lies elsewhere, and is not counted. Uses `shaped` up. RuntimeError where an
-    operation of the model cannot be simulated.
+    RuntimeError where an operation of the model cannot be simulated.
     """
-    packed_model = PackedCausalLM(shaped.model, backend=shaped.backend, compute_dtype=shaped.compute_dtype)
+    meta, when = planned.meta, options.sharding.micro_batch_grad_sync
+    packed_model = planned.objective.wrap(
+        meta.model, backend=meta.backend, compute_dtype=meta.compute_dtype, fuses_loss=False
+    )
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
-        fake_world(world_size, num_shards) as world,
+        fake_world(ranks) as world,
         quiet_simulation(),
+        fsdp_memory(),
         fake,
         AnyTypeOfExperts(),
         MemoryCounter() as counter,
     ):
-        give_memory(packed_model, world)
+        # The sharded model, and an update, which makes the optimizer's state.
+        give_memory(packed_model, planned.method, world)
         apply_fsdp(
             packed_model,
-            shaped.blocks,
-            weights={},
+            meta.blocks,
+            replace(options.sharding, cpu_offload=False),
+            method=planned.method,
+            readers={},
             weights_dtype=getattr(torch, options.optimization.master_weights),
-            subspaces={},
             world=world,
-            reshard_after_forward=options.sharding.reshard_after_forward,
-            prefetch_blocks=options.sharding.prefetch_blocks,
-            cpu_offload=False,
         )
         tensors = [*packed_model.train().parameters(), *packed_model.buffers()]
         params = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in tensors:
             counter.count(tensor, "weights" if tensor.requires_grad else "frozen")
-        for param in params:
-            param.grad = torch.zeros_like(param)
-            counter.count(param.grad, "gradients")
-        optimizer = build_optimizer(
-            packed_model,
-            optimizer=options.optimization.optimizer,
-            learning_rate=0.0,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-        )
-        osft_layers = find_osft_layers(packed_model)
+        optimizer = build_optimizer(packed_model, options.optimization)
+        state = TrainState(packed_model, planned.method, optimizer, world)
+        make_gradients(params, counter)
         counter.reset_peak()
-        project_gradients(osft_layers)
-        optimizer.step()
-        project_updates(osft_layers)
+        planned.method.constrain_gradients()
+        update_weights(state, step=0, lr=0.0)
         peaks = [counter.peak]
-        # Where gradients stay whole until the last micro-batch, a first one has to make them.
-        waits = accumulates and options.sharding.micro_batch_grad_sync == "last"
-        passes = [(num_tokens // 2, not waits), (num_tokens, not waits)]
-        passes = [passes[0], *passes, (num_tokens, True)] if waits else passes
-        if waits:
-            optimizer.zero_grad()
+
+        # Forward and backward of half and of all tokens. Where gradients stay whole until the last micro-batch, a first
+        # one has to make them.
+        waits = load.accumulates and when == "last"
+        passes = [(load.num_tokens // 2, not waits), (load.num_tokens, not waits)]
+        passes = [passes[0], *passes, (load.num_tokens, True)] if waits else passes
+        if load.accumulates and not waits:
+            make_gradients(params, counter)
         for size, is_last in passes:
-            if not accumulates:
+            if not load.accumulates:
                 optimizer.zero_grad()
             counter.reset_peak()
-            set_gradient_sync(packed_model, options.sharding.micro_batch_grad_sync, is_last=is_last)
-            micro_batch = make_micro_batch(size, size * num_trained // num_tokens, longest=longest)
-            (packed_model(micro_batch._map_tensors(fake.from_tensor)) / 1.0).backward()
+            set_gradient_sync(packed_model, when, is_last=is_last)
+            num_trained = size * load.num_trained // load.num_tokens
+            micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
+            run_backward(packed_model, micro_batch._map_tensors(fake.from_tensor), num_targets=1)
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")
             peaks.append(counter.peak)
-    if offloads:
+    if ranks.offloads:
         peaks = [Counter({kind: size for kind, size in peak.items() if kind not in SHARDED}) for peak in peaks]
     return StepMemory(
         peak=max(peaks, key=Counter.total),
-        num_tokens=num_tokens,
-        per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (num_tokens - num_tokens // 2),
+        num_tokens=load.num_tokens,
+        per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (load.num_tokens - load.num_tokens // 2),
     )
+
+
+def make_gradients(params: list[nn.Parameter], counter: MemoryCounter) -> None:
+    for param in params:
+        param.grad = torch.zeros_like(param)
+        counter.count(param.grad, "gradients")
+
+
+@contextmanager
+def fake_world(ranks: Ranks) -> Iterator[World]:
+    """Rank 0 of ranks that are not there; no other process group may exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world_size)
+    try:
+        mesh = make_mesh("cpu", ranks.world_size, ranks.num_shards)
+        yield World(0, ranks.world_size, torch.device("cpu"), mesh, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fsdp_memory() -> Iterator[None]:
+    """Counts what FSDP's hooks allocate as gathered; AttributeError where torch calls them by other names."""
+
+    def count_as_gathered(hook: Callable) -> Callable:
+        @functools.wraps(hook)
+        def run_hook(*args: Any, **kwargs: Any) -> Any:
+            with memory_kind("gathered"):
+                return hook(*args, **kwargs)
+
+        return run_hook
+
+    hooks = [(owner, name, getattr(owner, name)) for owner, names in FSDP_HOOKS.items() for name in names]
+    for owner, name, hook in hooks:
+        setattr(owner, name, count_as_gathered(hook))
+    try:
+        yield
+    finally:
+        for owner, name, hook in hooks:
+            setattr(owner, name, hook)
 
 
 class AnyTypeOfExperts(TorchDispatchMode):
@@ -239,25 +249,12 @@ def quiet_simulation() -> Iterator[None]:
         load_map.cache_clear()  # its tensors are simulated ones now
 
 
-def shape_osft(model: nn.Module, blocks: nn.ModuleList, osft: OSFTSettings, *, compute_dtype: torch.dtype) -> None:
-    """OSFT's layers by their shapes alone; where the data decide how much each keeps, all keep the mean."""
-    targets = find_targets(model, blocks, osft.target_patterns)
-    ratio = UNKNOWN_ENERGY_RATIO if osft.unfreeze_rank_ratio is None else osft.unfreeze_rank_ratio
-    num_kept = {name: count_kept(oriented_shape(layer, osft.basis)[1], ratio) for name, layer in targets.items()}
-    replace_layers(model, targets, num_kept, osft, compute_dtype=compute_dtype)
-
-
-def give_memory(packed_model: PackedCausalLM, world: World) -> None:
+def give_memory(packed_model: PackedModel, method: Method, world: World) -> None:
     """Puts tensors on the (simulated) device in the place of those on the meta device."""
     for module in packed_model.modules():
         for name, param in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty_like(param, device=world.device), param.requires_grad))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=world.device))
-        if isinstance(module, OSFTLinear) and module.projects:
-            rows, num_kept = -(-module.num_rows // world.num_shards), module.num_kept
-            module.U_high = DTensor.from_local(
-                torch.empty(rows, num_kept), world.shard_mesh, [Shard(0)], run_check=False,
-                shape=(module.num_rows, num_kept), stride=(num_kept, 1),
-            )  # fmt: skip
+        method.give_memory(module, world=world)
     packed_model.model.tie_weights()

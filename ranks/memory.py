@@ -1,8 +1,12 @@
-"""Counts the bytes of tensors, live and at their peak: of a real step on the CPU, or of one that is only simulated."""
+"""The memory of a rank: how much it may use, what it holds, and a counter of what tensors take and are for."""
 
-import sys
+import ctypes
+import os
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,18 +15,57 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# What the code that allocates is part of, by a piece of its file's name; the innermost call that matches tells.
-KINDS = {
-    "token_loss.py": "loss",
-    "/fsdp/_fully_shard/": "gathered",
-    "/torch/optim/": "optimizer",
-    "compact_adamw.py": "optimizer",
-}
-OTHER = "activations"
+GIB = 2**30
+MARGIN = 0.1  # share of the memory that stays free, for communication buffers and fragmentation
+CPU_SHARE = 0.8  # share of the available memory that all processes of a machine without GPUs count with
+M_MMAP_THRESHOLD = -3  # the option's number in glibc's malloc.h
+SMALL_BLOCK = 2**16  # bytes from which on an allocation is a mapping of its own, which is given back at once
+ACTIVATIONS = "activations"  # what memory is for where nothing says otherwise
+
+
+def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_here: bool = True) -> int:
+    """Bytes that one rank may use on `device`: the budget, or what is there, without `MARGIN`.
+
+    `is_here`: the device is this machine's, so that there is no more than it has.
+    """
+    if memory_budget_gb is not None:
+        size = memory_budget_gb * GIB
+    elif device.type == "cuda":
+        size = torch.cuda.mem_get_info(device)[1]
+    else:  # what this process has already is its own
+        size = CPU_SHARE * (available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + resident_memory())
+    if device.type == "cuda" and is_here:
+        size = min(size, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))  # others use it too
+    return int(size * (1 - MARGIN))
+
+
+def available_memory() -> int:
+    """Bytes that processes can still be given on this machine, or in this container."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(counts.get("inactive_file", 0))  # pages of files, which are given back when memory is needed
+        return available if limit == "max" else min(available, int(limit) - int(used) + cached)
+    except (OSError, ValueError):  # no control groups, or older ones
+        return available
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_freed_memory() -> None:
+    """Has glibc's malloc return what is freed, which is slower; what it keeps by default can be half as much again."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, SMALL_BLOCK)
 
 
 class MemoryCounter(TorchDispatchMode):
-    """While it is entered, counts the memory of every tensor that is made, and gives it a kind.
+    """While it is entered, counts the memory of every tensor that is made, by what `memory_kind` says it is for.
 
     What exists before counts once it is given to `count`. The scratch memory of a single operation is not seen.
     """
@@ -65,7 +108,7 @@ class MemoryCounter(TorchDispatchMode):
         is_known = storage._cdata in self._storages
         if is_known and kind is None:
             return
-        self._set(storage._cdata, storage.nbytes(), kind or find_kind())
+        self._set(storage._cdata, storage.nbytes(), kind or current_kind)
         if not is_known:
             weakref.finalize(storage, self._drop, storage._cdata)
 
@@ -91,11 +134,15 @@ class MemoryCounter(TorchDispatchMode):
         self.num_live -= size
 
 
-def find_kind() -> str:
-    frame = sys._getframe(2)
-    while frame is not None:
-        for piece, kind in KINDS.items():
-            if piece in frame.f_code.co_filename:
-                return kind
-        frame = frame.f_back
-    return OTHER
+current_kind = ACTIVATIONS
+
+
+@contextmanager
+def memory_kind(kind: str) -> Iterator[None]:
+    """What the tensors made in this block are for, for whoever counts them; costs next to nothing if nobody does."""
+    global current_kind
+    outer, current_kind = current_kind, kind
+    try:
+        yield
+    finally:
+        current_kind = outer

@@ -3,12 +3,13 @@
 import datetime
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
@@ -122,6 +123,17 @@ def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
     if kind != "returned":
         raise RunError(kind, value)
     return value
+
+
+def broadcast_from_rank0(
+    value: Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Rank 0's `value`, as `dtype`, on every rank's `device`; the others' is not looked at."""
+    received = torch.empty(shape, dtype=dtype, device=device)
+    if dist.get_rank() == 0:
+        received.copy_(value)
+    dist.broadcast(received, src=0)
+    return received
 
 
 def gather_on_rank0(world: World, value: Result) -> list[Result] | None:

@@ -1,0 +1,87 @@
+"""Exports: ordinary Hugging Face models, written aside and renamed when they are whole."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from disk import commit, describe_failed_write, hash_file, make_aside, remove_directory, sync_file
+from lifecycle.checkpoint_files import FORMAT, write_manifest
+from model.method import Method
+from objectives.objective import Objective
+from ranks.world import World, call_on_rank0
+
+MAX_SHARD_SIZE = "5GB"
+
+
+def export_model(
+    model: PreTrainedModel,
+    export_dir: Path,
+    *,
+    objective: Objective,
+    method: Method,
+    world: World,
+    generation_config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+) -> None:
+    """Writes sharded safetensors, config, generation config, tokenizer and chat template to `export_dir`.
+
+    All ranks call this. One parameter at a time is gathered, cast to `dtype`, and moved to rank 0's CPU memory, so no
+    device ever holds the whole model. Raises ValueError on every rank if rank 0 cannot write; nothing is left then.
+    """
+    weights = {name: weight for name, weight in method.gather_weights(model, dtype, world=world) if weight is not None}
+    call_on_rank0(
+        world,
+        lambda: write_export(
+            weights,
+            export_dir,
+            model.config,
+            objective=objective,
+            method=method,
+            generation_config=generation_config,
+            tokenizer=tokenizer,
+            dtype=dtype,
+        ),
+    )
+
+
+def write_export(
+    weights: dict[str, Tensor],
+    export_dir: Path,
+    config: PreTrainedConfig,
+    *,
+    objective: Objective,
+    method: Method,
+    generation_config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+) -> None:
+    """Writes `weights` and all that belongs to them beside `export_dir`, then renames the directory to it.
+
+    An export of the same name, by a run that was resumed from before it, is replaced.
+    """
+    needed_bytes = sum(weight.nbytes for weight in weights.values())
+    aside = make_aside(export_dir, needed_bytes, what="the export")
+    try:
+        with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
+            shell = objective.make_model(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+        shell.generation_config = generation_config
+        shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
+        tokenizer.save_pretrained(aside)
+        method.write_extras(aside)
+        files = sorted(aside.iterdir())
+        for file in files:
+            sync_file(file)
+        write_manifest(aside, {"format": FORMAT, "files": {file.name: hash_file(file) for file in files}})
+        if export_dir.exists():
+            remove_directory(export_dir)
+        commit(aside, export_dir)
+    except (OSError, SafetensorError) as error:
+        raise OSError(describe_failed_write(f"the export {export_dir}", error, aside, needed_bytes)) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""What a step was, in numbers: one line of training_metrics_0.jsonl."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from batch_packer import cost_samples
+from model.flops import FlopCount
+from optim.reduction import StepSums
+from sampler import Batch, RunPosition
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of training_metrics_0.jsonl. Token and sample counts are over all ranks."""
+
+    step: int  # 1 after the first optimizer step
+    epoch: float  # samples drawn so far / samples in the data set
+    lr: float
+    loss: float  # mean over the batch's trained tokens
+    grad_norm: float  # before clipping
+    num_samples: int
+    num_loss_counted_tokens: int  # trained
+    num_total_tokens: int  # trained and masked
+    grad_accum: int  # micro-batches on each rank
+    time_per_batch: float  # seconds, from having the batch to having updated the weights
+    tokens_per_second: float  # num_total_tokens over time_per_batch and data_wait_seconds
+    samples_per_second: float
+    total_samples_accumulated: int
+    total_tokens_accumulated: int
+    peak_memory_usage_GB: float  # largest of any rank: allocated on CUDA, resident on CPU
+    packing_efficiency: float  # num_total_tokens / (micro-batches x ranks x max_tokens_per_gpu)
+    rank_balance: float  # mean / max of the ranks' cost, over the micro-batches: 1 is perfect
+    data_wait_seconds: float  # longest that a rank waited for its batch
+    mfu: float | None  # model FLOP utilisation; null where the device's peak is unknown
+
+
+@dataclass(frozen=True)
+class StepMeter:
+    """Turns steps into metrics; holds what is the same for all steps of a run."""
+
+    epoch_length: int  # samples
+    max_tokens_per_gpu: int
+    flops: FlopCount
+    peak_flops: float | None  # of one device; None where it is unknown
+
+    def measure(
+        self, batch: Batch, sums: StepSums, position: RunPosition, *, lr: float, seconds: float
+    ) -> dict[str, Any]:
+        """The metrics, by name, of one step that took `seconds` and brought the run to `position`."""
+        batch_tokens = int(batch.lengths.sum())
+        num_micro_batches, world_size = len(batch.table), len(batch.table[0])
+        sample_costs = cost_samples(batch.lengths, self.flops.attention_cost)
+        costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])  # (K, world_size)
+        total_seconds = seconds + sums.data_wait_seconds
+        batch_flops = self.flops.of_batch(batch.lengths, batch.num_loss_tokens)
+        peak = self.peak_flops
+        metrics = StepMetrics(
+            step=position.step,
+            epoch=position.num_samples / self.epoch_length,
+            lr=lr,
+            loss=sums.loss_sum / max(1, batch.num_loss_tokens),
+            grad_norm=sums.grad_norm,
+            num_samples=len(batch.lengths),
+            num_loss_counted_tokens=batch.num_loss_tokens,
+            num_total_tokens=batch_tokens,
+            grad_accum=num_micro_batches,
+            time_per_batch=seconds,
+            tokens_per_second=batch_tokens / total_seconds,
+            samples_per_second=len(batch.lengths) / total_seconds,
+            total_samples_accumulated=position.num_samples,
+            total_tokens_accumulated=position.num_tokens,
+            peak_memory_usage_GB=sums.peak_memory_bytes / 1e9,
+            packing_efficiency=batch_tokens / (num_micro_batches * world_size * self.max_tokens_per_gpu),
+            rank_balance=float(costs.mean(axis=1).sum() / costs.max(axis=1).sum()),
+            data_wait_seconds=sums.data_wait_seconds,
+            mfu=None if peak is None else batch_flops / total_seconds / (peak * world_size),
+        )
+        return asdict(metrics)

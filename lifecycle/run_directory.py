@@ -1,0 +1,168 @@
+"""The directory of a run: locked, owned, resumed from, written to."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disk import remove_leftovers
+from lifecycle.checkpoint_files import has_checkpoints
+from lifecycle.checkpointing import Checkpoint, Checkpointer
+from lifecycle.due import what_is_due
+from lifecycle.export import export_model
+from lifecycle.record import (
+    check_output_dir,
+    check_same_run,
+    check_unused,
+    describe_start,
+    is_checkpoint_of,
+    record_end,
+    record_start,
+)
+from lifecycle.start import RunInputs
+from lifecycle.step import TrainState
+from lifecycle.training_log import Console, MetricsFile, TrainingLog
+from options import TrainOptions, flatten_options
+from ranks.ending import log
+from ranks.monitor import Flag, RunControl
+from ranks.world import World, call_on_rank0
+from sampler import RunPosition
+
+
+class RunDirectory:
+    """This start's hold on `--output-dir`. All ranks call every method.
+
+    Invariant: it is locked from the beginning; nothing of it is changed before `claim` has found it to be this run's,
+    but for what a killed run left unfinished and for damaged checkpoints, which get another name.
+    """
+
+    def __init__(self, options: TrainOptions, world: World, control: RunControl):
+        """Locks the directory and chooses the checkpoint to go on from; RunError or ValueError if it cannot be had."""
+        self.options, self.world, self.control = options, world, control
+        self.path = Path(options.output_dir)
+        self.exports_dir = self.path / "hf_format"
+        call_on_rank0(world, lambda: control.lock(self.path))
+        call_on_rank0(world, lambda: check_output_dir(self.path))
+        self.checkpointer = Checkpointer(
+            self.path / "checkpoints",
+            world=world,
+            num_kept=options.checkpoints.keep_checkpoints,
+            is_async=options.checkpoints.async_checkpoint,
+        )
+        if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
+            control.own(self.path)
+        self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.checkpoints.resume)
+        self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
+        self.identity: dict[str, Any] = {}
+        self.changes: list[str] = []
+        self.auto_settings: dict[str, Any] | None = None
+        if self.checkpoint is not None:
+            self.auto_settings = self.checkpoint.state.get("auto_settings")
+        self.last_save = time.monotonic()
+        if self.checkpoint is None:
+            log.info(f"starting from step 0 in {self.path}")
+        else:
+            log.info(f"resuming from {self.checkpoint.path}: {self.start}")
+
+    def claim(self, inputs: RunInputs) -> None:
+        """Finds that directory and checkpoint are of the run that `inputs` make; ValueError if they are another's."""
+        options = self.options.checkpoints
+        self.identity = call_on_rank0(self.world, lambda: inputs.identify(self.options))
+        if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
+            call_on_rank0(self.world, lambda: check_unused(self.path, self.identity, resume=options.resume))
+            self.control.own(self.path)
+        if self.checkpoint is not None:
+            self.changes = check_same_run(
+                self.checkpoint.path,
+                self.checkpoint.state,
+                self.identity,
+                allow_changes=options.allow_changed_options,
+            )
+        call_on_rank0(self.world, lambda: remove_leftovers(self.exports_dir))
+
+    def restore(self, state: TrainState) -> None:
+        """Fills weights and optimizer from the checkpoint, if there is one, and notes this start in the directory."""
+        if self.checkpoint is not None:
+            self.checkpointer.load(self.checkpoint, state.model, state.optimizer)
+        start = describe_start(
+            self.world,
+            first_step=self.start.step,
+            resumed_from=self.checkpoint and self.checkpoint.path,
+            changes=self.changes,
+            auto_settings=self.auto_settings,
+        )
+        call_on_rank0(self.world, lambda: record_start(self.path, self.options, self.identity, start))
+
+    def open_log(self, *, num_steps: int | None) -> TrainingLog:
+        """The sinks that are told of every step; none on the ranks other than 0."""
+        if self.world.rank > 0:
+            return TrainingLog([])
+        first_step = self.start.step
+        return TrainingLog(
+            [MetricsFile(self.path, first_step=first_step), Console(first_step=first_step, num_steps=num_steps)]
+        )
+
+    def start_loop(self) -> None:
+        """From here on the clock of --checkpoint-every-minutes runs, and a request to stop waits for a step's end."""
+        self.last_save = time.monotonic()
+        self.control.start_loop(steps_done=self.start.step)
+
+    def flags(self) -> int:
+        """What this rank knows: requests to stop, that a checkpoint is being written, that one is due by the clock."""
+        flags = self.control.flags() | (Flag.CHECKPOINT_UNDER_WAY if self.checkpointer.is_writing else 0)
+        minutes = self.options.checkpoints.checkpoint_every_minutes
+        is_late = minutes is not None and time.monotonic() - self.last_save > 60 * minutes
+        return flags | (Flag.CHECKPOINT_DUE if is_late and self.world.rank == 0 else 0)
+
+    def finish_write(self, flags: int) -> None:
+        """Makes what a thread has written a checkpoint, once it has on every rank."""
+        if not flags & Flag.CHECKPOINT_UNDER_WAY:
+            self.checkpointer.finish()
+
+    def save(self, state: TrainState, position: RunPosition, log: TrainingLog) -> None:
+        """Writes the checkpoint of `position`."""
+        log.flush_to_disk()
+        content = {
+            "position": asdict(position),
+            "identity": self.identity,
+            "options": flatten_options(self.options),
+            "changed": self.changes,
+            "auto_settings": self.auto_settings,
+        }
+        with self.control.slow(f"the checkpoint after step {position.step}"):
+            self.checkpointer.save(state.model, state.optimizer, step=position.step, state=content)
+        self.last_save = time.monotonic()
+
+    def is_export_missing(self, *, epoch_length: int, num_steps: int | None) -> bool:
+        """Whether the run was ended between the checkpoint that it goes on from and an export that was due there."""
+        if self.checkpoint is None:
+            return False
+        due = what_is_due(self.start, self.options, epoch_length=epoch_length, num_steps=num_steps)
+        return due.export and not call_on_rank0(self.world, self.export_dir(self.start).exists)
+
+    def export_dir(self, position: RunPosition) -> Path:
+        return self.exports_dir / f"samples_{position.num_samples}"
+
+    def export(self, state: TrainState, position: RunPosition, inputs: RunInputs) -> None:
+        """Writes the model as it is at `position`."""
+        with self.control.slow(f"the export after step {position.step}"):
+            export_model(
+                state.model.model,
+                self.export_dir(position),
+                objective=inputs.objective,
+                method=state.method,
+                world=self.world,
+                generation_config=inputs.generation_config,
+                tokenizer=inputs.tokenizer,
+                dtype=getattr(torch, self.options.exports.export_dtype),
+            )
+
+    def close(self, log: TrainingLog, *, is_done: bool) -> None:
+        """Waits for the last checkpoint; notes that the run is done, if it is."""
+        with self.control.slow("the last checkpoint"):
+            self.checkpointer.finish()
+        log.close()
+        if is_done:
+            call_on_rank0(self.world, lambda: record_end(self.path))

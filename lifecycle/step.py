@@ -1,0 +1,111 @@
+"""The training step: what train.py, the plan and the benchmarks run is this."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.method import Method
+from model.sharding import set_gradient_sync
+from objectives.micro_batch import MicroBatch
+from objectives.objective import PackedModel
+from optim.optimizers import clip_gradients, local_gradients, set_step
+from optim.reduction import StepSums, reduce_step
+from options import TrainOptions
+from ranks.ending import ExitCode, RunError
+from ranks.memory import memory_kind
+from ranks.world import World
+from sampler import Batch, derive_seed
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a step changes, and the ranks that take it together."""
+
+    model: PackedModel
+    method: Method
+    optimizer: torch.optim.Optimizer
+    world: World
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    options: TrainOptions,
+    *,
+    lr: float,
+    data_wait_seconds: float = 0.0,
+    flags: Callable[[], int] = lambda: 0,
+    progress: Callable[[str], None] = lambda where: None,
+) -> StepSums:
+    """One optimizer step on a global batch: gradients, their sum over ranks, the update. All ranks call this.
+
+    `flags` is asked before the reduction, which ORs them over ranks; `progress` hears of every micro-batch. RunError
+    before the update if a loss or gradient is not finite.
+    """
+    world = state.world
+    torch.manual_seed(derive_seed(options.data.seed, batch.step, world.rank))  # for dropout
+    losses = []
+    for k, micro_batch in enumerate(batch.micro_batches):
+        progress(describe_micro_batch(batch, k))
+        is_last = k + 1 == len(batch.micro_batches)
+        set_gradient_sync(state.model, options.sharding.micro_batch_grad_sync, is_last=is_last)
+        losses.append(run_backward(state.model, micro_batch.to(world.device), num_targets=batch.num_loss_tokens))
+    raised = flags()
+    state.method.constrain_gradients()
+    sums = reduce_step(
+        losses,
+        local_gradients(state.model),
+        device=world.device,
+        num_shards=world.num_shards,
+        data_wait_seconds=data_wait_seconds,
+        flags=raised,
+    )
+    if not sums.finite:
+        raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums, options.data.data_path))
+    max_grad_norm = options.optimization.max_grad_norm
+    clip_gradients(local_gradients(state.model), grad_norm=sums.grad_norm, max_grad_norm=max_grad_norm)
+    update_weights(state, step=batch.step, lr=lr)
+    return sums
+
+
+def run_backward(model: PackedModel, micro_batch: MicroBatch, *, num_targets: int) -> Tensor:
+    """Adds the micro-batch's part of the gradient; returns its summed loss, fp32 scalar.
+
+    `num_targets` are the global batch's, over all ranks: FSDP sums gradients (see apply_fsdp), so that together they
+    are the gradient of the mean.
+    """
+    loss_sum = model(micro_batch)
+    (loss_sum / max(1, num_targets)).backward()
+    return loss_sum.detach()
+
+
+def update_weights(state: TrainState, *, step: int, lr: float) -> None:
+    """The optimizer's step (0-based) with the gradients that there are, which it then drops."""
+    set_step(state.optimizer, step=step, learning_rate=lr)
+    with memory_kind("optimizer"):
+        state.optimizer.step()
+    state.method.constrain_weights()
+    state.optimizer.zero_grad()
+
+
+def describe_micro_batch(batch: Batch, k: int) -> str:
+    """Where the run is, for what has to be said when it stops moving or runs out of memory."""
+    lengths = batch.micro_batches[k].seq_lengths
+    return (
+        f"step {batch.step + 1}, micro-batch {k + 1} of {len(batch.micro_batches)} ({sum(lengths):,} tokens in"
+        f" {len(lengths)} samples, the longest {max(lengths):,})"
+    )
+
+
+def describe_bad_step(batch: Batch, sums: StepSums, data_path: str) -> str:
+    """Where a loss or gradient stopped being finite: step, ranks and rows of the data set."""
+    bad = sums.bad_micro_batches or [(k, rank) for k, ranks in enumerate(batch.table) for rank in range(len(ranks))]
+    rows = sorted(int(batch.sample_ids[i]) + 1 for k, rank in bad for i in batch.table[k][rank])
+    shown = ", ".join(map(str, rows[:20])) + (f" and {len(rows) - 20} more" if len(rows) > 20 else "")
+    return (
+        f"step {batch.step + 1}: the {'loss' if sums.bad_micro_batches else 'gradient'} is not finite (loss"
+        f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of {data_path}: {shown}"
+        f" (rank {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
+    )

@@ -1,0 +1,215 @@
+"""OSFT's directions: which layers have them, how they are found, and the cache of what takes long to find.
+
+Letters as in osft.py: a weight is held as a matrix A of L rows and s columns; k of the s directions are kept.
+"""
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from disk import written_aside
+from ranks.ending import log
+from ranks.world import World, call_on_rank0
+
+CACHE_VERSION = 1  # of the form of a cached file
+# Of a Gram matrix, eigenvalues below this share of the largest are computed again without it: fp64 has 16 digits.
+RESOLVED = 1e-8
+
+
+def find_targets(
+    model: PreTrainedModel, blocks: nn.ModuleList, patterns: tuple[str, ...]
+) -> dict[str, nn.Linear | Conv1D]:
+    """The linear layers inside the blocks whose name contains one of `patterns`, or all where there are none.
+
+    Raises ValueError for a pattern that no layer's name contains.
+    """
+    inside = {module for block in blocks for module in block.modules()}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if module in inside and isinstance(module, (nn.Linear, Conv1D))
+    }
+    unused = [pattern for pattern in patterns if not any(pattern in name for name in layers)]
+    if unused or not layers:
+        kinds = sorted({name.rpartition(".")[2] for name in layers})
+        raise ValueError(
+            f"--osft-target-patterns {' '.join(unused)}: no linear layer inside the blocks has a name that contains it;"
+            f" there are {', '.join(kinds) or 'none'}"
+        )
+    return {name: layer for name, layer in layers.items() if not patterns or any(p in name for p in patterns)}
+
+
+def weight_shape(module: nn.Linear | Conv1D) -> tuple[int, int]:
+    """(out, in)"""
+    shape = tuple(module.weight.shape)
+    return shape[::-1] if isinstance(module, Conv1D) else shape
+
+
+def is_on_input(module: nn.Linear | Conv1D, basis: str) -> bool:
+    """Whether the factored side is the layer's input."""
+    out_features, in_features = weight_shape(module)
+    return basis == "activations" or in_features <= out_features
+
+
+def oriented_shape(module: nn.Linear | Conv1D, basis: str) -> tuple[int, int]:
+    """(L, s) of the layer's matrix A."""
+    out_features, in_features = weight_shape(module)
+    return (out_features, in_features) if is_on_input(module, basis) else (in_features, out_features)
+
+
+def orient(weight: Tensor, *, on_input: bool, is_conv1d: bool) -> Tensor:
+    """A weight as it is stored, as A (L, s); and A as it is stored."""
+    return (weight if on_input != is_conv1d else weight.T).contiguous()
+
+
+def count_kept(num_directions: int, unfreeze_rank_ratio: float) -> int:
+    """floor(n (1 - R)), with 10 (1 - 0.9) = 1."""
+    return math.floor(num_directions * (1 - unfreeze_rank_ratio) + 1e-9)
+
+
+def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Right singular vectors (s, s) and singular values (s,), descending, of a matrix (L, s), L >= s, in fp64.
+
+    By `eigh` of the Gram matrix, which loses what is smaller than 1e-8 of the largest singular value; the directions
+    below `RESOLVED` are therefore decomposed again among themselves.
+    """
+    values, basis = torch.linalg.eigh(matrix.T @ matrix)
+    values, basis = values.flip(0).clamp_(min=0), basis.flip(1)
+    num_resolved = max(1, int((values > RESOLVED * values[0]).sum()))
+    singular_values = values.sqrt()
+    if values[0] > 0 and num_resolved < len(values):
+        tail_basis, singular_values[num_resolved:] = decompose(matrix @ basis[:, num_resolved:])
+        basis[:, num_resolved:] = basis[:, num_resolved:] @ tail_basis
+    return basis, singular_values
+
+
+def make_subspace(matrix: Tensor, *, device: torch.device) -> dict[str, Tensor]:
+    """What the cache holds of a layer, whatever R is: `basis` (s, s), `singular_values` (s,), `left` (L, L) if square.
+
+    `matrix` is A (L, s), or in fp64 the covariance (s, s) of the layer's inputs, which gives the singular values and
+    the basis of these inputs.
+    """
+    is_covariance = matrix.dtype == torch.float64
+    matrix = matrix.to(device, torch.float64)
+    if is_covariance:
+        values, basis = torch.linalg.eigh(matrix)
+        subspace = dict(basis=basis.flip(1), singular_values=values.flip(0).clamp(min=0).sqrt())
+    else:
+        basis, singular_values = decompose(matrix)
+        subspace = dict(basis=basis, singular_values=singular_values)
+        if matrix.shape[0] == matrix.shape[1]:
+            subspace["left"] = torch.linalg.qr(matrix @ basis, mode="complete").Q  # = U, completed where S is 0
+    return {
+        name: value.to("cpu", torch.float64 if name == "singular_values" else torch.float32).contiguous()
+        for name, value in subspace.items()
+    }
+
+
+def prepare_subspaces(
+    shapes: dict[str, tuple[int, int]],
+    get_matrix: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype,
+    cache_dir: Path,
+    world: World,
+    progress: Callable[[str], None] = lambda where: None,
+) -> dict[str, Path]:
+    """Files with the subspace of every layer, decomposing what is not cached; on rank 0 (empty on the others).
+
+    `get_matrix` is called on rank 0 alone and returns what `make_subspace` takes, of `shapes[name]` and `dtype`; fp64
+    if they are covariances. Layers are dealt out by size, one to each rank at a time; rank 0 sends each matrix to the
+    rank that decomposes it, receives the result, and writes it.
+    """
+    files: dict[str, Path] = {}
+
+    def find_missing() -> list[str]:
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--osft-cache-dir {cache_dir}: cannot be made: {error}") from None
+        for name in tqdm(shapes, desc="OSFT: hashing", disable=not sys.stderr.isatty()):
+            matrix = get_matrix(name)
+            if not matrix.isfinite().all():
+                raise ValueError(f"{name}: not finite, so there are no singular vectors")
+            files[name] = cache_dir / f"{hash_matrix(matrix)}.safetensors"
+        unique = {file: name for name, file in files.items()}
+        return [name for file, name in unique.items() if not file.exists()]
+
+    missing = call_on_rank0(world, find_missing)
+    missing.sort(key=lambda name: shapes[name][1] ** 2 * sum(shapes[name]), reverse=True)
+    log.info(
+        f"OSFT: directions of {len(shapes)} layers: {len(missing)} matrices to decompose, the rest is in {cache_dir}"
+    )
+    is_shown = world.rank == 0 and sys.stderr.isatty()
+    bar = tqdm(total=len(missing), desc="OSFT: decomposing", unit="layer", disable=not is_shown)
+    for start in range(0, len(missing), world.world_size):
+        dealt = missing[start : start + world.world_size]
+        progress(f"OSFT, after {start} of {len(missing)} decompositions")
+        if world.rank == 0:
+            for rank, name in enumerate(dealt[1:], start=1):
+                dist.send(as_bytes(get_matrix(name)), rank, group=world.control)
+            subspace = make_subspace(get_matrix(dealt[0]), device=world.device)
+            write_subspace(files[dealt[0]], subspace)
+            for rank, name in enumerate(dealt[1:], start=1):
+                subspace = empty_subspace(shapes[name], dtype)
+                for value in subspace.values():
+                    dist.recv(as_bytes(value), rank, group=world.control)
+                write_subspace(files[name], subspace)
+        elif world.rank < len(dealt):
+            matrix = torch.empty(shapes[dealt[world.rank]], dtype=dtype)
+            dist.recv(as_bytes(matrix), 0, group=world.control)
+            for value in make_subspace(matrix, device=world.device).values():
+                dist.send(as_bytes(value), 0, group=world.control)
+        bar.update(len(dealt))
+    bar.close()
+    return files
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory, for what knows neither bfloat16 nor more than one dimension."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def hash_matrix(matrix: Tensor) -> str:
+    kind = f"{CACHE_VERSION} {tuple(matrix.shape)} {matrix.dtype}"
+    digest = hashlib.sha256(kind.encode())
+    digest.update(as_bytes(matrix).numpy())
+    return digest.hexdigest()
+
+
+def empty_subspace(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Memory for what `make_subspace` returns of a matrix of `shape` and `dtype`, in its order."""
+    num_rows, num_columns = shape
+    subspace = dict(
+        basis=torch.empty(num_columns, num_columns), singular_values=torch.empty(num_columns, dtype=torch.float64)
+    )
+    if num_rows == num_columns and dtype != torch.float64:
+        subspace["left"] = torch.empty(num_rows, num_rows)
+    return subspace
+
+
+def write_subspace(file: Path, subspace: dict[str, Tensor]) -> None:
+    """Written aside and renamed, so that runs can share a cache."""
+    try:
+        with written_aside(file) as (aside,):
+            save_file(subspace, aside)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--osft-cache-dir: cannot write {file}: {error}") from None
+
+
+def read_subspace(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--osft-cache-dir: cannot read {file}: {error}; remove it") from None

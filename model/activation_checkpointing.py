@@ -1,0 +1,68 @@
+"""What the blocks keep for backward, and what they compute a second time."""
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from model import attention as packed_attention
+from model.blocks import find_blocks
+from model.method import Method
+from objectives.objective import PackedModel
+
+# What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
+GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # of a layer's experts
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"}) | GROUPED_PRODUCTS
+ATTENTION = frozenset({
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
+})  # fmt: skip
+
+
+def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: str, compile: bool) -> frozenset[str]:
+    """The operations whose outputs --activation-checkpointing selective keeps for backward."""
+    if compile and backend in packed_attention.UNCOMPILED:
+        raise ValueError(
+            f"--compile with --activation-checkpointing selective needs --attention flash_attn or varlen, this is"
+            f" {backend}: it cannot be compiled, and blocks that keep some of their operations only as a whole;"
+            " use --activation-checkpointing none or full"
+        )
+    kept = method.keep_operations(MATRIX_PRODUCTS | ATTENTION)
+    if "dropout" in packed_attention.find_features(model, model.config):
+        kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
+    if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):
+        kept -= GROUPED_PRODUCTS  # transformers adds the experts' biases in place, and what is kept must not change
+    return kept
+
+
+def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] = frozenset()) -> None:
+    """Keeps each block's input and the outputs of the operations `kept` for backward, and recomputes the rest.
+
+    Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.
+    """
+
+    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operation.name() in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if kept else {}
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+
+def set_activation_checkpointing(packed_model: PackedModel, method: Method, mode: str) -> None:
+    """Changes what the blocks of a built model keep for backward; none of them may be compiled."""
+    model = packed_model.model
+    blocks = find_blocks(model)
+    for block in blocks:
+        forward = block.forward
+        if isinstance(forward, functools.partial) and forward.func is checkpoint:
+            (block.forward,) = forward.args
+    if mode == "selective":
+        kept = choose_kept_operations(model, method, backend=packed_model.backend, compile=False)
+        apply_activation_checkpointing(blocks, kept)
+    elif mode == "full":
+        apply_activation_checkpointing(blocks)

@@ -1,0 +1,13 @@
+"""Where a model's transformer blocks are."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The transformer blocks: the module list as long as the model is deep."""
+    num_blocks = model.config.num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
+            return module
+    raise ValueError(f"model type {model.config.model_type!r}: no list of {num_blocks} blocks found to shard")

@@ -1,0 +1,126 @@
+"""What a model's directory and the data say of the model: its config, its tokenizer, and what it cannot be used for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from chat.masking import fingerprint_tokenizer
+from chat.templates import load_tokenizer
+from model.files import check_model_dir
+from objectives.objective import Objective
+from ranks.ending import log
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that has been looked for and found: nothing of its weights has been read."""
+
+    directory: str
+    config: PreTrainedConfig
+    trust_remote_code: bool = False
+
+
+def load_config(model_dir: str, objective: Objective, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's config; ValueError if there is none, or none for the objective."""
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model-name-or-path {model_dir}: no usable config: {error}") from None
+    if not trust_remote_code:
+        vars(config).pop("auto_map", None)  # exports would ask for code that they do not have
+    if (obstacle := objective.check_config(config, trust_remote_code=trust_remote_code)) is not None:
+        raise ValueError(f"--model-name-or-path {model_dir}: {obstacle}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"--model-name-or-path {model_dir}: the weights are quantized, and cannot be trained as they are:"
+            " give the model before quantization"
+        )
+    check_layer_types(config)
+    return config
+
+
+def load_generation_config(model_dir: str, config: PreTrainedConfig) -> GenerationConfig:
+    """How the model is to generate, which every export carries on; from the config where there is no such file."""
+    try:
+        return GenerationConfig.from_pretrained(model_dir)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def choose_tokenizer(
+    model_dir: str,
+    data_path: str,
+    sidecar: dict[str, Any] | None,
+    *,
+    vocab_size: int,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer that made the data, and how many embeddings the model needs for it.
+
+    It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
+    export carries it.
+    """
+    model_tokenizer = tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    if sidecar is None:
+        log.warning(f"warning: no {data_path}.meta.json: cannot tell whether the data fits this tokenizer")
+        return tokenizer, vocab_size
+    if sidecar.get("tokenizer_dir") is not None:
+        tokenizer_dir = Path(data_path).parent / sidecar["tokenizer_dir"]
+        if not tokenizer_dir.is_dir():
+            raise ValueError(
+                f"--data-path {data_path}: the directory {tokenizer_dir} with its tokenizer is missing: copy it"
+                " beside the data, or tokenize the data again with process_data.py"
+            )
+        check_model_dir(tokenizer_dir, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code)
+        if len(tokenizer) > vocab_size:
+            grown = -(-len(tokenizer) // 64) * 64
+            log.info(
+                f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens, each new one the mean"
+            )
+            vocab_size = grown
+    extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
+    if not extends or sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+        raise ValueError(
+            f"--data-path {data_path} was made with another tokenizer than --model-name-or-path's:"
+            " tokenize the data again with process_data.py and this model"
+        )
+    if sidecar["max_token_id"] >= vocab_size:
+        raise ValueError(
+            f"--data-path {data_path} holds token id {sidecar['max_token_id']}, beyond the {vocab_size} rows of"
+            " the model's embedding"
+        )
+    return tokenizer, vocab_size
+
+
+def check_layer_types(config: PreTrainedConfig) -> None:
+    """Refuses layers whose state or mask would cross the borders of packed sequences."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"model type {config.model_type!r} has layers of type {', '.join(sorted(unknown))}; packed sequences are"
+            " kept apart only in full_attention and sliding_attention layers, so this model cannot be trained here"
+        )
+
+
+def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
+    """Refuses rotary embeddings that look at the longest sequence of a row, where that would change its neighbours.
+
+    `longest`: tokens of the longest sample. transformers switches "dynamic" and "longrope" to other frequencies for a
+    whole row as soon as one position is beyond the length that the model was first trained with.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [entry for entry in rope.values() if isinstance(entry, dict)]  # Gemma 3's way
+    for entry in by_layer_type or [rope]:
+        if entry.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        limit = entry.get("original_max_position_embeddings")
+        limit = limit or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+        if longest > limit:
+            raise ValueError(
+                f"model type {config.model_type!r} has {entry['rope_type']} rotary embeddings, which change for a whole"
+                f" packed row when one sequence is longer than {limit}; the longest sample has {longest} tokens: leave"
+                f" out those longer than {limit} (--max-tokens-per-gpu {limit} --drop-overlong)"
+            )

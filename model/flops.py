@@ -1,0 +1,60 @@
+"""The FLOPs of a training step, counted from the model's shape."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of forward and backward, counted as 6 per matrix weight and token (4 if frozen), without recomputation.
+
+    The head counts for trained tokens only, since only they reach it; the embedding table not at all. Attention counts
+    scores and values of the pairs that a causal (and windowed) layer sees in each real sequence. (Kaplan et al. 2020,
+    arXiv 2001.08361, 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B.)
+    """
+
+    per_token: float
+    per_loss_token: float
+    per_pair: float  # a query and a key that it sees, in one layer
+    windows: tuple[int | None, ...]  # of each layer's attention; None: no window
+
+    def of_batch(self, lengths: np.ndarray, num_loss_tokens: int) -> float:
+        """FLOPs of one global batch; `lengths` (samples,) in tokens."""
+        lengths = lengths.astype(float)
+        flops = self.per_token * lengths.sum() + self.per_loss_token * num_loss_tokens
+        for window in set(self.windows):
+            seen = lengths if window is None else np.minimum(lengths, window)
+            num_pairs = (seen * (lengths - seen / 2)).sum()
+            flops += self.windows.count(window) * self.per_pair * num_pairs
+        return flops
+
+    @property
+    def attention_cost(self) -> float:
+        """c in a sequence's cost L + c·L², for the packer; layers with a window grow with L alone."""
+        return self.windows.count(None) * self.per_pair / 2 / self.per_token
+
+
+def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
+    """`FlopCount` of a causal language model; a mixture of experts counts its active experts."""
+    head = model.get_output_embeddings()
+    outside = {id(head.weight)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    active = (getattr(config, "num_experts_per_tok", None) or 1) / num_experts
+    matrices = 0.0  # FLOPs per token
+    for param in model.parameters():
+        if param.ndim >= 2 and id(param) not in outside:
+            share = active if param.ndim == 3 else 1  # experts are stored as one 3-D tensor
+            matrices += param.numel() * share * (6 if param.requires_grad else 4)
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return FlopCount(
+        per_token=matrices,
+        per_loss_token=(6 if head.weight.requires_grad else 4) * head.weight.numel(),
+        per_pair=12 * num_heads * head_dim,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
+    )

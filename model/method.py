@@ -1,0 +1,110 @@
+"""The door for methods: what the rest of the program asks of one. `Full` is in methods/full.py, `OSFT` in osft.py."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from model.weights import Reader
+from objectives.objective import Objective, PackedModel
+from options import DataOptions
+from ranks.world import World
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model without memory (on the meta device), with all that changes its code but a method's layers."""
+
+    model: PreTrainedModel
+    blocks: nn.ModuleList
+    backend: str  # of model.attention
+    compute_dtype: torch.dtype
+
+
+class Method(Protocol):
+    """What of a model trains, and what that asks of the run. All ranks call every function.
+
+    In the order of a run: `open_files`, `study`, `prepare`, `fill`, then `constrain_gradients` and `constrain_weights`
+    in every step, `measure` and `gather_weights` where the model is exported. A plan calls `lay_out` and
+    `give_memory` in the place of `prepare` and `fill`.
+    """
+
+    title: str  # as reports name it; empty: nothing is out of the ordinary
+    takes_long: bool  # whether `prepare` takes so long that a plan, which measures speed, had better not call it
+
+    def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
+        """Reads what the options name beside model and data; ValueError for what does not fit.
+
+        Of `data_options` the cap is a number of tokens, auto or not.
+        """
+        ...
+
+    def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
+        """Before the model is built: whatever has to be found out with one that trains as a whole."""
+        ...
+
+    def prepare(
+        self,
+        meta: MetaModel,
+        readers: dict[str, Reader],
+        *,
+        world: World,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Puts its layers into the meta model, and says of every parameter whether it trains.
+
+        `readers` are rank 0's, and empty on the other ranks; `progress` hears of a long start.
+        """
+        ...
+
+    def lay_out(self, meta: MetaModel) -> None:
+        """As `prepare`, from shapes alone."""
+        ...
+
+    def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
+        """Gives a layer of its own its values, and takes what it used out of `readers`; leaves other modules alone."""
+        ...
+
+    def give_memory(self, module: nn.Module, *, world: World) -> None:
+        """Gives a layer of its own memory for what `fill` would give it and FSDP does not shard."""
+        ...
+
+    def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
+        """Of the operations whose outputs selective checkpointing keeps, those that it should."""
+        ...
+
+    def constrain_gradients(self) -> None:
+        """Before the gradients' norm is taken."""
+        ...
+
+    def constrain_weights(self) -> None:
+        """After the optimizer's update."""
+        ...
+
+    metrics: tuple[str, ...]  # the names of what `measure` gives
+
+    def measure(self) -> dict[str, float]:
+        """Metrics of its own, where the model is exported."""
+        ...
+
+    def count_added(self) -> int:
+        """Numbers in its layers beyond the weights that these stand for."""
+        ...
+
+    def describe(self) -> str:
+        """For the start's report: what trains, where that is not everything."""
+        ...
+
+    def gather_weights(
+        self, model: PreTrainedModel, dtype: torch.dtype, *, world: World
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """What an export holds: each tensor whole, on rank 0's CPU; None on the other ranks."""
+        ...
+
+    def write_extras(self, directory: Path) -> None:
+        """Rank 0: files of its own beside the weights of an export."""
+        ...

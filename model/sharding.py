@@ -1,0 +1,127 @@
+"""FSDP2 on a finished model, filled unit by unit; and when gradients are summed over ranks."""
+
+import sys
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import Shard
+from tqdm import tqdm
+
+from model.method import Method
+from model.weights import Reader
+from objectives.objective import PackedModel
+from options import ShardingOptions
+from ranks.world import World, broadcast_from_rank0
+
+
+def apply_fsdp(
+    packed_model: PackedModel,
+    blocks: nn.ModuleList,
+    sharding: ShardingOptions,
+    *,
+    method: Method,
+    readers: dict[str, Reader],
+    weights_dtype: torch.dtype,
+    world: World,
+) -> None:
+    """Fills the meta model by rank 0's `readers` and shards it: each block, an untied embedding, and all the rest.
+
+    One after the other, so that no rank ever holds more than one of them unsharded. Master weights are in
+    `weights_dtype`, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the
+    weights' type.
+    """
+    reshard = {"auto": None, "always": True, "never": False}[sharding.reshard_after_forward]
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
+    root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's weights of tokens stay in fp32
+    names = {module: name for name, module in packed_model.model.named_modules()}
+    embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
+    is_tied = embedding.weight is head.weight
+    tied = packed_model.model.all_tied_weights_keys.keys()
+    # Fill and shard unit by unit.
+    units = (*blocks, *([] if is_tied else [embedding]), packed_model)
+    is_shown = world.rank == 0 and sys.stderr.isatty()
+    for unit in tqdm(units, desc="loading", unit="block", disable=not is_shown):
+        for module in unit.modules():
+            name = names.get(module, "")
+            method.fill(module, name, readers, world=world)
+            fill_module(module, name, readers, tied=tied, dtype=weights_dtype, device=world.device)
+        if unit is packed_model:
+            packed_model.model.tie_weights()
+        fully_shard(
+            unit,
+            mesh=world.mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=choose_dim(world.num_shards),
+            mp_policy=root_policy if unit is packed_model else policy,
+            offload_policy=offload,
+        )
+    assert not readers, f"the model has no place for {', '.join(readers)}"
+    # What FSDP does with gradients, and when it gathers.
+    for module in packed_model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are summed over ranks, not averaged: the loss is divided by the global number of tokens.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if (count := sharding.prefetch_blocks) > 1:  # one ahead is what FSDP2 does by itself
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + count]))
+            block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
+    register_fsdp_forward_method(packed_model, "hidden_states")
+    register_fsdp_forward_method(packed_model, "reference")
+
+
+def set_gradient_sync(packed_model: PackedModel, when: str, *, is_last: bool) -> None:
+    """Says whether the next backward sums gradients over ranks: `when` is every or last micro-batch of a step.
+
+    Over the copies of a model that is sharded in each node, once a step in any case: until then their sums wait as
+    shards, which takes no memory.
+    """
+    if when == "last":
+        packed_model.set_requires_gradient_sync(is_last)
+    else:
+        packed_model.set_requires_all_reduce(is_last)
+
+
+def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Shards the experts of a layer, stored as (experts, rows, columns), by rows if there are too few of them."""
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        by_rows = param.ndim == 3 and param.shape[0] % num_shards != 0 and param.shape[1] % num_shards == 0
+        return Shard(1) if by_rows else None
+
+    return placement
+
+
+def fill_module(
+    module: nn.Module,
+    name: str,
+    readers: dict[str, Reader],
+    *,
+    tied: Container[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Gives the meta parameters, as `dtype`, and buffers that `module` itself holds rank 0's values, on `device`.
+
+    Those named in `tied` are left to `tie_weights`.
+    """
+    tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    for key, meta in tensors.items():
+        if not meta.is_meta or f"{name}.{key}" in tied:
+            continue
+        is_param = isinstance(meta, nn.Parameter)
+        own = readers.pop(f"{name}.{key}")() if dist.get_rank() == 0 else None
+        value = broadcast_from_rank0(own, meta.shape, dtype=dtype if is_param else meta.dtype, device=device)
+        setattr(module, key, nn.Parameter(value, meta.requires_grad) if is_param else value)

@@ -1,0 +1,135 @@
+"""Causal language models: from packed token ids to the summed cross-entropy of each next token.
+
+T tokens in a packed row, N trained tokens among them, L tokens of one sequence, H hidden size, V vocabulary size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from chat.labels import IGNORED
+from objectives.micro_batch import MicroBatch, Sample, make_idle_sample, pack_samples
+from objectives.token_loss import sum_token_loss
+
+NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several of them
+
+
+class CausalLM:
+    """The objective of causal language models (see `objectives.objective.Objective`)."""
+
+    def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
+        is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        if type(config) not in AutoModelForCausalLM._model_mapping and not is_custom:
+            return f"model type {config.model_type!r} has no causal language model"
+        if getattr(config, "vocab_size", None) is None:
+            return (
+                f"model type {config.model_type!r} is more than a language model"
+                " (it has several configs in one); give its text model alone"
+            )
+        return None
+
+    def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+    def load_model(
+        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
+    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+        return AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report says it, and the caller refuses
+            trust_remote_code=trust_remote_code,
+        )
+
+    def wrap(
+        self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool
+    ) -> "PackedCausalLM":
+        return PackedCausalLM(model, backend=backend, compute_dtype=compute_dtype, fuses_loss=fuses_loss)
+
+    def pack(self, samples: Sequence[Sample]) -> MicroBatch:
+        return pack_samples(samples)
+
+    def make_idle_sample(self) -> Sample:
+        return make_idle_sample()
+
+    def make_probe(self, num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
+        """About `num_trained` of the tokens are trained."""
+        samples = []
+        for start in range(0, num_tokens, longest):
+            length = min(longest, num_tokens - start)
+            labels = np.full(length, IGNORED)
+            labels[1 : 1 + -(-num_trained * length // num_tokens)] = 1
+            samples.append((np.arange(length) % NUM_PROBE_IDS, labels, None))
+        return pack_samples(samples)
+
+    def make_check_sample(self, token_ids: np.ndarray) -> Sample:
+        return token_ids, token_ids, None
+
+
+class PackedCausalLM(nn.Module):
+    """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
+
+    def __init__(self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool = False):
+        super().__init__()
+        self.model = model
+        self.backend = backend  # of model.attention
+        self.compute_dtype = compute_dtype
+        config = model.config
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
+        self.logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        self.fuses_loss = fuses_loss
+
+    def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
+        """The packed row's final hidden states."""
+        outputs = self.model.base_model(
+            input_ids=micro_batch.input_ids,
+            position_ids=micro_batch.position_ids,
+            use_cache=False,
+            cu_seq_lens_q=micro_batch.cu_seqlens,
+            cu_seq_lens_k=micro_batch.cu_seqlens,
+            max_length_q=micro_batch.max_seqlen,
+            max_length_k=micro_batch.max_seqlen,
+            micro_batch=micro_batch,  # for the functions of model.attention
+        )
+        return outputs.last_hidden_state
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Sum of the (weighted) cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
+        hidden = self.encode(micro_batch)[0, micro_batch.trained_index]  # (N, H)
+        if self.logit_scale != 1.0:
+            hidden = hidden * self.logit_scale
+        head = self.model.get_output_embeddings()
+        targets = micro_batch.targets[micro_batch.trained_index]
+        weights = micro_batch.target_weights
+        if weights is not None:
+            weights = weights[micro_batch.trained_index]
+        return sum_token_loss(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            token_weights=weights,
+            softcap=self.softcap,
+            compiled=self.fuses_loss,
+        )
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
+        """`encode` for the self-checks: an entry point of its own, which FSDP knows about."""
+        return self.encode(micro_batch).clone()  # FSDP's hooks want no view
+
+    def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The model's own answer for the row's one sequence: hidden states (1, L, H) and the summed loss."""
+        input_ids = micro_batch.input_ids  # (1, L)
+        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        logits = self.model(input_ids=input_ids, use_cache=False).logits  # (1, L, V)
+        loss_sum = nn.functional.cross_entropy(
+            logits[0].float(), micro_batch.targets, ignore_index=IGNORED, reduction="sum"
+        )
+        return hidden, loss_sum

@@ -1,0 +1,144 @@
+"""How "auto" decides: the largest micro-batch that has room, and what of it has to be computed twice.
+
+One decision for runs, which measure on the built model, and for plans, which simulate: whatever says what a micro-batch
+of some tokens needs is a `Measure`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from corpus.reader import TokenizedData
+from options import DataOptions
+from ranks.memory import GIB
+from sampler import RunPosition, draw_samples
+
+MODES = ("none", "selective", "full")  # of activation checkpointing, by how much is computed twice
+NUM_BATCHES = 50  # global batches to look ahead when choosing a micro-batch size
+TOKEN_MULTIPLE = 64  # the chosen number of tokens is a multiple of this
+MOST_PROBES = 8
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What micro-batches of some tokens need, the most of any rank."""
+
+    tokens: int
+    bytes: int
+    activation_bytes: int  # what the micro-batch adds to what is there without it
+    excess_bytes: int  # what is needed and not there; below 0: what is left
+    seconds: float | None = None  # of forward and backward, where that was measured
+    bytes_per_token: float | None = None  # by how much a token more raises the bytes, where one probe tells
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+Measure = Callable[[int], Probe]
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many tokens of a micro-batch have room, 0 if too few, and the probes that say so."""
+
+    num_tokens: int
+    probes: list[Probe]
+
+    @property
+    def seconds(self) -> float:
+        """How long forward and backward of them take, where that was measured."""
+        return max(0.0, extrapolate(self.probes, "seconds", self.num_tokens))
+
+
+def choose_mode(find: Callable[[str], Room], modes: Sequence[str], *, enough: int, is_timed: bool) -> tuple[str, Room]:
+    """The mode of activation checkpointing to use, and its room.
+
+    `modes` in the order of what is computed twice; none is looked at after one that has room for `enough` tokens. Where
+    times are measured, the one whose largest micro-batch takes least time for a token, else the last one looked at.
+    Where none has room, the last one.
+    """
+    rooms: dict[str, Room] = {}
+    for mode in modes:
+        rooms[mode] = find(mode)
+        if rooms[mode].num_tokens >= enough:
+            break
+    if is_timed:
+        usable = {mode: room.seconds / room.num_tokens for mode, room in rooms.items() if room.num_tokens > 0}
+        mode = min(usable, key=usable.__getitem__, default=mode)
+    return mode, rooms[mode]
+
+
+def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: float) -> Room:
+    """The most tokens up to `most` that have room, or 0 if fewer than `least` have it.
+
+    As no sequence is longer than the longest sample, memory grows evenly, so that each probe, from `first` tokens on,
+    tells how far the next may go. With more than `plenty` bytes left at `most` no more is tried.
+    """
+    num_tokens, probes = first, []
+    while True:
+        probes.append(measure(num_tokens))
+        largest = find_largest(probes, least=least, most=most)
+        if len(probes) > 2 and extrapolate(probes, "excess_bytes", most) < -plenty:
+            return Room(most, probes)
+        if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
+            return Room(largest if largest >= least else 0, probes)
+        num_tokens = min(2 * num_tokens, largest)
+
+
+def find_largest(probes: list[Probe], *, least: int, most: int) -> int:
+    """The most tokens that have room: a multiple of `TOKEN_MULTIPLE`, `least`, `most`, or what is below `least`.
+
+    By the line through the two largest probes. After one that does not tell how much a token takes, as if its
+    activations grew in proportion, which is more than they do, and at most twice its tokens.
+    """
+    last = probes[-1]
+    if len(probes) == 1 and last.bytes_per_token is None:
+        room = -last.excess_bytes / max(1, last.activation_bytes) * last.tokens
+        return min(most, int(last.tokens + min(room, last.tokens)))
+    slope = extrapolate(probes, "excess_bytes", last.tokens + 1) - last.excess_bytes
+    room = -last.excess_bytes / slope if slope > 0 else most
+    largest = min(most, int(last.tokens + room))
+    return largest if largest <= least or largest == most else round_tokens(largest, longest=least, most=most)
+
+
+def extrapolate(probes: list[Probe], key: str, num_tokens: int) -> float:
+    """What `key` would be with `num_tokens`, by the line through the last two probes, or by what one tells."""
+    before, last = probes[max(0, len(probes) - 2)], probes[-1]
+    if last.bytes_per_token is not None and key in ("bytes", "excess_bytes"):
+        slope = last.bytes_per_token
+    else:
+        slope = (getattr(last, key) - getattr(before, key)) / max(1, last.tokens - before.tokens)
+    return getattr(last, key) + slope * (num_tokens - last.tokens)
+
+
+def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
+    """`num_tokens` as a multiple of `TOKEN_MULTIPLE`, but at least the longest sample and at most `most`."""
+    return max(longest, min(most, int(num_tokens) // TOKEN_MULTIPLE * TOKEN_MULTIPLE))
+
+
+def count_useful_tokens(
+    data: TokenizedData, options: DataOptions, *, start: RunPosition, world_size: int
+) -> tuple[int, int]:
+    """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one.
+
+    Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
+    """
+    batch_size = options.batch_size
+    drawn = draw_samples(data, seed=options.seed, start=start.num_samples, count=NUM_BATCHES * batch_size)
+    largest = int(data.lengths[drawn].reshape(-1, batch_size).sum(axis=1).max())
+    longest = data.longest
+    return longest, min(largest, -(-largest // world_size) + longest)
+
+
+def refuse_longest(data: TokenizedData, room: Room) -> str:
+    """Why not even the longest sample can be trained, and what to change."""
+    longest = data.longest
+    row = int(data.kept[data.lengths[data.kept].argmax()])
+    needed = extrapolate(room.probes, "bytes", longest)
+    limit = int(needed - extrapolate(room.probes, "excess_bytes", longest))
+    return (
+        f"--max-tokens-per-gpu auto: the longest sample, row {row + 1} of {data.path} with {longest:,} tokens, needs"
+        f" about {needed / GIB:,.2f} GiB, and {limit / GIB:,.2f} GiB may be used: use more GPUs,"
+        " --activation-checkpointing full, a larger --memory-budget-gb, or drop long samples with process_data.py"
+        " --max-sample-num-tokens"
+    )

@@ -1,0 +1,68 @@
+"""How the next batches of a run fall into micro-batches."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from batch_packer import cost_samples, pack_batch
+from corpus.reader import TokenizedData
+from model.flops import FlopCount
+from options import DataOptions
+from plan.choice import NUM_BATCHES
+from sampler import RunPosition, draw_samples
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Of the next global batches; all of them arrays (batches,)."""
+
+    cap: int  # tokens
+    num_micro_batches: np.ndarray
+    fill: np.ndarray  # tokens / (micro-batches x ranks x cap)
+    idle: np.ndarray  # share of the ranks' time spent on waiting for the slowest
+    flops: np.ndarray
+    num_tokens: int  # of the largest micro-batch
+    num_trained: int  # most in one micro-batch
+
+    def describe(self) -> str:
+        counts = self.num_micro_batches
+        return (
+            f"micro-batches of at most {self.cap:,} tokens, in the next {len(counts)} batches: {counts.mean():.1f} a"
+            f" step on each rank ({counts.min()} to {counts.max()}), {self.fill.mean():.0%} full; ranks idle"
+            f" {self.idle.mean():.2%} of the time for lack of balance, at most {self.idle.max():.2%}"
+        )
+
+
+def pack_next_batches(
+    data: TokenizedData,
+    options: DataOptions,
+    flops: FlopCount,
+    *,
+    start: RunPosition,
+    num_steps: int | None,
+    world_size: int,
+    cap: int,
+) -> Packing:
+    """The next `NUM_BATCHES` global batches, or as many as the run has."""
+    num_left = NUM_BATCHES if num_steps is None else num_steps - start.step
+    rows = []
+    for i in range(max(1, min(NUM_BATCHES, num_left))):
+        first = start.num_samples + i * options.batch_size
+        ids = draw_samples(data, seed=options.seed, start=first, count=options.batch_size)
+        lengths, trained = data.lengths[ids], data.num_loss_tokens[ids]
+        table = pack_batch(lengths, cap, world_size, flops.attention_cost)
+        costs = cost_samples(lengths, flops.attention_cost)
+        loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
+        cells = [indices for row in table for indices in row]
+        rows.append(
+            (
+                len(table),
+                lengths.sum() / (len(cells) * cap),
+                1 - loads.mean(axis=1).sum() / loads.max(axis=1).sum(),
+                flops.of_batch(lengths, int(trained.sum())),
+                max(lengths[indices].sum() for indices in cells),
+                max(trained[indices].sum() for indices in cells),
+            )
+        )
+    num_micro_batches, fill, idle, batch_flops, num_tokens, num_trained = map(np.array, zip(*rows, strict=True))
+    return Packing(cap, num_micro_batches, fill, idle, batch_flops, int(num_tokens.max()), int(num_trained.max()))

@@ -1,0 +1,41 @@
+"""What a rank computes on: the device's name, its peak speed, the memory that it used, and how times are written."""
+
+import re
+import resource
+
+import torch
+
+# Dense bf16 matrix products, FLOP/s, from the vendors' data sheets.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12, "L4": 121e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
+}  # fmt: skip
+
+
+def describe_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def find_peak_flops(name: str) -> float | None:
+    """The dense bf16 peak, in FLOP/s, of a device of this name; None where it is unknown."""
+    return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+def peak_flops(device: torch.device, compute_dtype: torch.dtype) -> float | None:
+    """As `find_peak_flops`; None, too, where bf16 is not what is computed in."""
+    is_known = device.type == "cuda" and compute_dtype == torch.bfloat16
+    return find_peak_flops(describe_device(device)) if is_known else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most ever allocated on a CUDA device, the most ever resident of a process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def describe_duration(seconds: float) -> str:
+    """H:MM:SS."""
+    seconds = round(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
