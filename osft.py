@@ -55,6 +55,7 @@ class OSFT:
 
     def __init__(self, options: OSFTOptions):
         self.options = options
+        self.targets: dict[str, nn.Linear | Conv1D] = {}  # of the meta model, by name
         self.layers: list[OSFTLinear] = []
         self.subspace_files: dict[str, Path] = {}  # rank 0's, by layer
         self.calibration_data: TokenizedData | None = None
@@ -83,17 +84,19 @@ class OSFT:
                 world=world,
             )
 
+    def choose_layers(self, meta: MetaModel) -> None:
+        self.targets = find_targets(meta.model, meta.blocks, self.options.osft_target_patterns)
+
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
-        options, model = self.options, meta.model
-        warn_of_experts(model, trains=options.osft_train_others)
-        targets = find_targets(model, meta.blocks, options.osft_target_patterns)
+        options, targets = self.options, self.targets
+        warn_of_experts(meta.model, trains=options.osft_train_others)
         shapes = {name: oriented_shape(module, options.osft_basis) for name, module in targets.items()}
         num_columns = {name: columns for name, (_, columns) in shapes.items()}
         uses_weights = options.osft_basis == "weights"
         if self.needs_statistics:
-            call_on_rank0(world, lambda: check_statistics(self.statistics, targets))
+            call_on_rank0(world, lambda: check_statistics(self.statistics, targets, needs_covariances=not uses_weights))
 
         # What is kept, as far as it needs no decomposition: a mistake shows before hours of them.
         num_kept: dict[str, int] = {}
@@ -120,10 +123,9 @@ class OSFT:
         self.replace_layers(meta, num_kept)
 
     def lay_out(self, meta: MetaModel) -> None:
-        targets = find_targets(meta.model, meta.blocks, self.options.osft_target_patterns)
         ratio = self.options.osft_unfreeze_rank_ratio
         ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
-        shapes = {name: oriented_shape(layer, self.options.osft_basis) for name, layer in targets.items()}
+        shapes = {name: oriented_shape(layer, self.options.osft_basis) for name, layer in self.targets.items()}
         self.replace_layers(meta, {name: count_kept(columns, ratio) for name, (_, columns) in shapes.items()})
 
     def replace_layers(self, meta: MetaModel, num_kept: dict[str, int]) -> None:

@@ -27,6 +27,9 @@ class Full:
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         pass
 
+    def choose_layers(self, meta: MetaModel) -> None:
+        pass
+
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:

@@ -66,11 +66,14 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
     return data
 
 
-def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv1D]) -> None:
+def check_statistics(
+    statistics: Statistics, targets: dict[str, nn.Linear | Conv1D], *, needs_covariances: bool
+) -> None:
     """Refuses statistics of a model with other layers or blocks."""
     for name, module in targets.items():
         in_features = weight_shape(module)[1]
-        if name not in statistics.inputs or len(statistics.covariance(name)) != in_features:
+        is_known = name in statistics.inputs and len(statistics.covariance(name)) == in_features
+        if needs_covariances and not is_known:
             raise ValueError(
                 f"--osft-statistics: nothing there about the {in_features} inputs of {name}: these are statistics of"
                 " another model, or of fewer layers"

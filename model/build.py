@@ -41,6 +41,7 @@ def build_model(
     weights'. `progress` is told where a long start is.
     """
     meta = make_meta_model(source, compute, objective=objective, method=method, device=world.device)
+    method.choose_layers(meta)
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective)))
     method.prepare(meta, readers, world=world, progress=progress)

@@ -28,7 +28,7 @@ class MetaModel:
 class Method(Protocol):
     """What of a model trains, and what that asks of the run. All ranks call every function.
 
-    In the order of a run: `open_files`, `study`, `prepare`, `fill`, then `constrain_gradients` and `constrain_weights`
+    In the order of a run: `open_files`, `study`, `choose_layers`, `prepare`, `fill`, then `constrain_gradients` and `constrain_weights`
     in every step, `measure` and `gather_weights` where the model is exported. A plan calls `lay_out` and
     `give_memory` in the place of `prepare` and `fill`.
     """
@@ -45,6 +45,10 @@ class Method(Protocol):
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         """Before the model is built: whatever has to be found out with one that trains as a whole."""
+        ...
+
+    def choose_layers(self, meta: MetaModel) -> None:
+        """Chooses the layers that it will replace; ValueError where the options name none. Before weights are read."""
         ...
 
     def prepare(

@@ -36,6 +36,8 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
     model_dir = source.directory
     try:
         model, readers, report = plan_reading(source, objective)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
     except NOT_PLANNABLE as error:
         log.warning(
             f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 reads them as a whole, in fp32"

@@ -243,29 +243,43 @@ def plan_memory(
     """Adds what the run is and what memory it needs; returns the options without auto, the packing, if it is known."""
     describe_run(target, run, options, findings)
     if run.model is None or run.inputs.data is None:
-        return settle_mode(options), None, False
-    packing = memory = None
+        options = settle_mode(options)
+        if run.model is not None:
+            describe_model(options, run.model, findings)
+        return options, None, False
+    packing = memory = obstacle = None
     try:
         options = settle_by_simulation(options, target, run, findings)
-        describe_model(options, run.model, findings)
-        if options.data.max_tokens_per_gpu != "auto":
-            packing = pack_next_batches(
-                run.inputs.data,
-                options.data,
-                run.model.flops,
-                start=run.start,
-                num_steps=run.inputs.num_steps,
-                world_size=target.ranks.world_size,
-                cap=max(options.data.max_tokens_per_gpu, run.inputs.data.longest),
-            )
-            memory = simulate_packing(options, target, run, packing)
     except RuntimeError as error:  # torch's, of an operation that needs more than shapes
-        findings.lines.append(f"memory: not known, since a step of this model cannot be simulated: {error}")
+        obstacle = error
+    options = settle_mode(options)
+    describe_model(options, run.model, findings)
+    if options.data.max_tokens_per_gpu != "auto":
+        packing = pack_run(options, target, run)
+    try:
+        if obstacle is None and packing is not None:
+            memory = simulate_packing(options, target, run, packing)
+    except RuntimeError as error:
+        obstacle = error
+    if obstacle is not None:
+        findings.lines.append(f"memory: not known, since a step of this model cannot be simulated: {obstacle}")
     if memory is not None:
         findings.lines.append(packing.describe())
         describe_memory(target, packing, memory, findings)
         check_memory(target, memory, findings)
-    return settle_mode(options), packing, memory is not None
+    return options, packing, memory is not None
+
+
+def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
+    return pack_next_batches(
+        run.inputs.data,
+        options.data,
+        run.model.flops,
+        start=run.start,
+        num_steps=run.inputs.num_steps,
+        world_size=target.ranks.world_size,
+        cap=max(options.data.max_tokens_per_gpu, run.inputs.data.longest),
+    )
 
 
 def settle_mode(options: TrainOptions) -> TrainOptions:

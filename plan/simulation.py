@@ -100,6 +100,7 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     num_params = sum(param.numel() for param in model.parameters())
     for param in model.parameters():
         param.data = param.data.to(getattr(torch, options.optimization.master_weights))
+    method.choose_layers(meta)
     method.lay_out(meta)
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from op_recording import OpRecorder
-from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from tiny_models import FAMILIES, VOCAB_SIZE, build, make_osft, save_model
 from torch import Tensor
 
-from model.build import ATTENTION, choose_kept_operations
+from methods.full import Full
+from model.activation_checkpointing import ATTENTION, choose_kept_operations
 from objectives.micro_batch import MicroBatch, pack_samples
-from osft import OSFTSettings
 
 MODES = ("none", "selective", "full")
 COSTLY = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention_for_cpu"}
@@ -49,10 +49,10 @@ CASES = FAMILIES | {"dropout": with_dropout("gpt2")}
 )
 def test_gradients_are_bitwise_the_same_and_selective_keeps_more_to_compute_less_again(case, ratio, world, tmp_path):
     path = save_model(CASES[case], tmp_path / "model")
-    osft = None if ratio is None else OSFTSettings(ratio, cache_dir=str(tmp_path / "cache"))
     results, num_bytes, num_costly = {}, {}, {}
     for mode in MODES:
-        model = build(path, world, activation_checkpointing=mode, osft=osft)
+        method = None if ratio is None else make_osft(tmp_path, osft_unfreeze_rank_ratio=ratio)
+        model = build(path, world, activation_checkpointing=mode, method=method)
         results[mode], num_bytes[mode], names = run_backward(model, make_micro_batch())
         num_costly[mode] = count_costly(names)
     for mode in ("selective", "full"):
@@ -61,7 +61,7 @@ def test_gradients_are_bitwise_the_same_and_selective_keeps_more_to_compute_less
             assert torch.equal(results[mode][name], value), f"{mode}: {name}"
     assert num_bytes["full"] < num_bytes["selective"] < num_bytes["none"]
     assert num_costly["full"] > num_costly["selective"] >= num_costly["none"]
-    if osft is None and case != "gpt_oss_sinks":  # whose experts have biases, see choose_kept_operations
+    if ratio is None and case != "gpt_oss_sinks":  # whose experts have biases, see choose_kept_operations
         assert num_costly["selective"] == num_costly["none"]
 
 
@@ -69,5 +69,5 @@ def test_attention_that_draws_random_numbers_is_repeated(world, tmp_path):
     kept = {}
     for name, config in (("with", with_dropout("gpt2")), ("without", FAMILIES["gpt2"])):
         model = build(save_model(config, tmp_path / name), world)
-        kept[name] = choose_kept_operations(model.model, backend="sdpa", compile=False)
+        kept[name] = choose_kept_operations(model.model, Full(), backend="sdpa", compile=False)
     assert kept["without"] >= ATTENTION and kept["with"] == kept["without"] - ATTENTION

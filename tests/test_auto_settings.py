@@ -4,7 +4,6 @@ import json
 import platform
 import sys
 from pathlib import Path
-from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from plan.auto_settings import MODES, ROUNDING, Prober, Room, choose_fastest, extrapolate, find_largest
+from plan.choice import MODES, TOKEN_MULTIPLE, Probe, Room, choose_mode, extrapolate, find_largest
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +51,20 @@ def check_same(a: Path, b: Path) -> None:
 def test_what_has_room_is_on_the_line_through_the_last_probes():
     limit, fixed, slope = 10_010_000, 2_000_000, 1_000
     probes = [
-        dict(tokens=tokens, excess_bytes=fixed + slope * tokens - limit, activation_bytes=500 + slope * tokens)
+        Probe(tokens, 0, excess_bytes=fixed + slope * tokens - limit, activation_bytes=500 + slope * tokens)
         for tokens in (500, 1_000, 2_000)
     ]
     assert find_largest(probes[:1], least=500, most=20_000) == 1_000
-    nearly_full = dict(tokens=500, excess_bytes=-100_000, activation_bytes=500_000)  # twice as much has no room
+    nearly_full = Probe(500, 0, excess_bytes=-100_000, activation_bytes=500_000)  # twice as much has no room
     assert find_largest([nearly_full], least=500, most=20_000) == 600
-    assert find_largest(probes, least=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+    assert find_largest(probes, least=500, most=20_000) == 8_000 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
     assert find_largest(probes, least=500, most=3_000) == 3_000
     assert find_largest(probes, least=8_005, most=20_000) == 8_005  # which has room, though a multiple has not
     assert find_largest(probes, least=8_011, most=20_000) == 8_010  # too little
-    probes.append(dict(tokens=9_000, excess_bytes=990_000))
-    assert find_largest(probes, least=500, most=20_000) == 8_000 // ROUNDING * ROUNDING
+    probes.append(Probe(9_000, 0, excess_bytes=990_000, activation_bytes=0))
+    assert find_largest(probes, least=500, most=20_000) == 8_000 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
+    too_large = Probe(9_000, 0, excess_bytes=990_000, activation_bytes=0, bytes_per_token=slope)  # tells by itself
+    assert find_largest([too_large], least=500, most=9_000) == 8_000 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
 
 
 def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
@@ -96,7 +97,7 @@ def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
 def test_with_a_budget_freed_memory_is_given_back(gives_back):
     code = f"""
 import torch
-from plan.auto_settings import give_back_freed_memory, resident_memory
+from ranks.memory import give_back_freed_memory, resident_memory
 if {gives_back}: give_back_freed_memory()
 torch.ones(5_000_000)  # a large block that is freed makes malloc keep smaller ones from then on
 before = resident_memory()
@@ -144,7 +145,7 @@ def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, mo
         assert params["options"]["activation_checkpointing"] == mode
         check_same(tmp_path / name, tmp_path / "roomy")
         if next_limit is not None:
-            probes = params["auto_settings"]["probes"][mode]
+            probes = [Probe(**probe) for probe in params["auto_settings"]["probes"][mode]]
             limit = next_limit(extrapolate(probes, "bytes", goal), extrapolate(probes, "activation_bytes", goal))
 
 
@@ -161,15 +162,18 @@ def test_what_recomputes_least_and_has_room_is_taken(inputs, world, tmp_path, mo
 )
 def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
     rooms = {
-        mode: Room(count, [dict(tokens=count, seconds=time)])
+        mode: Room(count, [Probe(count, 0, 0, 0, seconds=time)])
         for mode, count, time in zip(MODES, tokens, seconds, strict=False)
     }
-    prober = create_autospec(Prober, instance=True)
-    prober.find_room.side_effect = lambda mode, *, least, most: rooms[mode]
-    mode, room = choose_fastest(prober, MODES, least=50, most=1000)
+    tried = []
+
+    def find(mode: str) -> Room:
+        tried.append(mode)
+        return rooms[mode]
+
+    mode, room = choose_mode(find, MODES, enough=1000, is_timed=True)
     assert (mode, room) == (expected, rooms[expected])
-    prober.set_mode.assert_called_with(expected)
-    assert prober.find_room.call_count == len(tokens)
+    assert tried == list(MODES[: len(tokens)])
 
 
 def test_both_can_be_auto(inputs, world, tmp_path):

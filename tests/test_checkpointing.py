@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, save_model, save_tokenizer
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
 
-from lifecycle.checkpointing import export_model
-from model.build import load_config, load_generation_config
+from lifecycle.export import export_model
+from methods.full import Full
+from model.config import load_generation_config
+from objectives.causal_lm import CausalLM
 
 MODELS = FAMILIES | {
     # routers with a buffer that belongs to the checkpoint
@@ -30,6 +32,8 @@ def export(path, export_dir, world, *, dtype=torch.float32):
     export_model(
         model,
         export_dir,
+        objective=CausalLM(),
+        method=Full(),
         world=world,
         generation_config=load_generation_config(str(path), model.config),
         tokenizer=AutoTokenizer.from_pretrained(path),
@@ -98,7 +102,7 @@ def test_models_that_would_be_read_wrongly_are_refused(world, tmp_path):
     quantized = save_model(FAMILIES["llama"], tmp_path / "quantized")
     change_config(quantized, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match="the weights are quantized"):
-        load_config(str(quantized))
+        load_source(quantized)
     incomplete = save_model(FAMILIES["llama"], tmp_path / "incomplete")
     weights = load_file(incomplete / "model.safetensors")
     del weights["model.norm.weight"]
@@ -113,4 +117,4 @@ def test_models_that_would_be_read_wrongly_are_refused(world, tmp_path):
 def test_several_configs_in_one_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 100}}))
     with pytest.raises(ValueError, match="is more than a language model"):
-        load_config(str(tmp_path))
+        load_source(tmp_path)

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from optim.compact_adamw import CompactAdamW, decode, encode, make_generator, round_to_bf16
 from optim.optimizers import build_optimizer, set_step
+from options import OptimizationOptions
 
-ADAMW = dict(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+ADAMW = dict(learning_rate=1e-2, weight_decay=0.1)
 
 
 def train_matrix(world, *, optimizer: str, dtype: torch.dtype, num_steps: int) -> tuple[DTensor, torch.optim.Optimizer]:
@@ -25,7 +26,7 @@ def train_matrix(world, *, optimizer: str, dtype: torch.dtype, num_steps: int) -
     for name, param in list(module.named_parameters()):
         shard = DTensor.from_local(param.detach(), world.mesh, [Shard(0)])
         module.register_parameter(name, torch.nn.Parameter(shard))
-    built = build_optimizer(module, optimizer=optimizer, **ADAMW)
+    built = build_optimizer(module, OptimizationOptions(optimizer=optimizer, **ADAMW))
     inputs, targets = torch.randn(32, 512), torch.randn(32, 64)
     for step in range(num_steps):
         weight, bias = module.weight.to_local().float(), module.bias.to_local().float()

@@ -5,13 +5,13 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from tiny_models import FAMILIES, VOCAB_SIZE, build, check, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from model import attention as packed_attention
-from model.build import apply_compile, check_model, find_blocks
-from objectives.micro_batch import MicroBatch, idle_sample, pack_samples
+from model.build import apply_compile, find_blocks
+from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
 from objectives.token_loss import sum_chunk_loss, sum_token_loss
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ OTHERS = ((), (1,), (1, 1, 1), (30,), (5, 9), (64,), (2, 2, 2), (17, 31, 4, 4, 1
 def make_micro_batch(lengths: tuple[int, ...], *, seed: int) -> MicroBatch:
     random = np.random.default_rng(seed)
     samples = [(ids, ids, None) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
-    return pack_samples(samples or [idle_sample()])
+    return pack_samples(samples or [make_idle_sample()])
 
 
 def attend_traceable(query, key, value, micro_batch, *, scaling, window):
@@ -64,11 +64,11 @@ def test_no_micro_batch_after_the_first_compiles_again(
     fused = torch.compile(sum_chunk_loss, dynamic=True, backend=counter)
     monkeypatch.setattr("objectives.token_loss.fuse_chunk_loss", lambda: fused)
     in_chunks = functools.partial(sum_token_loss, chunk_bytes=16 * 4 * VOCAB_SIZE)  # of 16 rows
-    monkeypatch.setattr("model.build.sum_token_loss", in_chunks)
+    monkeypatch.setattr("objectives.causal_lm.sum_token_loss", in_chunks)
     path = save_model(deepen(family, 10), tmp_path)
     model = build(path, world, activation_checkpointing=checkpointing, compile=True)
     reference = build(path, world)
-    check_model(model, pack_samples, device=world.device)
+    check(model, world)
     assert counter.frame_count == 0
     counts = []
     for seed, lengths in enumerate((FIRST, *OTHERS)):

@@ -11,12 +11,11 @@ import pytest
 from processes import flags, run
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, load_source, save_model, save_tokenizer
 from transformers import AutoTokenizer
 
 from chat.masking import ChatMasker
 from chat.templates import load_tokenizer
-from model.build import load_config
 from model.files import find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -188,7 +187,7 @@ def test_code_that_transformers_has_itself_is_named_and_not_run(model, marker, c
         "tokenizer_config.json",
     ]
     assert all("not run; transformers has the class itself" in record.getMessage() for record in caplog.records)
-    config = load_config(str(model))
+    config = load_source(model).config
     assert type(config).__name__ == "LlamaConfig" and not hasattr(config, "auto_map")  # an export has no such code
     load_tokenizer(str(model)).save_pretrained(model / "saved")
     assert "auto_map" not in json.loads((model / "saved" / "tokenizer_config.json").read_text())
@@ -205,7 +204,7 @@ def test_loaders_run_nothing_even_unchecked(model, marker):
     ask_for_custom_model(model)
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["custom_model.CustomModel", None]})
     with pytest.raises(ValueError, match="no usable config"):
-        load_config(str(model))
+        load_source(model)
     load_tokenizer(str(model))  # a stock class takes the place of the custom one
     assert not marker.exists()
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, save_model
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, save_model
 from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from model import attention as packed_attention
-from model.attention import check_rope
-from model.build import apply_liger_kernels, check_model, choose_dim
+from model.build import apply_liger_kernels
+from model.config import check_rope
+from model.sharding import choose_dim
 from objectives.micro_batch import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
@@ -48,7 +49,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_transformers(family, worl
     path = save_model(FAMILIES[family], tmp_path)
     samples = make_samples()
     model = build(path, world)
-    check_model(model, pack_samples, device=world.device)
+    check(model, world)
     loss = model(pack_samples(samples))
     loss.backward()
 
@@ -133,13 +134,13 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
     config, reason = REFUSED[family]
     save_model(config, tmp_path)
     with pytest.raises(ValueError, match=reason):
-        check_model(build(tmp_path, world), pack_samples, device=world.device)
+        check(build(tmp_path, world), world)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_passes_in_bf16(family, world, tmp_path):
     model = build(save_model(FAMILIES[family], tmp_path), world, dtype=torch.bfloat16)
-    check_model(model, pack_samples, device=world.device)
+    check(model, world)
 
 
 def attend_across_borders(query, key, value, micro_batch, *, scaling, window):
@@ -168,21 +169,21 @@ def test_the_check_finds_a_broken_attention(attend, reason, dtype, world, tmp_pa
     path = save_model(FAMILIES["mistral_window"], tmp_path)
     monkeypatch.setattr(packed_attention, "attend_sdpa", attend)
     with pytest.raises(ValueError, match=reason):
-        check_model(build(path, world, dtype=dtype), pack_samples, device=world.device)
+        check(build(path, world, dtype=dtype), world)
 
 
 def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
     model = build(save_model(FAMILIES["mistral_window"], tmp_path), world)
     model.model.config.layer_types = ["sliding_attention", "sliding_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="declares 3 layers with a sliding window, but 2 use one"):
-        check_model(model, pack_samples, device=world.device)
+        check(model, world)
 
 
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
     model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
     model.logit_scale = 1.0
     with pytest.raises(ValueError, match="its head does something to the logits that is not known here"):
-        check_model(model, pack_samples, device=world.device)
+        check(model, world)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,9 @@ def test_experts_are_sharded_by_rows_where_there_are_too_few_of_them():
 def test_weights_of_tokens_are_not_rounded_to_the_compute_type(world, tmp_path, monkeypatch):
     model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
     seen = []
-    monkeypatch.setattr("model.build.sum_token_loss", lambda *args, **kwargs: seen.append(kwargs["token_weights"]))
+    monkeypatch.setattr(
+        "objectives.causal_lm.sum_token_loss", lambda *args, **kwargs: seen.append(kwargs["token_weights"])
+    )
     ids = np.arange(3, 12)
     model(pack_samples([(ids, ids, np.full(len(ids), 0.3, dtype=np.float32))]))
     assert seen[0].dtype == torch.float32 and torch.equal(seen[0], torch.full((len(ids) - 1,), 0.3))

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
-from optim.optimizers import clip_gradients, learning_rate_at
+from optim.optimizers import clip_gradients
+from optim.schedules import learning_rate_at
+from options import OptimizationOptions
 
 
 def rates(scheduler: str, num_steps: int = 10, **changes) -> list[float]:
-    options = dict(scheduler=scheduler, peak=1.0, num_warmup_steps=0, num_steps=num_steps) | changes
-    return [learning_rate_at(step, **options) for step in range(num_steps)]
+    options = OptimizationOptions(lr_scheduler=scheduler, learning_rate=1.0, **changes)
+    return [learning_rate_at(step, options, num_steps=num_steps) for step in range(num_steps)]
 
 
 def test_constant_is_constant():

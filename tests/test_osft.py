@@ -1,6 +1,5 @@
 """OSFT keeps what it says it keeps, reaches everything else, and exports an ordinary model."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -9,34 +8,27 @@ import torch
 from in_process import train_here, train_on
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, build, check, make_osft, save_model, save_tokenizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
-from lifecycle.checkpointing import gather_weights
-from methods.osft_calibration import prepare_statistics
-from model.build import check_model
-from objectives.micro_batch import pack_samples
-from optim.optimizers import build_optimizer, clip_gradients, local_gradients
-from osft import (
-    OSFTLinear,
-    OSFTSettings,
-    Statistics,
+from methods.osft_calibration import Statistics, prepare_statistics
+from methods.osft_subspaces import (
     count_kept,
     decompose,
-    fill_layer,
-    find_osft_layers,
     make_subspace,
-    measure_leak,
     oriented_shape,
     prepare_subspaces,
-    project_gradients,
-    project_updates,
     write_subspace,
 )
+from objectives.causal_lm import CausalLM
+from objectives.micro_batch import pack_samples
+from optim.optimizers import build_optimizer, clip_gradients, local_gradients
+from options import DataOptions, OptimizationOptions, OSFTOptions
+from osft import OSFT, OSFTLinear, fill_layer, measure_leak, project_gradients, project_updates
 
 LEAK = 1e-5
 SHAPES = {"tall": (48, 32), "wide": (32, 48), "square": (32, 32)}
@@ -63,7 +55,7 @@ def make_layer(world, tmp_path, weight: torch.Tensor, ratio: float, *, conv1d: b
     matrix = weight if layer.on_input else weight.T.contiguous()
     file = tmp_path / "subspace.safetensors"
     write_subspace(file, make_subspace(matrix, device=world.device))
-    fill_layer(layer, "layer", weights={"layer.weight": lambda: stored}, file=file, world=world)
+    fill_layer(layer, "layer", {"layer.weight": lambda: stored}, file=file, world=world)
     return fully_shard(layer, mesh=world.mesh)
 
 
@@ -153,7 +145,7 @@ def test_forward_and_backward_are_those_of_the_dense_layer(shape, ratio, has_bia
 
 def learn(layer, target: torch.Tensor, *, steps: int = 400, weight_decay: float = 0.0) -> torch.Tensor:
     """The layer's weight after AdamW has pulled it towards `target` (out, in)."""
-    optimizer = build_optimizer(layer, learning_rate=0.1, weight_decay=weight_decay, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = build_optimizer(layer, OptimizationOptions(learning_rate=0.1, weight_decay=weight_decay))
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 0.1 * 0.5 * (1 + np.cos(np.pi * step / steps))
         ((layer(torch.eye(target.shape[1])).T - target) ** 2).sum().backward()
@@ -225,14 +217,29 @@ def test_the_gradient_that_is_clipped_is_the_one_that_is_applied(shape, world, t
 SAMPLES = [(np.array(ids), np.array(labels), None) for ids, labels in make_samples(6, vocab_size=VOCAB_SIZE)]
 
 
-def settings(tmp_path, ratio: float = 0.25, **changes) -> OSFTSettings:
-    return OSFTSettings(**dict(unfreeze_rank_ratio=ratio, cache_dir=str(tmp_path / "cache")) | changes)
+def settings(tmp_path, ratio: float | None = 0.25, *, statistics: Statistics | None = None, **changes) -> OSFT:
+    """The method; `changes` are its options without their prefix."""
+    values = {f"osft_{name}": value for name, value in (dict(unfreeze_rank_ratio=ratio) | changes).items()}
+    method = make_osft(tmp_path, **values)
+    if statistics is not None:
+        method.study = lambda *args, **kwargs: None
+        method.statistics = statistics
+    return method
+
+
+def layers_of(model: nn.Module) -> list[OSFTLinear]:
+    return [module for module in model.modules() if isinstance(module, OSFTLinear)]
+
+
+def gather(model, world) -> dict[str, torch.Tensor]:
+    """The weights that an export of the built `model` holds."""
+    return dict(OSFT(OSFTOptions()).gather_weights(model.model, torch.float32, world=world))
 
 
 def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[float]:
     """AdamW steps with weight decay and clipping, as train.py does them; their losses."""
-    layers = find_osft_layers(model)
-    optimizer = build_optimizer(model, learning_rate=learning_rate, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    layers = layers_of(model)
+    optimizer = build_optimizer(model, OptimizationOptions(learning_rate=learning_rate, weight_decay=0.1))
     losses = []
     for _ in range(num_steps):
         loss = model(pack_samples(SAMPLES)) / 100
@@ -251,9 +258,9 @@ def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[f
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, tmp_path):
     path = save_model(FAMILIES[family], tmp_path / "model")
-    model = build(path, world, osft=settings(tmp_path))
-    check_model(model, pack_samples, device=world.device)
-    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32, world)}
+    model = build(path, world, method=settings(tmp_path))
+    check(model, world)
+    before = {name: weight.clone() for name, weight in gather(model, world).items()}
     reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # which knows soft-capping
     assert before.keys() == dict(reference.named_parameters()).keys()
     for name, param in reference.named_parameters():
@@ -263,19 +270,22 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
 
     trained = {name for name, module in model.model.named_modules() if isinstance(module, OSFTLinear)}
     assert trained and all(".0." in name or ".1." in name for name in trained)
-    after = dict(gather_weights(model.model, torch.float32, world))
+    after = gather(model, world)
     for name, weight in after.items():
         if name.removesuffix(".weight") in trained and name.endswith(".weight"):
             assert leak(weight - before[name], before[name], 0.25) <= LEAK, name
         else:
             assert torch.equal(weight, before[name]), name
-    assert 0 < measure_leak(find_osft_layers(model)) <= LEAK
+    assert 0 < measure_leak(layers_of(model)) <= LEAK
     reference.load_state_dict(after, strict=False)
-    prompt = torch.randint(3, VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(3, VOCAB_SIZE, (20,), generator=torch.Generator().manual_seed(0)).numpy()
     with torch.no_grad():
         model.model.set_attn_implementation("eager")
-        _, logits = model.eval().reference(prompt)
-        torch.testing.assert_close(logits, reference.eval()(prompt).logits, rtol=1e-4, atol=1e-4)
+        hidden, loss_sum = model.eval().reference(pack_samples([(prompt, prompt, None)]))
+        expected = reference.eval()(torch.from_numpy(prompt)[None], labels=torch.from_numpy(prompt)[None],
+                                    output_hidden_states=True)  # fmt: skip
+        torch.testing.assert_close(hidden, expected.hidden_states[-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loss_sum / 19, expected.loss, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -283,16 +293,16 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
 )
 def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_path):
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
-    losses = [train_steps(build(path, world, osft=settings(tmp_path), **options), 5) for options in ({}, change)]
+    losses = [train_steps(build(path, world, method=settings(tmp_path), **options), 5) for options in ({}, change)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_second_start_and_another_ratio_decompose_nothing(world, tmp_path, monkeypatch):
     path = save_model(FAMILIES["gpt2"], tmp_path / "model")
-    first = dict(gather_weights(build(path, world, osft=settings(tmp_path)).model, torch.float32, world))
+    first = gather(build(path, world, method=settings(tmp_path)), world)
     num_files = len(list((tmp_path / "cache").iterdir()))
-    monkeypatch.setattr("osft.make_subspace", None)
-    again = dict(gather_weights(build(path, world, osft=settings(tmp_path, 0.6)).model, torch.float32, world))
+    monkeypatch.setattr("methods.osft_subspaces.make_subspace", None)
+    again = gather(build(path, world, method=settings(tmp_path, 0.6)), world)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert len(list((tmp_path / "cache").iterdir())) == num_files == 8
 
@@ -314,25 +324,25 @@ def test_a_long_start_shows_that_it_moves_on(world, tmp_path):
 def test_experts_that_are_not_covered_are_named_at_the_start(family, train_others, said, world, tmp_path, caplog):
     path = save_model(FAMILIES[family], tmp_path / "model")
     with caplog.at_level("WARNING", logger="mini_trainer"):
-        build(path, world, osft=settings(tmp_path, train_others=train_others))
+        build(path, world, method=settings(tmp_path, train_others=train_others))
     assert (said is None and "experts" not in caplog.text) or f"hold experts as one: they {said}" in caplog.text
 
 
 def test_a_broken_cache_is_refused_with_the_file_to_remove(world, tmp_path):
     path = save_model(FAMILIES["gpt2"], tmp_path / "model")
-    build(path, world, osft=settings(tmp_path))
+    build(path, world, method=settings(tmp_path))
     file = next((tmp_path / "cache").iterdir())
     file.write_bytes(b"nothing")
     with pytest.raises(ValueError, match=f"cannot read {file}.*remove it"):
-        build(path, world, osft=settings(tmp_path))
+        build(path, world, method=settings(tmp_path))
     (tmp_path / "a_file").write_text("")
     with pytest.raises(ValueError, match="--osft-cache-dir"):
-        build(path, world, osft=settings(tmp_path, cache_dir=str(tmp_path / "a_file")))
+        build(path, world, method=settings(tmp_path, cache_dir=str(tmp_path / "a_file")))
 
 
 def test_only_what_the_patterns_name_is_trained(world, tmp_path):
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
-    model = build(path, world, osft=settings(tmp_path, target_patterns=("q_proj", "1.mlp")))
+    model = build(path, world, method=settings(tmp_path, target_patterns=("q_proj", "1.mlp")))
     trained = {name for name, param in model.model.named_parameters() if param.requires_grad}
     names = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj")
     assert trained == {f"model.layers.{name}.coefficients" for name in names}
@@ -342,15 +352,15 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_weights_are_read(w
     path = save_model(FAMILIES["llama"], tmp_path / "model")
     (path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"--osft-target-patterns embed_tokens: no linear layer.*q_proj"):
-        build(path, world, osft=settings(tmp_path, target_patterns=("mlp", "embed_tokens")))
+        build(path, world, method=settings(tmp_path, target_patterns=("mlp", "embed_tokens")))
 
 
 def test_without_free_directions_targets_stay_and_others_train(world, tmp_path):
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
-    model = build(path, world, osft=settings(tmp_path, 0.0, train_others=True))
-    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32, world)}
+    model = build(path, world, method=settings(tmp_path, 0.0, train_others=True))
+    before = {name: weight.clone() for name, weight in gather(model, world).items()}
     train_steps(model, 3)
-    after = dict(gather_weights(model.model, torch.float32, world))
+    after = gather(model, world)
     for name, weight in after.items():
         is_target = "_proj.weight" in name
         assert torch.equal(weight, before[name]) == is_target, name
@@ -419,9 +429,9 @@ def watch(path, world, data, *, statistics_file=None, seed=0):
     return prepare_statistics(
         statistics_file,
         data,
-        lambda **options: build(path, world, **options),
-        seed=seed,
-        max_tokens_per_gpu=64,
+        DataOptions(data_path="", seed=seed, max_tokens_per_gpu=64),
+        build_plain=lambda: build(path, world),
+        objective=CausalLM(),
         world=world,
     )
 
@@ -454,11 +464,11 @@ def test_outputs_on_kept_inputs_do_not_change(family, world, tmp_path):
         path, world, TokenizedData(write_samples(tmp_path / "old.arrow", make_samples(12, vocab_size=VOCAB_SIZE)))
     )
     keep = settings(tmp_path, 0.4, basis="activations", statistics=statistics)
-    model = build(path, world, osft=keep)
-    before = {name: weight.clone() for name, weight in gather_weights(model.model, torch.float32, world)}
+    model = build(path, world, method=keep)
+    before = {name: weight.clone() for name, weight in gather(model, world).items()}
     losses = train_steps(model, 20)
     assert losses[-1] < losses[0]
-    after = dict(gather_weights(model.model, torch.float32, world))
+    after = gather(model, world)
     for name in statistics.inputs:
         update = (after[f"{name}.weight"] - before[f"{name}.weight"]).double()
         update = update.T if family == "gpt2" else update  # (out, in)
@@ -468,7 +478,7 @@ def test_outputs_on_kept_inputs_do_not_change(family, world, tmp_path):
         assert (update @ vectors[:, -num_kept:]).norm() <= LEAK * update.norm(), name
         energy = (update @ statistics.covariance(name) @ update.T).trace()  # mean of |dW x|^2 over old inputs
         assert energy <= 1.001 * update.norm() ** 2 * values[-num_kept - 1]
-    assert measure_leak(find_osft_layers(model)) <= LEAK
+    assert measure_leak(layers_of(model)) <= LEAK
 
 
 def test_keep_energy_keeps_as_few_directions_as_carry_it(world, tmp_path):
@@ -477,14 +487,14 @@ def test_keep_energy_keeps_as_few_directions_as_carry_it(world, tmp_path):
         path, world, TokenizedData(write_samples(tmp_path / "old.arrow", make_samples(12, vocab_size=VOCAB_SIZE)))
     )
     keep = settings(tmp_path, None, keep_energy=0.9, basis="activations", statistics=statistics)
-    model = build(path, world, osft=keep).model
+    model = build(path, world, method=keep).model
     for name in statistics.inputs:
         values = torch.linalg.eigvalsh(statistics.covariance(name)).flip(0)
         shares = values.cumsum(0) / values.sum()
         num_kept = model.get_submodule(name).num_kept
         assert shares[num_kept - 1] >= 0.9 > (shares[num_kept - 2] if num_kept > 1 else 0)
     with pytest.raises(ValueError, match=r"--osft-keep-energy 1.0: nothing is left to train"):
-        build(path, world, osft=dataclasses.replace(keep, keep_energy=1.0))
+        build(path, world, method=settings(tmp_path, None, keep_energy=1.0, basis="activations", statistics=statistics))
 
 
 def test_statistics_of_two_tasks_are_added_once_each(world, tmp_path):
@@ -504,7 +514,7 @@ def test_statistics_of_two_tasks_are_added_once_each(world, tmp_path):
             torch.testing.assert_close(statistics.covariance(name), expected)
     other = save_model(FAMILIES["phi3"], tmp_path / "other")
     with pytest.raises(ValueError, match="statistics of another model"):
-        build(other, world, osft=settings(tmp_path, basis="activations", statistics=both))
+        build(other, world, method=settings(tmp_path, basis="activations", statistics=both))
     file.write_text("nothing")
     for bad in (file, tmp_path / "missing.safetensors"):
         with pytest.raises(ValueError, match=f"--osft-statistics {bad}"):
@@ -514,8 +524,8 @@ def test_statistics_of_two_tasks_are_added_once_each(world, tmp_path):
 def test_important_blocks_keep_more(world, tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path / "model")
     statistics = Statistics(similarities={"model.layers.0": 0.6, "model.layers.1": 0.9}, inputs={}, data_hashes=["x"])
-    keep = settings(tmp_path, 0.5, allocation="importance", statistics=statistics)
-    model = build(path, world, osft=keep).model
+    keep = settings(tmp_path, 0.5, rank_allocation="importance", statistics=statistics)
+    model = build(path, world, method=keep).model
     # r = 0.1 + I (0.5 - 0.1) with I = 0.8 and 1.2: 0.42 and 0.58 of 32 directions
     assert [model.model.layers[i].mlp.up_proj.num_kept for i in (0, 1)] == [13, 18]
 

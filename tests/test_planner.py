@@ -14,18 +14,17 @@ import torch
 from in_process import train_here
 from processes import flags, run
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import train
-from lifecycle.start import make_osft_settings
-from lifecycle.training_log import reduce_step
-from model.build import load_config, set_gradient_sync
+from lifecycle.start import RunInputs, choose_method
+from model.sharding import set_gradient_sync
+from objectives.causal_lm import CausalLM
 from optim.optimizers import build_optimizer
+from optim.reduction import reduce_step
 from options import TrainOptions, find_problems, group_options
-from plan.auto_settings import make_micro_batch
 from plan.planner import plan_run
-from plan.simulation import StepMemory, shape_run_model, simulate_step
+from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 
@@ -83,19 +82,11 @@ def print_plan(values: dict) -> tuple[ExitCode, str]:
 
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
-    shaped = shape_run_model(
-        options, load_config(str(path)), compute_dtype=getattr(torch, options.compute_dtype), attention="auto"
-    )
-    return simulate_step(
-        options,
-        shaped,
-        world_size=num_ranks,
-        num_shards=num_ranks,
-        num_tokens=NUM_TOKENS,
-        num_trained=NUM_TRAINED,
-        longest=LONGEST,
-        accumulates=True,
-    )
+    dtype = getattr(torch, options.compute.compute_dtype)
+    inputs = RunInputs(CausalLM(), choose_method(options), options.data, dtype)
+    inputs.model_dir, inputs.config = str(path), load_source(path).config
+    planned = lay_out_model(options, inputs, options.compute)
+    return simulate_step(options, planned, Load(NUM_TOKENS, NUM_TRAINED, LONGEST, True), Ranks(num_ranks, num_ranks))
 
 
 @pytest.mark.parametrize(("family", "changes"), SIMULATIONS)
@@ -107,23 +98,21 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
     model = build(
         path,
         world,
-        activation_checkpointing=options.activation_checkpointing,
-        dtype=getattr(torch, options.compute_dtype),
-        weights_dtype=getattr(torch, options.master_weights),
-        reshard_after_forward=options.reshard_after_forward,
-        osft=make_osft_settings(options),
+        activation_checkpointing=options.compute.activation_checkpointing,
+        dtype=getattr(torch, options.compute.compute_dtype),
+        weights_dtype=getattr(torch, options.optimization.master_weights),
+        reshard_after_forward=options.sharding.reshard_after_forward,
+        method=choose_method(options),
     )
-    optimizer = build_optimizer(
-        model, optimizer=options.optimizer, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8
-    )
+    optimizer = build_optimizer(model, options.optimization)
     counter = MemoryCounter()
     for tensor in [*model.parameters(), *model.buffers()]:
         counter.count(tensor)
     with counter:
         for _ in range(2):
             for k in range(2):
-                set_gradient_sync(model, options.micro_batch_grad_sync, is_last=k == 1)
-                model(make_micro_batch(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)).backward()
+                set_gradient_sync(model, options.sharding.micro_batch_grad_sync, is_last=k == 1)
+                model(CausalLM().make_probe(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert predicted.total == pytest.approx(counter.num_peak, rel=0.03)
@@ -142,8 +131,8 @@ def test_no_gradient_outlives_its_step(inputs, world, tmp_path, monkeypatch):
         num_alive.append([sum(not reference.expired() for reference in step) for step in held])
         set_gradient_sync(*args, **kwargs)
 
-    monkeypatch.setattr(train, "reduce_step", look_at_gradients)
-    monkeypatch.setattr(train, "set_gradient_sync", look_back)
+    monkeypatch.setattr("lifecycle.step.reduce_step", look_at_gradients)
+    monkeypatch.setattr("lifecycle.step.set_gradient_sync", look_back)
     train_here(world, **inputs | dict(dry_run=False, max_steps=3, max_tokens_per_gpu=1000, output_dir=str(tmp_path)))
     assert len(held[0]) > 10 and num_alive == [[], [0], [0, 0]]  # at the beginning of each step
 

@@ -13,7 +13,9 @@ from tiny_data import make_samples, to_row, write_rows, write_samples
 
 from chat.labels import IGNORED
 from corpus.reader import TokenizedData
-from objectives.micro_batch import idle_sample, pack_samples
+from objectives.causal_lm import CausalLM
+from objectives.micro_batch import make_idle_sample, pack_samples
+from options import DataOptions, EndOptions
 from sampler import collect_garbage_between, count_steps, draw_samples, iterate_batches, prefetch
 
 VOCAB_SIZE = 160
@@ -31,10 +33,12 @@ def data(samples, tmp_path_factory):
 
 
 def batches_of(data, *, num_steps=8, batch_size=12, max_tokens_per_gpu=64, rank=0, world_size=1, seed=3):
+    options = DataOptions(data_path="", batch_size=batch_size, seed=seed, max_tokens_per_gpu=max_tokens_per_gpu)
+    data.vocab_size = VOCAB_SIZE
     return list(
         iterate_batches(
-            data, batch_size=batch_size, seed=seed, num_steps=num_steps, max_tokens_per_gpu=max_tokens_per_gpu,
-            attention_cost=0.01, rank=rank, world_size=world_size, vocab_size=VOCAB_SIZE, pin_memory=False,
+            data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.01, rank=rank,
+            world_size=world_size,
         )
     )  # fmt: skip
 
@@ -100,17 +104,17 @@ def test_weights_move_with_the_targets_they_belong_to(tmp_path):
     ]
     data = TokenizedData(write_rows(tmp_path / "data.arrow", rows))
     assert data.has_weights
-    packed = pack_samples([data.read(row, vocab_size=VOCAB_SIZE) for row in (0, 1)])
+    packed = pack_samples([data.read(row) for row in (0, 1)])
     assert packed.target_weights.tolist() == [0.5, 1.0, 0.0, 0.25, 0.0]
     assert packed.targets.tolist() == [6, 7, IGNORED, 9, IGNORED]
     rows[1]["loss_weights"] = [0.0, 1.5]
     data = TokenizedData(write_rows(tmp_path / "bad.arrow", rows))
     with pytest.raises(ValueError, match="row 2: loss_weights has to hold 2 numbers from 0 to 1"):
-        data.read(1, vocab_size=VOCAB_SIZE)
+        data.read(1)
 
 
 def test_an_idle_rank_trains_nothing():
-    assert len(pack_samples([idle_sample()]).trained_index) == 0
+    assert len(pack_samples([make_idle_sample()]).trained_index) == 0
 
 
 def test_every_format_gives_the_same_batches(samples, data, tmp_path, monkeypatch):
@@ -137,15 +141,14 @@ def test_every_format_gives_the_same_batches(samples, data, tmp_path, monkeypatc
     ],
 )
 def test_the_run_ends_at_the_first_end_reached(data, ends, expected):
-    all_ends = dict(max_steps=None, max_epochs=None, max_samples=None, max_tokens=None) | ends
-    assert count_steps(data, batch_size=12, seed=3, **all_ends) == expected
+    options = DataOptions(data_path="", batch_size=12, seed=3)
+    assert count_steps(data, options, EndOptions(**ends)) == expected
 
 
 @pytest.mark.parametrize("max_tokens", [2, 100, 1234, 5000])
 def test_max_tokens_ends_at_the_step_that_reaches_it(data, max_tokens):
-    num_steps = count_steps(
-        data, batch_size=12, seed=3, max_steps=None, max_epochs=None, max_samples=None, max_tokens=max_tokens
-    )
+    options = DataOptions(data_path="", batch_size=12, seed=3)
+    num_steps = count_steps(data, options, EndOptions(max_tokens=max_tokens))
     tokens = np.cumsum([batch.lengths.sum() for batch in batches_of(data, num_steps=num_steps)])
     assert tokens[-1] >= max_tokens
     assert num_steps == 1 or tokens[-2] < max_tokens

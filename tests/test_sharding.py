@@ -5,15 +5,16 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, save_model
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, save_model
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from model.build import check_model, find_blocks, set_gradient_sync
+from model.blocks import find_blocks
+from model.sharding import set_gradient_sync
 from objectives.micro_batch import pack_samples
 from optim.optimizers import build_optimizer, local_gradients
-from options import ShardingOptions
+from options import OptimizationOptions, ShardingOptions
 from ranks.world import init_world
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)
@@ -64,8 +65,8 @@ def test_weights_are_freed_after_forward_as_asked(policy, blocks_kept, root_kept
         assert all(isinstance(param, DTensor) != blocks_kept for param in block.parameters())
     assert isinstance(model.model.get_output_embeddings().weight, DTensor) != root_kept
     # The checks at the start run no backward; the optimizer must find the shards.
-    check_model(model, pack_samples, device=world.device)
-    build_optimizer(model, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    check(model, world)
+    build_optimizer(model, OptimizationOptions(learning_rate=1e-3, weight_decay=0.0))
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 3])
@@ -99,7 +100,7 @@ def test_offloaded_weights_are_offloaded_in_every_part_of_the_model(world, tmp_p
         policies.append(offload_policy)
         return fully_shard(*args, offload_policy=offload_policy, **kwargs)
 
-    monkeypatch.setattr("model.build.fully_shard", record)
+    monkeypatch.setattr("model.sharding.fully_shard", record)
     for cpu_offload in (True, False):
         policies.clear()
         build(path, world, cpu_offload=cpu_offload)

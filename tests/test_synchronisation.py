@@ -12,7 +12,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optim.optimizers import build_optimizer, clip_gradients, local_gradients, set_step
+from lifecycle.step import TrainState, run_backward, update_weights
+from methods.full import Full
+from optim.optimizers import build_optimizer, clip_gradients, local_gradients
+from options import OptimizationOptions
 
 NUM_STEPS = 4
 # On a GPU each of these waits until it has computed what they read.
@@ -98,16 +101,13 @@ def test_only_reduce_step_waits_and_as_often_for_one_micro_batch_as_for_many(cas
 def test_no_micro_batch_and_no_update_waits_for_the_gpu(kind, world, tmp_path):
     weights_dtype = torch.float32 if kind == "adamw" else torch.bfloat16
     model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16, weights_dtype=weights_dtype)
-    optimizer = build_optimizer(
-        model, optimizer=kind, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
-    )
+    options = OptimizationOptions(optimizer=kind, learning_rate=1e-3, weight_decay=0.1)
+    state = TrainState(model, Full(), build_optimizer(model, options), world)
     micro_batches = [make_micro_batch(lengths, seed=0).pin_memory() for lengths in OTHERS]
     for mode in ("default", "error"):  # what is set up in the first step may wait
         torch.cuda.set_sync_debug_mode(mode)
         for step, micro_batch in enumerate(micro_batches):
-            model(micro_batch.to(world.device)).backward()
+            run_backward(model, micro_batch.to(world.device), num_targets=1)
             clip_gradients(local_gradients(model), grad_norm=2.0, max_grad_norm=1.0)
-            set_step(optimizer, step=step, learning_rate=1e-3)
-            optimizer.step()
-            optimizer.zero_grad()
+            update_weights(state, step=step, lr=1e-3)
     torch.cuda.set_sync_debug_mode("default")

@@ -5,11 +5,12 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, VOCAB_SIZE, build, save_model
+from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from model.weights import read_weights
+from objectives.causal_lm import CausalLM
 
 
 def load_plainly(path) -> PreTrainedModel:
@@ -17,7 +18,9 @@ def load_plainly(path) -> PreTrainedModel:
 
 
 def read_tensors(path, *, vocab_size: int = VOCAB_SIZE) -> dict[str, torch.Tensor]:
-    readers = read_weights(str(path), vocab_size=vocab_size, trust_remote_code=False)
+    source = load_source(path)
+    source.config.vocab_size = vocab_size
+    readers = read_weights(source, CausalLM())
     return {name: read().to(torch.float32) for name, read in readers.items()}
 
 
@@ -62,9 +65,9 @@ def test_a_model_that_cannot_be_read_in_parts_is_read_as_a_whole(family, tmp_pat
         raise AttributeError("transformers has no such function")
 
     monkeypatch.setattr("model.weights.plan_reading", fail)
-    with caplog.at_level("DEBUG", logger="mini_trainer"):
+    with caplog.at_level("WARNING", logger="mini_trainer"):
         whole = read_tensors(path)
-    assert "the weights are read as a whole: AttributeError" in caplog.text
+    assert "so rank 0 reads them as a whole, in fp32 (AttributeError" in caplog.text
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in parts.items())
 
@@ -126,7 +129,7 @@ def change_weights(path, change) -> None:
 def test_weights_that_do_not_fit_the_config_are_refused(change, message, tmp_path, never_whole):
     change_weights(save_model(FAMILIES["qwen3"], tmp_path), change)
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_weights(str(tmp_path), vocab_size=VOCAB_SIZE, trust_remote_code=False)
+        read_weights(load_source(tmp_path), CausalLM())
 
 
 def test_a_tied_head_that_is_stored_too_is_read_once(tmp_path, never_whole):

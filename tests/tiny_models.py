@@ -23,7 +23,16 @@ from transformers import (
     Qwen3Config,
 )
 
-from model.build import build_model, load_config
+from methods.full import Full
+from model.build import build_model
+from model.check import check_model
+from model.config import ModelSource, load_config
+from model.method import Method
+from objectives.causal_lm import CausalLM
+from objectives.objective import PackedModel
+from options import OSFTOptions, TrainOptions, group_options
+from osft import OSFT
+from ranks.world import World
 
 VOCAB_SIZE = 288
 
@@ -90,33 +99,39 @@ def save_tokenizer(path: Path) -> Path:
     return path
 
 
+def load_source(path: Path) -> ModelSource:
+    """The model at `path` as a run finds it."""
+    return ModelSource(str(path), load_config(str(path), CausalLM()))
+
+
 def build(
-    path,
-    world,
+    path: Path,
+    world: World,
     *,
-    attention="auto",
-    activation_checkpointing="none",
-    compile=False,
-    dtype=torch.float32,
-    weights_dtype=torch.float32,
-    reshard_after_forward="auto",
-    prefetch_blocks=1,
-    cpu_offload=False,
-    osft=None,
-):
-    """The model at `path` as train.py builds it."""
+    dtype: torch.dtype = torch.float32,
+    weights_dtype: torch.dtype = torch.float32,
+    method: Method | None = None,
+    **options: object,
+) -> PackedModel:
+    """The model at `path` as train.py builds it, by default without activation checkpointing."""
+    given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none") | options
+    grouped = group_options(TrainOptions, **given, compute_dtype=str(dtype).removeprefix("torch."))
     return build_model(
-        str(path),
-        load_config(str(path)),
-        world=world,
-        compute_dtype=dtype,
+        load_source(path),
+        grouped.compute,
+        grouped.sharding,
+        objective=CausalLM(),
+        method=Full() if method is None else method,
         weights_dtype=weights_dtype,
-        attention=attention,
-        activation_checkpointing=activation_checkpointing,
-        compile=compile,
-        use_liger_kernels=False,
-        reshard_after_forward=reshard_after_forward,
-        prefetch_blocks=prefetch_blocks,
-        cpu_offload=cpu_offload,
-        osft=osft,
+        world=world,
     )
+
+
+def make_osft(tmp_path: Path, **options: object) -> OSFT:
+    """The method, with its cache in `tmp_path`; options of the group by name."""
+    return OSFT(OSFTOptions(**dict(osft=True, osft_cache_dir=str(tmp_path / "cache")) | options))
+
+
+def check(model: PackedModel, world: World) -> None:
+    """The start-up check."""
+    check_model(model, CausalLM(), device=world.device)

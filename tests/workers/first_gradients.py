@@ -5,51 +5,46 @@ torchrun ... first_gradients.py MODEL DATA MAX_TOKENS_PER_GPU OUTPUT BATCH_SIZE.
 
 import os
 import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "quickstart")]
 
 import torch
 import torch.distributed as dist
+from tiny_models import build
 
 from corpus.reader import TokenizedData
-from lifecycle.training_log import reduce_step
-from model.build import build_model, load_config
+from lifecycle.step import run_backward
+from objectives.causal_lm import CausalLM
 from optim.optimizers import local_gradients
+from optim.reduction import reduce_step
+from options import DataOptions
 from ranks.world import init_world
 from sampler import iterate_batches
 
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
 world = init_world()
-config = load_config(model_path)
-model = build_model(
-    model_path,
-    config,
-    world=world,
-    compute_dtype=torch.float32,
-    attention="auto",
-    activation_checkpointing="none",
-    compile=False,
-    use_liger_kernels=False,
-)
+model = build(model_path, world)
+data = TokenizedData(data_path)
 results = []
 for batch_size in batch_sizes:
+    options = DataOptions(
+        data_path=data_path, batch_size=int(batch_size), seed=0, max_tokens_per_gpu=int(max_tokens_per_gpu)
+    )
     batch = next(
         iterate_batches(
-            TokenizedData(data_path),
-            batch_size=int(batch_size),
-            seed=0,
+            data,
+            options,
+            objective=CausalLM(),
             num_steps=1,
-            max_tokens_per_gpu=int(max_tokens_per_gpu),
             attention_cost=0.0,
             rank=world.rank,
             world_size=world.world_size,
-            vocab_size=config.vocab_size,
-            pin_memory=False,
         )
     )
     losses = []
     for micro_batch in batch.micro_batches:
-        loss_sum = model(micro_batch)
-        (loss_sum / batch.num_loss_tokens).backward()
-        losses.append(loss_sum.detach())
+        losses.append(run_backward(model, micro_batch, num_targets=batch.num_loss_tokens))
     sums = reduce_step(
         losses, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
     )
