@@ -12,8 +12,8 @@ import os
 
 from command_line import parse_options
 from options import TrainOptions, flatten_options, parse_duration
-from ranks.ending import ExitCode, RunError
-from ranks.monitor import Flag, RunControl, leave, stop_reason
+from ranks.ending import ExitCode, RunError, leave
+from ranks.monitor import Flag, RunControl, stop_reason
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once

@@ -10,11 +10,11 @@ from typing import Any
 
 from ranks.ending import ExitCode, RunError, log
 
-SECONDS_PER_BEAT = 5  # how often the holder touches its lock
-SECONDS_TO_WATCH = 20  # that another host's lock must stay untouched to count as left behind
+SECONDS_PER_BEAT = 5  # between two touches of the lock by its holder
+SECONDS_TO_WATCH = 20  # without a touch after which the lock of another host counts as left behind
 
 LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR = ".lock", "exit.json", "stop", "errors"
-OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # that a directory without a run may hold
+OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # a directory that holds only these holds no run
 
 
 class RunLock:
@@ -27,6 +27,7 @@ class RunLock:
     def __init__(self, output_dir: Path):
         """Makes the directory if it is missing. RunError with `LOCKED` if another run has it."""
         self.path = output_dir / LOCK_FILE
+        self.made_directory = not output_dir.exists()
         output_dir.mkdir(parents=True, exist_ok=True)
         while True:
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -53,6 +54,10 @@ class RunLock:
 
     def beat(self) -> None:
         os.utime(self.file)
+
+    def is_alone_in_its_directory(self) -> bool:
+        """Whether this lock made the directory, and nothing else has been written to it since."""
+        return self.made_directory and os.listdir(self.path.parent) == [LOCK_FILE]
 
     def release(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -132,6 +137,7 @@ def read_boot_id() -> str:
 
 def write_exit_file(output_dir: Path, content: dict[str, Any]) -> bool:
     """Writes exit.json, whole, if there is none: whoever ends a run first says why. True if it was this call."""
+    # Not `written_aside`: its rename replaces what is there, and its name aside is one process's on one host only.
     path = output_dir / EXIT_FILE
     aside = output_dir / f".{EXIT_FILE}.{socket.gethostname()}.{os.getpid()}"
     try:

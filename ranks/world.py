@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
-from ranks.ending import ExitCode, RunError
-from ranks.monitor import SLOW_LIMIT, RunControl, describe_error
+from ranks.ending import ExitCode, RunError, describe_error
+from ranks.monitor import SLOW_LIMIT, RunControl
 
 Result = TypeVar("Result")
 

@@ -15,23 +15,10 @@ import pytest
 from processes import ENV, ROOT, is_alive
 
 from options import parse_duration
-from ranks.ending import ExitCode, RunError
+from ranks.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
+from ranks.lifeline import Connection
 from ranks.lock import RunLock, read_boot_id, write_exit_file
-from ranks.monitor import (
-    BY_USER,
-    STOPS,
-    Cause,
-    Connection,
-    Flag,
-    Peer,
-    choose_cause,
-    describe_error,
-    describe_hang,
-    is_hanging,
-    may_be_launcher,
-    stop_reason,
-    within,
-)
+from ranks.monitor import BY_USER, STOPS, Flag, Peer, describe_hang, is_hanging, may_be_launcher, stop_reason
 
 PROMISE = 10.0  # seconds within which all ranks are gone
 
@@ -385,7 +372,7 @@ def test_every_kind_of_error_has_its_code():
 
 def test_when_a_run_hangs_and_what_is_said():
     def peer(*, heard: float, moved: float, limit: float = 60.0, where: str = "step 5") -> Peer:
-        return Peer(None, "h", 10, heard, moved, limit, where)
+        return Peer("h", 10, heard, moved, limit, where)
 
     fine = {0: peer(heard=100, moved=100), 1: peer(heard=99, moved=45)}
     assert not is_hanging(fine, 100, 60, is_rank0=True)
