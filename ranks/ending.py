@@ -57,8 +57,8 @@ class Cause:
     rank: int
     host: str
     step: int  # steps completed
-    details: str = ""  # a traceback
-    died: bool = False  # seen from outside: no report of its own
+    details: str = ""  # the traceback, if there is one
+    died: bool = False  # True if others have seen it die: then this is their report, not its own.
 
     @property
     def text(self) -> str:
@@ -87,7 +87,7 @@ def choose_cause(causes: list[Cause]) -> Cause:
 
     Of ranks that say the same, the lowest speaks.
     """
-    first = min(causes, key=lambda cause: not cause.died)  # the earliest of equals
+    first = min(causes, key=lambda cause: not cause.died)  # Of equals min takes the earliest.
     others = sorted(cause.rank for cause in causes if cause.died and cause.message != first.message)
     if others:
         return replace(first, message=f"{first.message}; and so did rank {', '.join(map(str, others))}")

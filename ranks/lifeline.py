@@ -37,8 +37,8 @@ class Connection:
 
     socket: socket.socket
     opened: float  # by `Lifeline.clock`
-    rank: int | None = None  # None: has not shown the token
-    received: bytes = b""
+    rank: int | None = None  # A stranger, who has not shown the token, has none.
+    received: bytes = b""  # the beginning of a line whose end has not come
     unsent: bytes = b""
     open: bool = True
 
@@ -48,7 +48,8 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):  # full for now, or gone, which shows as an end
+        # The connection may be full for now, or gone, which `receive` will find.
+        with contextlib.suppress(OSError):
             self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive(self) -> list[Message]:
@@ -72,10 +73,10 @@ class Connection:
 class Lifeline:
     """This rank's end of the lifeline: rank 0's has a connection to every other rank, theirs one to rank 0.
 
-    One thread calls `poll` again and again, and everything that happens happens in there. Other threads may call
-    `listen` and `connect`, once, and `call`; all other methods belong to the thread that polls.
+    One thread calls `poll` again and again. Other threads may call `listen` and `connect`, once, and `call`; all other
+    methods belong to the thread that polls.
 
-    `poll` tells of three things, and what it calls may send:
+    `poll` tells of three things by calling what it was given for them, which may send:
     - `on_met(rank, host, pid)`: a rank is connected, for rank 0 with every rank's introduction; another rank meets
       rank 0 twice, first under its address and with process id 0, then by its introduction;
     - `on_message(rank, message)`: ValueError, KeyError or TypeError from it says that this is none of ours, and ends
@@ -94,10 +95,10 @@ class Lifeline:
     ):
         self.rank, self.world_size, self.host = rank, world_size, socket.gethostname()
         self.on_met, self.on_message, self.on_lost = on_met, on_message, on_lost
-        self.clock = 0.0  # seconds that this process was able to listen: suspended, it hears nobody
+        self.clock = 0.0  # seconds that this process was able to listen
         self.last_poll = time.monotonic()
         self.token = ""
-        self.connections: dict[int, Connection] = {}  # by rank, those that have ended too
+        self.connections: dict[int, Connection] = {}  # By rank, and with those that have ended: no rank comes twice.
         self.strangers: list[Connection] = []
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.selector = selectors.DefaultSelector()
@@ -136,7 +137,8 @@ class Lifeline:
     def call(self, function: Callable[[], None]) -> None:
         """Runs `function` in the thread that polls, so that what it works on has one thread only."""
         self.calls.put(function)
-        with contextlib.suppress(BlockingIOError):  # full of wake-ups
+        # A socket that is full of wake-ups will wake it without another one.
+        with contextlib.suppress(BlockingIOError):
             self.waker.send(b"\0")
 
     # What the thread that polls may call.
@@ -146,6 +148,7 @@ class Lifeline:
         for key, _ in self.selector.select(seconds):
             key.data()
         now = time.monotonic()
+        # A longer time was spent suspended, with the whole job perhaps: it is nobody's silence.
         self.clock += min(now - self.last_poll, 4 * seconds)
         self.last_poll = now
         self._drop_silent_strangers()
@@ -247,7 +250,8 @@ class Lifeline:
         try:
             for message in connection.receive():
                 self._hand_on(connection, message)
-        except (ValueError, KeyError, TypeError):  # not one of ours
+        except (ValueError, KeyError, TypeError):
+            # No rank of ours says such things.
             connection.open = False
         if not connection.open:
             self._drop(connection)

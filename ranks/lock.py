@@ -34,12 +34,12 @@ class RunLock:
             flock_works = try_flock(self.file, self.path)
             if is_same_file(self.file, self.path):
                 break
-            os.close(self.file)  # the holder removed it between our two calls
+            os.close(self.file)  # The holder has removed it between our two calls: once more, with a new one.
         holder = read_holder(self.path)
         died_here = flock_works and holder is not None and holder.get("boot_id") == read_boot_id()
         if holder is not None and not died_here and is_being_touched(self.path, holder):
             os.close(self.file)
-            raise locked(self.path, holder)
+            raise make_locked_error(self.path, holder)
         if holder is not None:
             log.warning(f"warning: {self.path}: took over the lock that {describe_holder(holder)} left behind")
         content = {
@@ -61,7 +61,7 @@ class RunLock:
 
     def release(self) -> None:
         self.path.unlink(missing_ok=True)
-        file, self.file = self.file, -1  # so that a late beat touches nothing
+        file, self.file = self.file, -1  # A late beat then touches nothing.
         os.close(file)
 
 
@@ -72,7 +72,7 @@ def try_flock(file: int, path: Path) -> bool:
         return True
     except BlockingIOError:
         os.close(file)
-        raise locked(path, read_holder(path)) from None
+        raise make_locked_error(path, read_holder(path)) from None
     except OSError:
         return False
 
@@ -119,7 +119,7 @@ def describe_holder(holder: dict[str, Any] | None) -> str:
     return f"the run with pid {holder.get('pid')} on {holder.get('host')}, started {holder.get('started')}"
 
 
-def locked(path: Path, holder: dict[str, Any] | None) -> RunError:
+def make_locked_error(path: Path, holder: dict[str, Any] | None) -> RunError:
     return RunError(
         ExitCode.LOCKED,
         f"--output-dir {path.parent} is in use by {describe_holder(holder)}: wait for it to end, or name another"
@@ -149,7 +149,8 @@ def write_exit_file(output_dir: Path, content: dict[str, Any]) -> bool:
             os.link(aside, path)
         except FileExistsError:
             return False
-        except OSError:  # a file system without hard links
+        except OSError:
+            # On a file system without hard links the last to end the run says why.
             os.rename(aside, path)
         return True
     finally:

@@ -33,17 +33,18 @@ from ranks.ending import (
 )
 from ranks.lifeline import Lifeline, Message, make_socket_pair
 from ranks.lock import ERRORS_DIR, EXIT_FILE, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
+from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 
-PARENT = os.getppid()  # torchrun, before it could have died
+# Asked for while the program is being imported, since this process gets another parent once torchrun has died.
+PARENT = os.getppid()
 
-SLOW_LIMIT = 3600.0  # seconds without progress while loading, saving, or compiling in the first step
 TICK = 0.25  # seconds between two looks at everything
-SECONDS_PER_HEARTBEAT = 1.0
-SECONDS_TO_COLLECT = 0.5  # between the first report of a failure and the verdict: a death explains other ranks' errors
-SECONDS_TO_TELL = 3.0  # for the others to hear the verdict and close their connection, and for every slow file system
-SECONDS_FOR_VERDICT = 5.0  # for rank 0 to answer a rank that has reported a failure
-SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun both hand on one SIGTERM: within this time they are the same request
-LARGEST_TEXT = 10_000  # characters of a message or a traceback that are told
+# From the first report of a failure to the verdict: a death that is noticed meanwhile explains other ranks' errors.
+SECONDS_TO_COLLECT = 0.5
+SECONDS_FOR_VERDICT = 5.0  # A rank that has reported a failure waits this long for rank 0's verdict, then ends alone.
+SECONDS_TO_TELL = 3.0  # Each of the last steps gets this long: printing and writing, the others' ends, cleaning up.
+SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun both hand on one SIGTERM: within this time they are the same request.
+LARGEST_TEXT = 10_000  # characters of a message; of a traceback, its last ones
 
 
 class Flag(IntFlag):
@@ -75,29 +76,16 @@ def stop_reason(flags: int) -> tuple[ExitCode, str] | None:
 
 
 @dataclass
-class Peer:
-    """One rank as rank 0 knows it (and rank 0 as the others do), or this rank itself; times by `Lifeline.clock`."""
-
-    host: str
-    pid: int
-    heard: float
-    moved: float
-    limit: float = SLOW_LIMIT
-    where: str = "the start"
-    said_goodbye: bool = False
-
-
-@dataclass
 class Marks:
     """What the training thread leaves for the monitor: plain attributes, each written in one go."""
 
     count: int = 0
     where: str = "the start"
     steps_done: int = 0
-    slow: int = 1  # how many slow phases this is in; all until the end of the first step is one
+    num_slow_phases: int = 1  # Slow phases nest; everything until the end of the first step is one.
     in_loop: bool = False
     has_stepped: bool = False
-    flags: int = 0  # set by the monitor
+    flags: int = 0  # This one goes the other way: the monitor raises flags, the training thread reads them.
 
 
 class RunControl:
@@ -110,13 +98,13 @@ class RunControl:
         self.has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self.parent_started_this = may_be_launcher(PARENT)
         self.marks = Marks()
-        self.output_dir: Path | None = None  # None until it is this run's
+        self.output_dir: Path | None = None  # It stays None until the directory is this run's.
         self.run_lock: RunLock | None = None
         self.lifeline = Lifeline(
             self.rank, self.world_size, on_met=self._on_met, on_message=self._on_message, on_lost=self._on_lost
         )
         self.host = self.lifeline.host
-        # From here on the monitor's own.
+        # What follows belongs to the monitor's thread alone.
         self.started = time.monotonic()
         self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0)}
         self.marks_seen = 0
@@ -135,7 +123,8 @@ class RunControl:
         # The monitor hears of a signal even while the main thread waits inside a collective.
         signal.set_wakeup_fd(self.signals_in.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
+            # What nohup has told this process to ignore it goes on ignoring.
+            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._watch, name="monitor", daemon=True).start()
 
@@ -170,12 +159,12 @@ class RunControl:
     def slow(self, what: str) -> Iterator[None]:
         """A phase that may take as long as `SLOW_LIMIT` without a sign of progress."""
         before = self.marks.where
-        self.marks.slow += 1
+        self.marks.num_slow_phases += 1
         self.progress(what)
         try:
             yield
         finally:
-            self.marks.slow -= 1
+            self.marks.num_slow_phases -= 1
         self.progress(before)
 
     def start_loop(self, *, steps_done: int = 0) -> None:
@@ -191,7 +180,7 @@ class RunControl:
     def step_done(self, step: int) -> None:
         """`step` steps are complete; after the first one the watchdog expects the pace of steps."""
         if not self.marks.has_stepped:
-            self.marks.slow -= 1
+            self.marks.num_slow_phases -= 1
         self.marks.has_stepped, self.marks.steps_done = True, step
         self.progress(f"the step after {step}")
 
@@ -215,7 +204,7 @@ class RunControl:
             while True:
                 self.lifeline.poll(TICK)
                 self._tick()
-        except BaseException:  # without a monitor nobody would end this process
+        except BaseException:  # Without a monitor nobody would end this process.
             try:
                 traceback.print_exc()
             finally:
@@ -267,7 +256,7 @@ class RunControl:
         """Brings what is known of this rank itself up to date."""
         own, clock = self.peers[self.rank], self.lifeline.clock
         own.heard, own.where = clock, self.marks.where
-        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.slow else self.hang_timeout
+        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.num_slow_phases else self.hang_timeout
         if self.marks.count != self.marks_seen:
             self.marks_seen, own.moved = self.marks.count, clock
 
@@ -286,6 +275,7 @@ class RunControl:
     # What the lifeline calls.
 
     def _on_met(self, rank: int, host: str, pid: int) -> None:
+        """From here on this rank's silence is noticed."""
         self.peers[rank] = Peer(host, pid, self.lifeline.clock, self.lifeline.clock)
 
     def _on_message(self, rank: int, message: Message) -> None:
@@ -300,21 +290,18 @@ class RunControl:
             case "goodbye":
                 peer.said_goodbye = True
                 self._end_together()
-            case "end":  # rank 0 has said why
+            case "end":
+                # Rank 0 has told the user why.
                 if message["code"] == ExitCode.HANG:
                     self._dump_stacks()
                 leave(message["code"])
 
     def _on_lost(self, rank: int) -> None:
         """A connection ended, so its process is gone; rank 0 tells everybody before it goes."""
-        if any(cause.rank == rank and not cause.died for cause in self.causes if self.rank == 0):
-            return  # it told its end, and did not wait for the verdict
-        peer = self.peers[rank]
-        message = (
-            f"rank {rank} (pid {peer.pid} on {peer.host}) died without a word, last seen in {peer.where}: killed,"
-            " perhaps for lack of memory, or crashed"
-        )
-        self.causes.append(Cause(ExitCode.PEER_DIED, message, rank, peer.host, self.marks.steps_done, died=True))
+        if self.rank == 0 and any(cause.rank == rank and not cause.died for cause in self.causes):
+            return  # It has told why it ends, and has not waited for the verdict.
+        message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
+        self.causes.append(Cause(ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True))
         if self.rank > 0:
             self._end(choose_cause(self.causes))
         self.verdict_due = self.verdict_due or time.monotonic() + SECONDS_TO_COLLECT
@@ -333,7 +320,8 @@ class RunControl:
             seconds = SECONDS_FOR_VERDICT
         elif self._others_know(cause):
             seconds = 0.0
-        elif self.local_rank > 0:  # without the lifeline, what most failures have in common is said by local rank 0
+        elif self.local_rank > 0:
+            # Before there is a lifeline, local rank 0 says what most failures have in common, and torchrun ends all.
             seconds = float(SECONDS_TO_BE_ENDED)
         else:
             seconds = SECONDS_TO_COLLECT if self.world_size > 1 else 0.0
@@ -411,34 +399,6 @@ class RunControl:
             within(SECONDS_TO_TELL, lambda: dump_stacks(head, path))
 
 
-def is_hanging(peers: dict[int, Peer], clock: float, hang_timeout: float, *, is_rank0: bool) -> bool:
-    """Whether a rank is silent or does not move on. Ranks other than 0 judge rank 0 alone, and later than it does."""
-    if not is_rank0:
-        return 0 in peers and clock - peers[0].heard > 1.1 * hang_timeout + 2
-    return any(clock - peer.heard > hang_timeout or clock - peer.moved > peer.limit for peer in peers.values())
-
-
-def describe_hang(peers: dict[int, Peer], clock: float) -> str:
-    """Which ranks are silent; if none is, where each has come to."""
-    silent = {rank: peer for rank, peer in peers.items() if clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT}
-    stacks = f"the stacks of those that could answer are in {ERRORS_DIR}/"
-    if silent:
-        names = [
-            f"rank {rank} (pid {peer.pid} on {peer.host}) has given no sign of life for {clock - peer.heard:.0f} s,"
-            f" last seen in {peer.where}"
-            for rank, peer in sorted(silent.items())
-        ]
-        return f"{'; '.join(names)}: stopped, or cut off from the network; {stacks}"
-    places: dict[str, list[int]] = {}
-    for rank, peer in sorted(peers.items()):
-        places.setdefault(peer.where, []).append(rank)
-    seconds = max(clock - peer.moved for peer in peers.values())
-    found = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {where}" for where, ranks in places.items()
-    )
-    return f"every rank is alive, and for {seconds:.0f} s not all have moved on (--hang-timeout): {found}; {stacks}"
-
-
 def may_be_launcher(pid: int) -> bool:
     """False if process `pid` has adopted this one: torchrun was killed before this process could ask who its parent is.
 
@@ -449,9 +409,10 @@ def may_be_launcher(pid: int) -> bool:
         if b"python" in (process / "cmdline").read_bytes().split(b"\0")[0].lower():
             return True
     except OSError:
-        return True  # not to be known
+        return True  # It cannot be known, and an unfounded suspicion would end a good run.
     try:
-        is_python = "python" in os.readlink(process / "exe").lower()  # whatever it calls itself
+        # A program can give itself another name than its file has.
+        is_python = "python" in os.readlink(process / "exe").lower()
         return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + (process / "environ").read_bytes()
     except OSError:
-        return False  # another user's: init
+        return False  # It is another user's, as init is.

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
 from ranks.ending import ExitCode, RunError, describe_error
-from ranks.monitor import SLOW_LIMIT, RunControl
+from ranks.monitor import RunControl
+from ranks.peers import SLOW_LIMIT
 
 Result = TypeVar("Result")
 
