@@ -42,6 +42,9 @@ class RunLock:
             raise make_locked_error(self.path, holder)
         if holder is not None:
             log.warning(f"warning: {self.path}: took over the lock that {describe_holder(holder)} left behind")
+        self._write_holder()
+
+    def _write_holder(self) -> None:
         content = {
             "host": socket.gethostname(),
             "boot_id": read_boot_id(),
@@ -135,7 +138,7 @@ def read_boot_id() -> str:
         return socket.gethostname()
 
 
-def write_exit_file(output_dir: Path, content: dict[str, Any]) -> bool:
+def write_exit_file(output_dir: Path, content: dict[str, int | str]) -> bool:
     """Writes exit.json, whole, if there is none: whoever ends a run first says why. True if it was this call."""
     # Not `written_aside`: its rename replaces what is there, and its name aside is one process's on one host only.
     path = output_dir / EXIT_FILE
