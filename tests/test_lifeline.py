@@ -25,11 +25,12 @@ class Ears:
         )
 
 
-@pytest.fixture
-def ranks(monkeypatch) -> list[Ears]:
-    """Two ranks of one machine, in this process, that have met."""
+@pytest.fixture(params=[2, 1], ids=["one_node", "two_nodes"])
+def ranks(request, monkeypatch) -> list[Ears]:
+    """Two ranks in this process that have met, by the environment's word on one node or on two."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(request.param))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     ranks = [Ears(rank, 2) for rank in range(2)]
     port, token = ranks[0].lifeline.listen()
     ranks[1].lifeline.connect(port, token)
