@@ -12,7 +12,8 @@ import os
 
 from command_line import parse_options
 from options import TrainOptions, parse_duration, replace_options
-from ranks.monitor import RunControl, leave
+from ranks.ending import leave
+from ranks.monitor import RunControl
 
 if __name__ == "__main__":
     options = parse_options(TrainOptions)  # before the heavy imports: --help and typos answer at once

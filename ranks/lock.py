@@ -10,11 +10,11 @@ from typing import Any
 
 from ranks.ending import ExitCode, RunError, log
 
-SECONDS_PER_BEAT = 5  # how often the holder touches its lock
-SECONDS_TO_WATCH = 20  # that another host's lock must stay untouched to count as left behind
+SECONDS_PER_BEAT = 5  # between two touches of the lock by its holder
+SECONDS_TO_WATCH = 20  # without a touch after which the lock of another host counts as left behind
 
 LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR = ".lock", "exit.json", "stop", "errors"
-OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # that a directory without a run may hold
+OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # a directory that holds only these holds no run
 
 
 class RunLock:
@@ -27,20 +27,24 @@ class RunLock:
     def __init__(self, output_dir: Path):
         """Makes the directory if it is missing. RunError with `LOCKED` if another run has it."""
         self.path = output_dir / LOCK_FILE
+        self.made_directory = not output_dir.exists()
         output_dir.mkdir(parents=True, exist_ok=True)
         while True:
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             flock_works = try_flock(self.file, self.path)
             if is_same_file(self.file, self.path):
                 break
-            os.close(self.file)  # the holder removed it between our two calls
+            os.close(self.file)  # The holder has removed it between our two calls: once more, with a new one.
         holder = read_holder(self.path)
         died_here = flock_works and holder is not None and holder.get("boot_id") == read_boot_id()
         if holder is not None and not died_here and is_being_touched(self.path, holder):
             os.close(self.file)
-            raise locked(self.path, holder)
+            raise make_locked_error(self.path, holder)
         if holder is not None:
             log.warning(f"warning: {self.path}: took over the lock that {describe_holder(holder)} left behind")
+        self._write_holder()
+
+    def _write_holder(self) -> None:
         content = {
             "host": socket.gethostname(),
             "boot_id": read_boot_id(),
@@ -54,9 +58,13 @@ class RunLock:
     def beat(self) -> None:
         os.utime(self.file)
 
+    def is_alone_in_its_directory(self) -> bool:
+        """Whether this lock made the directory, and nothing else has been written to it since."""
+        return self.made_directory and os.listdir(self.path.parent) == [LOCK_FILE]
+
     def release(self) -> None:
         self.path.unlink(missing_ok=True)
-        file, self.file = self.file, -1  # so that a late beat touches nothing
+        file, self.file = self.file, -1  # A late beat then touches nothing.
         os.close(file)
 
 
@@ -67,7 +75,7 @@ def try_flock(file: int, path: Path) -> bool:
         return True
     except BlockingIOError:
         os.close(file)
-        raise locked(path, read_holder(path)) from None
+        raise make_locked_error(path, read_holder(path)) from None
     except OSError:
         return False
 
@@ -114,7 +122,7 @@ def describe_holder(holder: dict[str, Any] | None) -> str:
     return f"the run with pid {holder.get('pid')} on {holder.get('host')}, started {holder.get('started')}"
 
 
-def locked(path: Path, holder: dict[str, Any] | None) -> RunError:
+def make_locked_error(path: Path, holder: dict[str, Any] | None) -> RunError:
     return RunError(
         ExitCode.LOCKED,
         f"--output-dir {path.parent} is in use by {describe_holder(holder)}: wait for it to end, or name another"
@@ -130,8 +138,9 @@ def read_boot_id() -> str:
         return socket.gethostname()
 
 
-def write_exit_file(output_dir: Path, content: dict[str, Any]) -> bool:
+def write_exit_file(output_dir: Path, content: dict[str, int | str]) -> bool:
     """Writes exit.json, whole, if there is none: whoever ends a run first says why. True if it was this call."""
+    # Not `written_aside`: its rename replaces what is there, and its name aside is one process's on one host only.
     path = output_dir / EXIT_FILE
     aside = output_dir / f".{EXIT_FILE}.{socket.gethostname()}.{os.getpid()}"
     try:
@@ -143,7 +152,8 @@ def write_exit_file(output_dir: Path, content: dict[str, Any]) -> bool:
             os.link(aside, path)
         except FileExistsError:
             return False
-        except OSError:  # a file system without hard links
+        except OSError:
+            # On a file system without hard links the last to end the run says why.
             os.rename(aside, path)
         return True
     finally:

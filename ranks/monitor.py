@@ -1,51 +1,50 @@
 """How a run ends: requests to stop, dead and stuck ranks, the first cause told once, one exit code on every rank.
 
 A daemon thread in every process (the monitor) watches. The training thread leaves marks (`progress`), reads `flags`
-once a step, and hands over its end (`finish`, `fail`); only the monitor ends the process. Every other rank's monitor
-keeps one TCP connection to rank 0's, the lifeline, and exchanges JSON lines over it. A connection that ends before the
-run does means that its process is gone: that is certain and immediate, on any number of nodes, while a collective with
-a dead rank can wait for as long as its time-out.
+once a step, and hands over its end (`finish`, `fail`); only the monitor ends the process. What it knows of the other
+ranks it hears over the lifeline (ranks/lifeline.py): each rank's heartbeats, failures and end at rank 0, and rank 0's
+verdict at the others.
 """
 
-import _thread
 import contextlib
-import faulthandler
-import hmac
-import json
 import os
-import queue
-import re
-import secrets
-import selectors
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from enum import IntFlag
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode, RunError
-from ranks.lock import ERRORS_DIR, EXIT_FILE, LOCK_FILE, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
+from ranks.ending import (
+    SECONDS_TO_BE_ENDED,
+    Cause,
+    ExitCode,
+    RunError,
+    choose_cause,
+    describe_error,
+    dump_stacks,
+    leave,
+    wait_forever,
+    within,
+)
+from ranks.lifeline import Lifeline, Message, make_socket_pair
+from ranks.lock import ERRORS_DIR, EXIT_FILE, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
+from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 
-PARENT = os.getppid()  # torchrun, before it could have died
+# Asked for while the program is being imported, since this process gets another parent once torchrun has died.
+PARENT = os.getppid()
 
-SLOW_LIMIT = 3600.0  # seconds without progress while loading, saving, or compiling in the first step
 TICK = 0.25  # seconds between two looks at everything
-SECONDS_PER_HEARTBEAT = 1.0
-SECONDS_TO_COLLECT = 0.5  # between the first report of a failure and the verdict: a death explains other ranks' errors
-SECONDS_TO_TELL = 3.0  # that the others have to hear the verdict and close their connection
-SECONDS_FOR_VERDICT = 5.0  # that a rank with a failure waits to hear from rank 0
-SECONDS_TO_START_THREAD = 1.0
-SECONDS_TO_CONNECT = 60.0
-SECONDS_TO_SAY_HELLO = 10.0
-SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun both hand on one SIGTERM: within this time they are the same request
-LARGEST_TEXT = 10_000  # characters of a message or a traceback that are told
-LARGEST_MESSAGE = 200_000  # bytes of one JSON line
+# From the first report of a failure to the verdict: a death that is noticed meanwhile explains other ranks' errors.
+SECONDS_TO_COLLECT = 0.5
+SECONDS_FOR_VERDICT = 5.0  # A rank that has reported a failure waits this long for rank 0's verdict, then ends alone.
+SECONDS_TO_TELL = 3.0  # Each of the last steps gets this long: printing and writing, the others' ends, cleaning up.
+SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun both hand on one SIGTERM: within this time they are the same request.
+LARGEST_TEXT = 10_000  # characters of a message; of a traceback, its last ones
 
 
 class Flag(IntFlag):
@@ -76,118 +75,6 @@ def stop_reason(flags: int) -> tuple[ExitCode, str] | None:
     return code, " and ".join(FLAG_NAMES.get(flag, flag.name) for flag in stops)
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why the run ends, as it travels over the lifeline and stands in exit.json."""
-
-    code: int
-    message: str
-    rank: int
-    host: str
-    step: int  # steps completed
-    details: str = ""  # a traceback
-    died: bool = False  # seen from outside: no report of its own
-
-    @property
-    def text(self) -> str:
-        """What is printed: `message`, and who says so if it is not rank 0, which speaks for all."""
-        if self.code in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
-            return self.message
-        is_known = self.rank == 0 or self.code in (ExitCode.HANG, ExitCode.PEER_DIED)
-        return f"{self.details}error: {'' if is_known else f'rank {self.rank} on {self.host}: '}{self.message}"
-
-
-def choose_cause(causes: list[Cause]) -> Cause:
-    """The first cause, of those that came in together; a death outranks reports, which are its consequences.
-
-    Of ranks that say the same, the lowest speaks.
-    """
-    first = min(causes, key=lambda cause: not cause.died)  # the earliest of equals
-    others = sorted(cause.rank for cause in causes if cause.died and cause.message != first.message)
-    if others:
-        return replace(first, message=f"{first.message}; and so did rank {', '.join(map(str, others))}")
-    return min((cause for cause in causes if cause.message == first.message), key=lambda cause: cause.rank)
-
-
-def describe_error(error: BaseException, where: str = "a call on rank 0") -> tuple[ExitCode, str, str]:
-    """The exit code, the message and the traceback (for what no user can mend) of an exception raised `where`."""
-    if isinstance(error, RunError):
-        return error.code, str(error), ""
-    if is_out_of_memory(error):
-        return (
-            ExitCode.OUT_OF_MEMORY,
-            f"out of memory in {where}: lower --max-tokens-per-gpu, use --activation-checkpointing full, or use more"
-            f" GPUs ({(str(error).splitlines() or [type(error).__name__])[0]})",
-            "",
-        )
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED, "interrupted", ""
-    if isinstance(error, ValueError):
-        return ExitCode.BAD_INPUT, str(error), ""
-    if isinstance(error, OSError):
-        return ExitCode.IO, str(error), ""
-    message = f"failed in {where}: {type(error).__name__}: {str(error)[:1000]}"
-    return ExitCode.FAILED, message, "".join(traceback.format_exception(error))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Python's, NumPy's and torch's errors, on CUDA (torch.OutOfMemoryError, cuBLAS, NCCL) and on the CPU."""
-    words = r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
-
-
-@dataclass
-class Peer:
-    """One rank as rank 0 knows it (and rank 0 as the others do); times are of `RunControl.clock`."""
-
-    connection: "Connection | None"
-    host: str
-    pid: int
-    heard: float
-    moved: float
-    limit: float = SLOW_LIMIT
-    where: str = "the start"
-    said_goodbye: bool = False
-
-
-@dataclass(eq=False)
-class Connection:
-    """A socket that carries one JSON object a line."""
-
-    socket: socket.socket
-    opened: float
-    rank: int | None = None  # None: has not shown the token
-    received: bytes = b""
-    unsent: bytes = b""
-    open: bool = True
-
-    def send(self, **message: Any) -> None:
-        """Never waits: what a peer cannot take now is kept for the next `flush`."""
-        self.unsent += json.dumps(message).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):  # full for now, or gone, which shows as an end
-            self.unsent = self.unsent[self.socket.send(self.unsent) :]
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The whole messages that have arrived; sets `open` to False at the end. ValueError for anything else."""
-        try:
-            data = self.socket.recv(65536)
-            self.open = bool(data)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data, self.open = b"", False
-        *lines, self.received = (self.received + data).split(b"\n")
-        if len(self.received) > LARGEST_MESSAGE:
-            raise ValueError("a line without end")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
-            raise ValueError("not an object with a kind")
-        return messages
-
-
 @dataclass
 class Marks:
     """What the training thread leaves for the monitor: plain attributes, each written in one go."""
@@ -195,10 +82,10 @@ class Marks:
     count: int = 0
     where: str = "the start"
     steps_done: int = 0
-    slow: int = 1  # how many slow phases this is in; all until the end of the first step is one
+    num_slow_phases: int = 1  # Slow phases nest; everything until the end of the first step is one.
     in_loop: bool = False
     has_stepped: bool = False
-    flags: int = 0  # set by the monitor
+    flags: int = 0  # This one goes the other way: the monitor raises flags, the training thread reads them.
 
 
 class RunControl:
@@ -210,76 +97,47 @@ class RunControl:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self.parent_started_this = may_be_launcher(PARENT)
-        self.host = socket.gethostname()
         self.marks = Marks()
-        self.output_dir: Path | None = None  # once it is this run's
+        self.output_dir: Path | None = None  # It stays None until the directory is this run's.
         self.run_lock: RunLock | None = None
-        self.has_made_output_dir = False
-        # From here on the monitor's own.
-        self.started = self.last_tick = time.monotonic()
-        self.clock = 0.0  # seconds that this process was able to watch: suspended, it accuses nobody
-        self.peers = {self.rank: Peer(None, self.host, os.getpid(), 0.0, 0.0)}
+        self.lifeline = Lifeline(
+            self.rank, self.world_size, on_met=self._on_met, on_message=self._on_message, on_lost=self._on_lost
+        )
+        self.host = self.lifeline.host
+        # What follows belongs to the monitor's thread alone.
+        self.started = time.monotonic()
+        self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0)}
         self.marks_seen = 0
-        self.strangers: list[Connection] = []
         self.last_heartbeat = 0.0
         self.first_signal: float | None = None
         self.causes: list[Cause] = []
         self.verdict_due: float | None = None
         self.goodbye: Cause | None = None
-        self.token = ""
-        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.selector = selectors.DefaultSelector()
-        self.woken, self.waker = socket.socketpair()
-        for end in (self.woken, self.waker):
-            end.setblocking(False)
-        self.selector.register(self.woken, selectors.EVENT_READ, self._on_wake)
+        self.signals, self.signals_in = make_socket_pair()
+        self.lifeline.watch(self.signals, self._on_signals)
 
     # What the training thread calls.
 
     def start(self) -> None:
         """Takes over the signals and starts the monitor."""
         # The monitor hears of a signal even while the main thread waits inside a collective.
-        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.signals_in.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
+            # What nohup has told this process to ignore it goes on ignoring.
+            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._watch, name="monitor", daemon=True).start()
 
     def listen(self) -> tuple[int, str]:
         """Rank 0: opens the lifeline's port; returns it with the token that the other ranks have to show."""
-        self.token = secrets.token_hex(16)
-        everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
-        address, family = ("127.0.0.1", socket.AF_INET) if self._is_one_node() else everywhere
-        listener = socket.create_server(
-            (address, 0), family=family, backlog=self.world_size, dualstack_ipv6=family == socket.AF_INET6
-        )
-        listener.setblocking(False)
-        self._call(lambda: self.selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener)))
-        return listener.getsockname()[1], self.token
+        return self.lifeline.listen()
 
     def connect(self, port: int, token: str) -> None:
         """Ties this rank to rank 0; on rank 0, waits for all others. RunError if that cannot be."""
-        if self.rank > 0:
-            host = "127.0.0.1" if self._is_one_node() else os.environ["MASTER_ADDR"]
-            try:
-                connection = Connection(socket.create_connection((host, port), SECONDS_TO_CONNECT), self.clock)
-            except OSError as error:
-                reason = f"cannot reach rank 0 at {host}, port {port} (any free port): {error}"
-                raise RunError(ExitCode.IO, reason) from None
-            connection.send(kind="hello", token=token, rank=self.rank, host=self.host, pid=os.getpid())
-            connection.socket.setblocking(False)
-            self._call(lambda: self._add(connection, Peer(connection, host, 0, self.clock, self.clock)))
-            return
-        deadline = time.monotonic() + SECONDS_TO_CONNECT
-        while len(self.peers) < self.world_size:
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(self.world_size) if rank not in self.peers]
-                raise RunError(ExitCode.IO, f"ranks {missing} did not connect to rank 0 on {self.host}, port {port}")
-            time.sleep(0.01)
+        self.lifeline.connect(port, token)
 
     def lock(self, output_dir: Path) -> None:
         """Rank 0: takes the directory for this run, or raises RunError. Nothing in it has been changed then."""
-        self.has_made_output_dir = not output_dir.exists()
         try:
             self.run_lock = RunLock(output_dir)
         except OSError as error:
@@ -301,12 +159,12 @@ class RunControl:
     def slow(self, what: str) -> Iterator[None]:
         """A phase that may take as long as `SLOW_LIMIT` without a sign of progress."""
         before = self.marks.where
-        self.marks.slow += 1
+        self.marks.num_slow_phases += 1
         self.progress(what)
         try:
             yield
         finally:
-            self.marks.slow -= 1
+            self.marks.num_slow_phases -= 1
         self.progress(before)
 
     def start_loop(self, *, steps_done: int = 0) -> None:
@@ -322,7 +180,7 @@ class RunControl:
     def step_done(self, step: int) -> None:
         """`step` steps are complete; after the first one the watchdog expects the pace of steps."""
         if not self.marks.has_stepped:
-            self.marks.slow -= 1
+            self.marks.num_slow_phases -= 1
         self.marks.has_stepped, self.marks.steps_done = True, step
         self.progress(f"the step after {step}")
 
@@ -330,43 +188,33 @@ class RunControl:
         """The end that all ranks reach together; every process ends once all have."""
         cause = self._cause(code, message)
         self.progress("the end of the run")
-        self._call(lambda: self._say_goodbye(cause))
+        self.lifeline.call(lambda: self._say_goodbye(cause))
         wait_forever()
 
     def fail(self, error: BaseException) -> NoReturn:
         """This rank's own end; every process ends once rank 0 has told the first cause."""
         code, message, details = describe_error(error, self.marks.where)
-        self._call(lambda: self._report(self._cause(code, message, details)))
+        self.lifeline.call(lambda: self._report(self._cause(code, message, details)))
         wait_forever()
 
     # The monitor.
 
-    def _call(self, function: Callable[[], None]) -> None:
-        """Runs `function` in the monitor, so that its state has one thread only."""
-        self.calls.put(function)
-        with contextlib.suppress(BlockingIOError):
-            self.waker.send(b"\0")
-
     def _watch(self) -> None:
         try:
             while True:
-                for key, _ in self.selector.select(TICK):
-                    key.data()
+                self.lifeline.poll(TICK)
                 self._tick()
-        except BaseException:  # without a monitor nobody would end this process
+        except BaseException:  # Without a monitor nobody would end this process.
             try:
                 traceback.print_exc()
             finally:
                 leave(ExitCode.FAILED)
 
-    def _on_wake(self) -> None:
+    def _on_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            for number in self.woken.recv(4096):
+            for number in self.signals.recv(4096):
                 if number in SIGNALS:
                     self._on_signal(signal.Signals(number))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.calls.get_nowait()()
 
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -387,33 +235,30 @@ class RunControl:
         self.marks.flags |= flag
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        self.clock += min(now - self.last_tick, 4 * TICK)
-        self.last_tick = now
-        own = self.peers[self.rank]
-        own.heard, own.where = self.clock, self.marks.where
-        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.slow else self.hang_timeout
-        if self.marks.count != self.marks_seen:
-            self.marks_seen, own.moved = self.marks.count, self.clock
+        now, clock = time.monotonic(), self.lifeline.clock
+        self._look_at_marks()
         if self.has_torchrun and self.verdict_due is None and (os.getppid() != PARENT or not self.parent_started_this):
             name = f"pid {PARENT} on" if self.parent_started_this else "of"
             self._report(self._cause(ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
         if self.rank == 0 and self.max_seconds is not None and now - self.started >= self.max_seconds:
             self._raise_flag(Flag.MAX_TIME)
-        self._drop_strangers()
-        if self.clock - self.last_heartbeat >= SECONDS_PER_HEARTBEAT:
-            self.last_heartbeat = self.clock
-            still = self.clock - own.moved
-            for peer in self.peers.values():
-                if peer.connection is not None and peer.connection.unsent:
-                    peer.connection.flush()
-                elif peer.connection is not None:
-                    peer.connection.send(kind="beat", still=still, limit=own.limit, where=own.where)
+        if clock - self.last_heartbeat >= SECONDS_PER_HEARTBEAT:
+            self.last_heartbeat, own = clock, self.peers[self.rank]
+            still = clock - own.moved
+            self.lifeline.send_beat({"kind": "beat", "still": still, "limit": own.limit, "where": own.where})
         if self.verdict_due is not None:
             if now >= self.verdict_due:
                 self._end(choose_cause(self.causes))
-        elif is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
-            self._end(self._cause(ExitCode.HANG, describe_hang(self.peers, self.clock)))
+        elif is_hanging(self.peers, clock, self.hang_timeout, is_rank0=self.rank == 0):
+            self._end(self._cause(ExitCode.HANG, describe_hang(self.peers, clock)))
+
+    def _look_at_marks(self) -> None:
+        """Brings what is known of this rank itself up to date."""
+        own, clock = self.peers[self.rank], self.lifeline.clock
+        own.heard, own.where = clock, self.marks.where
+        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.num_slow_phases else self.hang_timeout
+        if self.marks.count != self.marks_seen:
+            self.marks_seen, own.moved = self.marks.count, clock
 
     def _watch_files(self, output_dir: Path) -> None:
         """Rank 0, in a thread of its own, since a file system can keep one waiting: the stop file and the lock."""
@@ -422,99 +267,41 @@ class RunControl:
             time.sleep(1)
             with contextlib.suppress(OSError):
                 if (output_dir / STOP_FILE).exists():
-                    self._call(lambda: self._raise_flag(Flag.STOP_FILE))
+                    self.lifeline.call(lambda: self._raise_flag(Flag.STOP_FILE))
                 if time.monotonic() - beats >= SECONDS_PER_BEAT:
                     beats = time.monotonic()
                     self.run_lock.beat()
 
-    # The lifeline.
+    # What the lifeline calls.
 
-    def _is_one_node(self) -> bool:
-        return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    def _on_met(self, rank: int, host: str, pid: int) -> None:
+        """From here on this rank's silence is noticed."""
+        self.peers[rank] = Peer(host, pid, self.lifeline.clock, self.lifeline.clock)
 
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            accepted, _ = listener.accept()
-            accepted.setblocking(False)
-            self._add(Connection(accepted, self.clock))
-
-    def _add(self, connection: Connection, peer: Peer | None = None) -> None:
-        """Listens to a stranger, or to `peer`: rank 0."""
-        if peer is None:
-            self.strangers.append(connection)
-        else:
-            connection.rank, self.peers[0] = 0, peer
-        self.selector.register(connection.socket, selectors.EVENT_READ, lambda: self._on_readable(connection))
-
-    def _drop(self, connection: Connection) -> None:
-        self.selector.unregister(connection.socket)
-        connection.socket.close()
-        connection.open = False
-        if connection in self.strangers:
-            self.strangers.remove(connection)
-
-    def _drop_strangers(self) -> None:
-        for connection in [stranger for stranger in self.strangers if stranger.rank is None]:
-            if self.clock - connection.opened > SECONDS_TO_SAY_HELLO:
-                self._drop(connection)
-
-    def _on_readable(self, connection: Connection) -> None:
-        try:
-            for message in connection.receive():
-                if connection.rank is None:
-                    self._welcome(connection, message)
-                else:
-                    self._on_message(connection.rank, message)
-        except (ValueError, KeyError, TypeError):  # not one of ours
-            connection.open = False
-        if not connection.open:
-            self._drop(connection)
-            if connection.rank is not None:
-                self._on_lost(connection.rank)
-
-    def _welcome(self, connection: Connection, message: dict[str, Any]) -> None:
-        """A connection becomes a rank's with its first message; ValueError for strangers."""
-        rank = int(message["rank"])
-        if (
-            not hmac.compare_digest(str(message["token"]), self.token)
-            or not 0 < rank < self.world_size
-            or rank in self.peers
-        ):
-            raise ValueError("a stranger")
-        connection.rank = rank
-        self.strangers.remove(connection)
-        self.peers[rank] = Peer(connection, str(message["host"]), int(message["pid"]), self.clock, self.clock)
-        connection.send(kind="welcome", host=self.host, pid=os.getpid())
-
-    def _on_message(self, rank: int, message: dict[str, Any]) -> None:
+    def _on_message(self, rank: int, message: Message) -> None:
         peer = self.peers[rank]
-        peer.heard = self.clock
+        peer.heard = self.lifeline.clock
         match message.pop("kind"):
             case "beat":
-                peer.moved = self.clock - message["still"]
+                peer.moved = self.lifeline.clock - message["still"]
                 peer.limit, peer.where = message["limit"], message["where"]
-            case "welcome":
-                peer.host, peer.pid = message["host"], message["pid"]
             case "failed":
                 self._report(Cause(**message))
             case "goodbye":
                 peer.said_goodbye = True
                 self._end_together()
-            case "end":  # rank 0 has said why
+            case "end":
+                # Rank 0 has told the user why.
                 if message["code"] == ExitCode.HANG:
                     self._dump_stacks()
                 leave(message["code"])
 
     def _on_lost(self, rank: int) -> None:
         """A connection ended, so its process is gone; rank 0 tells everybody before it goes."""
-        if any(cause.rank == rank and not cause.died for cause in self.causes if self.rank == 0):
-            return  # it told its end, and did not wait for the verdict
-        peer = self.peers[rank]
-        message = (
-            f"rank {rank} (pid {peer.pid} on {peer.host}) died without a word, last seen in {peer.where}: killed,"
-            " perhaps for lack of memory, or crashed"
-        )
-        self.causes.append(Cause(ExitCode.PEER_DIED, message, rank, peer.host, self.marks.steps_done, died=True))
+        if self.rank == 0 and any(cause.rank == rank and not cause.died for cause in self.causes):
+            return  # It has told why it ends, and has not waited for the verdict.
+        message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
+        self.causes.append(Cause(ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True))
         if self.rank > 0:
             self._end(choose_cause(self.causes))
         self.verdict_due = self.verdict_due or time.monotonic() + SECONDS_TO_COLLECT
@@ -529,11 +316,12 @@ class RunControl:
         """Notes a cause; rank 0 decides among all that come in within `SECONDS_TO_COLLECT`."""
         self.causes.append(cause)
         if self.rank > 0 and 0 in self.peers:
-            self.peers[0].connection.send(kind="failed", **asdict(cause))
+            self.lifeline.send(0, {"kind": "failed"} | asdict(cause))
             seconds = SECONDS_FOR_VERDICT
         elif self._others_know(cause):
             seconds = 0.0
-        elif self.local_rank > 0:  # without the lifeline, what most failures have in common is said by local rank 0
+        elif self.local_rank > 0:
+            # Before there is a lifeline, local rank 0 says what most failures have in common, and torchrun ends all.
             seconds = float(SECONDS_TO_BE_ENDED)
         else:
             seconds = SECONDS_TO_COLLECT if self.world_size > 1 else 0.0
@@ -547,7 +335,7 @@ class RunControl:
     def _say_goodbye(self, cause: Cause) -> None:
         self.goodbye = cause
         if self.rank > 0:
-            self.peers[0].connection.send(kind="goodbye")
+            self.lifeline.send(0, {"kind": "goodbye"})
         else:
             self._end_together()
 
@@ -559,21 +347,13 @@ class RunControl:
 
     def _end(self, cause: Cause) -> NoReturn:
         """Tells the others, the user and exit.json, and ends this process."""
-        connections = [peer.connection for peer in self.peers.values() if peer.connection is not None]
         if self.rank == 0:
-            for connection in connections:
-                connection.send(kind="end", code=cause.code)
+            self.lifeline.send_to_all({"kind": "end", "code": cause.code})
         within(SECONDS_TO_TELL, lambda: self._tell(cause))
         if cause.code == ExitCode.HANG:
             self._dump_stacks()
-        deadline = time.monotonic() + SECONDS_TO_TELL
-        # A process that ends with something unread resets its connections, and the others would miss the verdict.
-        while self.rank == 0 and any(connection.open for connection in connections) and time.monotonic() < deadline:
-            for connection in connections:
-                connection.flush()
-                with contextlib.suppress(ValueError):
-                    connection.receive()
-            time.sleep(0.01)
+        if self.rank == 0:
+            self.lifeline.wait_for_ends(SECONDS_TO_TELL)
         within(SECONDS_TO_TELL, lambda: self._clean_up(cause))
         leave(cause.code)
 
@@ -581,17 +361,8 @@ class RunControl:
         """Prints the cause, and writes it to exit.json; only the first rank to do so speaks."""
         is_first = not self._others_know(cause)
         if self.output_dir is not None and not self._is_untouched(cause):
-            content = {
-                "code": int(cause.code),
-                "name": ExitCode(cause.code).name.lower(),
-                "message": cause.message,
-                "rank": cause.rank,
-                "step": cause.step,
-                "host": cause.host,
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            }
             try:
-                is_first = write_exit_file(self.output_dir, content)
+                is_first = write_exit_file(self.output_dir, cause.record)
             except OSError as error:
                 print(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", file=sys.stderr)
         if is_first and cause.code != ExitCode.DONE:
@@ -602,8 +373,7 @@ class RunControl:
         return (
             cause.code in (ExitCode.BAD_INPUT, ExitCode.IO)
             and self.run_lock is not None
-            and self.has_made_output_dir
-            and os.listdir(self.run_lock.path.parent) == [LOCK_FILE]
+            and self.run_lock.is_alone_in_its_directory()
         )
 
     def _clean_up(self, cause: Cause) -> None:
@@ -620,53 +390,13 @@ class RunControl:
 
     def _dump_stacks(self) -> None:
         """Every thread's stack to output_dir/errors/rank_{rank}.txt; to stderr where there is no directory yet."""
-
-        def dump() -> None:
-            head = (
-                f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
-                f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
-            )
-            if self.output_dir is None:
-                print(head, file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(sys.stderr)
-                return
-            errors_dir = self.output_dir / ERRORS_DIR
-            errors_dir.mkdir(exist_ok=True)
-            with (errors_dir / f"rank_{self.rank}.txt").open("w", encoding="utf-8") as file:
-                file.write(head)
-                file.flush()
-                faulthandler.dump_traceback(file)
-
+        head = (
+            f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+            f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
+        )
+        path = None if self.output_dir is None else self.output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
         with contextlib.suppress(OSError):
-            within(SECONDS_TO_TELL, dump)
-
-
-def is_hanging(peers: dict[int, Peer], clock: float, hang_timeout: float, *, is_rank0: bool) -> bool:
-    """Whether a rank is silent or does not move on. Ranks other than 0 judge rank 0 alone, and later than it does."""
-    if not is_rank0:
-        return 0 in peers and clock - peers[0].heard > 1.1 * hang_timeout + 2
-    return any(clock - peer.heard > hang_timeout or clock - peer.moved > peer.limit for peer in peers.values())
-
-
-def describe_hang(peers: dict[int, Peer], clock: float) -> str:
-    """Which ranks are silent; if none is, where each has come to."""
-    silent = {rank: peer for rank, peer in peers.items() if clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT}
-    stacks = f"the stacks of those that could answer are in {ERRORS_DIR}/"
-    if silent:
-        names = [
-            f"rank {rank} (pid {peer.pid} on {peer.host}) has given no sign of life for {clock - peer.heard:.0f} s,"
-            f" last seen in {peer.where}"
-            for rank, peer in sorted(silent.items())
-        ]
-        return f"{'; '.join(names)}: stopped, or cut off from the network; {stacks}"
-    places: dict[str, list[int]] = {}
-    for rank, peer in sorted(peers.items()):
-        places.setdefault(peer.where, []).append(rank)
-    seconds = max(clock - peer.moved for peer in peers.values())
-    found = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {where}" for where, ranks in places.items()
-    )
-    return f"every rank is alive, and for {seconds:.0f} s not all have moved on (--hang-timeout): {found}; {stacks}"
+            within(SECONDS_TO_TELL, lambda: dump_stacks(head, path))
 
 
 def may_be_launcher(pid: int) -> bool:
@@ -679,51 +409,10 @@ def may_be_launcher(pid: int) -> bool:
         if b"python" in (process / "cmdline").read_bytes().split(b"\0")[0].lower():
             return True
     except OSError:
-        return True  # not to be known
+        return True  # It cannot be known, and an unfounded suspicion would end a good run.
     try:
-        is_python = "python" in os.readlink(process / "exe").lower()  # whatever it calls itself
+        # A program can give itself another name than its file has.
+        is_python = "python" in os.readlink(process / "exe").lower()
         return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + (process / "environ").read_bytes()
     except OSError:
-        return False  # another user's: init
-
-
-def within(seconds: float, function: Callable[[], None]) -> None:
-    """Runs `function` and does not wait longer than this: a file system or a pipe can keep one waiting for ever."""
-    started, done = threading.Event(), threading.Event()
-
-    def run() -> None:
-        started.set()
-        try:
-            function()
-        finally:
-            done.set()
-
-    # Not a Thread: its start() waits for ever for a thread that dies before its first line, for lack of memory.
-    try:
-        _thread.start_new_thread(run, ())
-    except RuntimeError:
-        return function()
-    if not started.wait(SECONDS_TO_START_THREAD):
-        return function()
-    done.wait(seconds)
-
-
-def wait_forever() -> NoReturn:
-    while True:
-        time.sleep(3600)
-
-
-def leave(code: int) -> NoReturn:
-    """Ends this process at once.
-
-    Not sys.exit: a rank must not wait for the others in an exit handler, and the interpreter's teardown races with
-    native threads (gloo, Arrow), which now and then aborts a run that is done.
-    """
-
-    def flush() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-
-    within(1.0, flush)
-    os._exit(code)
+        return False  # It is another user's, as init is.

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
-from ranks.ending import ExitCode, RunError
-from ranks.monitor import SLOW_LIMIT, RunControl, describe_error
+from ranks.ending import ExitCode, RunError, describe_error
+from ranks.monitor import RunControl
+from ranks.peers import SLOW_LIMIT
 
 Result = TypeVar("Result")
 

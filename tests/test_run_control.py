@@ -15,23 +15,10 @@ import pytest
 from processes import ENV, ROOT, is_alive
 
 from options import parse_duration
-from ranks.ending import ExitCode, RunError
+from ranks.ending import Cause, ExitCode, RunError, choose_cause, describe_error, within
 from ranks.lock import RunLock, read_boot_id, write_exit_file
-from ranks.monitor import (
-    BY_USER,
-    STOPS,
-    Cause,
-    Connection,
-    Flag,
-    Peer,
-    choose_cause,
-    describe_error,
-    describe_hang,
-    is_hanging,
-    may_be_launcher,
-    stop_reason,
-    within,
-)
+from ranks.monitor import BY_USER, STOPS, Flag, may_be_launcher, stop_reason
+from ranks.peers import Peer, describe_hang, is_hanging
 
 PROMISE = 10.0  # seconds within which all ranks are gone
 
@@ -385,7 +372,7 @@ def test_every_kind_of_error_has_its_code():
 
 def test_when_a_run_hangs_and_what_is_said():
     def peer(*, heard: float, moved: float, limit: float = 60.0, where: str = "step 5") -> Peer:
-        return Peer(None, "h", 10, heard, moved, limit, where)
+        return Peer("h", 10, heard, moved, limit, where)
 
     fine = {0: peer(heard=100, moved=100), 1: peer(heard=99, moved=45)}
     assert not is_hanging(fine, 100, 60, is_rank0=True)
@@ -398,23 +385,6 @@ def test_when_a_run_hangs_and_what_is_said():
     assert is_hanging({0: peer(heard=31, moved=0), 1: fine[0]}, 100, 60, is_rank0=False)
     stuck = {0: peer(heard=100, moved=39, where="A"), 1: peer(heard=99, moved=40, where="B"), 2: fine[0]}
     assert "for 61 s not all have moved on (--hang-timeout): rank 0 in A; rank 1 in B" in describe_hang(stuck, 100)
-
-
-def test_messages_arrive_whole_and_in_order():
-    left, right = socket.socketpair()
-    right.setblocking(False)
-    connection = Connection(right, opened=0.0)
-    assert connection.receive() == [] and connection.open
-    left.send(b'{"kind": "a"}\n{"kind"')
-    assert connection.receive() == [{"kind": "a"}]
-    left.send(b': "b", "text": "two\\nlines"}\n')
-    assert connection.receive() == [{"kind": "b", "text": "two\nlines"}]
-    for bad in (b"no json\n", b'{"a": 1}\n', b"[]\n"):
-        left.send(bad)
-        with pytest.raises(ValueError):
-            connection.receive()
-    left.close()
-    assert connection.receive() == [] and not connection.open
 
 
 def test_durations():

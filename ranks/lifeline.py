@@ -1,0 +1,287 @@
+"""The lifeline: a TCP connection from every other rank to rank 0, and JSON lines both ways.
+
+What is known of the other ranks' processes comes from here: who is connected, what they say, and that one is gone. A
+connection that ends before the run does means that its process has ended: that is certain and immediate, on any number
+of nodes, while a collective with a dead rank can wait for as long as its time-out. What follows from it is decided in
+ranks/monitor.py.
+
+A rank introduces itself with a token that only the run's own processes know, and rank 0 introduces itself in answer;
+every message after these two goes to the monitor as it came.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ranks.ending import ExitCode, RunError
+
+SECONDS_TO_CONNECT = 60.0
+SECONDS_TO_SAY_HELLO = 10.0
+LARGEST_MESSAGE = 200_000  # bytes of one JSON line
+
+Message = dict[str, Any]  # what one JSON line holds; its "kind" says what else is in it
+
+
+@dataclass(eq=False)
+class Connection:
+    """A socket that carries one JSON object a line."""
+
+    socket: socket.socket
+    opened: float  # by `Lifeline.clock`
+    rank: int | None = None  # A stranger, who has not shown the token, has none.
+    received: bytes = b""  # the beginning of a line whose end has not come
+    unsent: bytes = b""
+    open: bool = True
+
+    def send(self, message: Message) -> None:
+        """Never waits: what a peer cannot take now is kept for the next `flush`."""
+        self.unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        # The connection may be full for now, or gone, which `receive` will find.
+        with contextlib.suppress(OSError):
+            self.unsent = self.unsent[self.socket.send(self.unsent) :]
+
+    def receive(self) -> list[Message]:
+        """The whole messages that have arrived; sets `open` to False at the end. ValueError for anything else."""
+        try:
+            data = self.socket.recv(65536)
+            self.open = bool(data)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data, self.open = b"", False
+        *lines, self.received = (self.received + data).split(b"\n")
+        if len(self.received) > LARGEST_MESSAGE:
+            raise ValueError("a line without end")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
+            raise ValueError("not an object with a kind")
+        return messages
+
+
+class Lifeline:
+    """This rank's end of the lifeline: rank 0's has a connection to every other rank, theirs one to rank 0.
+
+    One thread calls `poll` again and again. Other threads may call `listen` and `connect`, once, and `call`; all other
+    methods belong to the thread that polls.
+
+    `poll` tells of three things by calling what it was given for them, which may send:
+    - `on_met(rank, host, pid)`: a rank is connected, for rank 0 with every rank's introduction; another rank meets
+      rank 0 twice, first under its address and with process id 0, then by its introduction;
+    - `on_message(rank, message)`: ValueError, KeyError or TypeError from it says that this is none of ours, and ends
+      the connection;
+    - `on_lost(rank)`: the connection has ended, and with it that rank's process.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        on_met: Callable[[int, str, int], None],
+        on_message: Callable[[int, Message], None],
+        on_lost: Callable[[int], None],
+    ):
+        self.rank, self.world_size, self.host = rank, world_size, socket.gethostname()
+        self.on_met, self.on_message, self.on_lost = on_met, on_message, on_lost
+        self.clock = 0.0  # seconds that this process was able to listen
+        self.last_poll = time.monotonic()
+        self.token = ""
+        self.connections: dict[int, Connection] = {}  # By rank, and with those that have ended: no rank comes twice.
+        self.strangers: list[Connection] = []
+        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.selector = selectors.DefaultSelector()
+        self.woken, self.waker = make_socket_pair()
+        self.watch(self.woken, self._make_calls)
+
+    # What any thread may call.
+
+    def listen(self) -> tuple[int, str]:
+        """Rank 0: opens a port for the other ranks; returns it with the token that they have to show."""
+        self.token = secrets.token_hex(16)
+        everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
+        address, family = ("127.0.0.1", socket.AF_INET) if is_one_node() else everywhere
+        listener = socket.create_server(
+            (address, 0), family=family, backlog=self.world_size, dualstack_ipv6=family == socket.AF_INET6
+        )
+        listener.setblocking(False)
+        self.call(lambda: self.watch(listener, lambda: self._accept(listener)))
+        return listener.getsockname()[1], self.token
+
+    def connect(self, port: int, token: str) -> None:
+        """Connects this rank to rank 0; on rank 0, waits for all others. RunError if that cannot be."""
+        if self.rank == 0:
+            self._wait_for_all(port)
+            return
+        host = "127.0.0.1" if is_one_node() else os.environ["MASTER_ADDR"]
+        try:
+            connection = Connection(socket.create_connection((host, port), SECONDS_TO_CONNECT), self.clock)
+        except OSError as error:
+            reason = f"cannot reach rank 0 at {host}, port {port} (any free port): {error}"
+            raise RunError(ExitCode.IO, reason) from None
+        connection.send({"kind": "hello", "token": token, "rank": self.rank, "host": self.host, "pid": os.getpid()})
+        connection.socket.setblocking(False)
+        self.call(lambda: self._add_rank0(connection, host))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs `function` in the thread that polls, so that what it works on has one thread only."""
+        self.calls.put(function)
+        # A socket that is full of wake-ups will wake it without another one.
+        with contextlib.suppress(BlockingIOError):
+            self.waker.send(b"\0")
+
+    # What the thread that polls may call.
+
+    def poll(self, seconds: float) -> None:
+        """Waits for something to arrive, at most this long, and hands on what has arrived."""
+        for key, _ in self.selector.select(seconds):
+            key.data()
+        now = time.monotonic()
+        # A longer time was spent suspended, with the whole job perhaps: it is nobody's silence.
+        self.clock += min(now - self.last_poll, 4 * seconds)
+        self.last_poll = now
+        self._drop_silent_strangers()
+
+    def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:
+        """From here on `poll` waits for `source` too, and calls this when there is something to read."""
+        self.selector.register(source, selectors.EVENT_READ, on_readable)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Sends to a rank that has been met. Never waits; a rank that is gone is told nothing."""
+        self.connections[rank].send(message)
+
+    def send_to_all(self, message: Message) -> None:
+        """Sends to every rank that this one has met."""
+        for connection in self.connections.values():
+            connection.send(message)
+
+    def send_beat(self, message: Message) -> None:
+        """Sends to every rank that has taken what it was sent before; for the others beats would only pile up."""
+        for connection in self.connections.values():
+            if connection.unsent:
+                connection.flush()
+            else:
+                connection.send(message)
+
+    def wait_for_ends(self, seconds: float) -> None:
+        """Waits until the other ranks have closed their connections, at most this long.
+
+        A process that ends with something unread resets its connections, and the others would miss its last message.
+        """
+        deadline = time.monotonic() + seconds
+        connections = self.connections.values()
+        while any(connection.open for connection in connections) and time.monotonic() < deadline:
+            for connection in connections:
+                connection.flush()
+                with contextlib.suppress(ValueError):
+                    connection.receive()
+            time.sleep(0.01)
+
+    # Who is connected.
+
+    def _wait_for_all(self, port: int) -> None:
+        deadline = time.monotonic() + SECONDS_TO_CONNECT
+        while len(self.connections) < self.world_size - 1:
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(1, self.world_size) if rank not in self.connections]
+                raise RunError(ExitCode.IO, f"ranks {missing} did not connect to rank 0 on {self.host}, port {port}")
+            time.sleep(0.01)
+
+    def _add_rank0(self, connection: Connection, host: str) -> None:
+        connection.rank = 0
+        self.on_met(0, host, 0)
+        self.connections[0] = connection
+        self._watch_connection(connection)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Takes a stranger in, which may turn out to be a rank."""
+        with contextlib.suppress(OSError):
+            accepted, _ = listener.accept()
+            accepted.setblocking(False)
+            connection = Connection(accepted, self.clock)
+            self.strangers.append(connection)
+            self._watch_connection(connection)
+
+    def _welcome(self, connection: Connection, hello: Message) -> None:
+        """A stranger becomes a rank with its first message; ValueError for those that do not."""
+        rank = int(hello["rank"])
+        if (
+            not hmac.compare_digest(str(hello["token"]), self.token)
+            or not 0 < rank < self.world_size
+            or rank in self.connections
+        ):
+            raise ValueError("a stranger")
+        host, pid = str(hello["host"]), int(hello["pid"])
+        connection.rank = rank
+        self.strangers.remove(connection)
+        self.on_met(rank, host, pid)
+        self.connections[rank] = connection
+        connection.send({"kind": "welcome", "host": self.host, "pid": os.getpid()})
+
+    def _drop_silent_strangers(self) -> None:
+        for connection in list(self.strangers):
+            if self.clock - connection.opened > SECONDS_TO_SAY_HELLO:
+                self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self.selector.unregister(connection.socket)
+        connection.socket.close()
+        connection.open = False
+        if connection in self.strangers:
+            self.strangers.remove(connection)
+
+    # What arrives.
+
+    def _watch_connection(self, connection: Connection) -> None:
+        self.watch(connection.socket, lambda: self._on_readable(connection))
+
+    def _on_readable(self, connection: Connection) -> None:
+        try:
+            for message in connection.receive():
+                self._hand_on(connection, message)
+        except (ValueError, KeyError, TypeError):
+            # No rank of ours says such things.
+            connection.open = False
+        if not connection.open:
+            self._drop(connection)
+            if connection.rank is not None:
+                self.on_lost(connection.rank)
+
+    def _hand_on(self, connection: Connection, message: Message) -> None:
+        if connection.rank is None:
+            self._welcome(connection, message)
+        elif message["kind"] == "welcome":
+            self.on_met(connection.rank, message["host"], message["pid"])
+        else:
+            self.on_message(connection.rank, message)
+
+    def _make_calls(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.woken.recv(4096)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.calls.get_nowait()()
+
+
+def is_one_node() -> bool:
+    """Whether all ranks are on this machine, by torchrun's environment."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
+def make_socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends that never wait: what is written to the second wakes a `poll` that watches the first."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    return ends
