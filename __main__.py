@@ -126,7 +126,8 @@ def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int
     from options import TrainOptions
     from ranks.lock import EXIT_FILE
 
-    options = parse_options(TrainOptions, argv)  # what cannot be used is refused once, and not by every rank
+    sys.argv = [str(FOLDER / SCRIPTS["train"][0]), *argv]
+    options = parse_options(TrainOptions)  # what cannot be used is refused once, and not by every rank
     exit_file = Path(options.output_dir) / EXIT_FILE
     before = identify_file(exit_file)
     try:
@@ -135,7 +136,7 @@ def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int
         from torch.distributed.run import main as torchrun
 
         flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
-        torchrun([*flags, str(FOLDER / SCRIPTS["train"][0]), *argv])
+        torchrun([*flags, *sys.argv])
         return 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
