@@ -28,4 +28,4 @@ $(BIN)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .tox runs build *.egg-info
+	rm -rf .venv .tox runs build dist *.egg-info

@@ -1,11 +1,15 @@
 """Options from flags and YAML: what is accepted, and one message for what is not."""
 
+import ast
+import re
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
+import options
 from command_line import parse_options
 from options import ProcessDataOptions, TrainOptions, find_problems, flatten_options, group_options
 
@@ -156,3 +160,65 @@ def test_help_names_every_option_and_imports_nothing_heavy(script):
     assert "HEAVY [] CODE 0" in result.stdout, result.stdout + result.stderr
     for flag in {"train.py": ["--max-tokens-per-gpu", "--config"], "process_data.py": ["--num-proc"]}[script]:
         assert flag in result.stdout
+
+
+# Flags of other programs that our texts name.
+FLAGS_OF_OTHERS = {
+    "help",
+    *("nproc-per-node", "nnodes", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),  # torchrun
+    *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
+    *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
+}
+STYLE_SHEET = re.compile(r"var\(--|--[\w-]+: #[0-9a-f]{3}")  # whose variables look like flags
+
+
+def find_declared_flags() -> set[str]:
+    """Every flag of the scripts, the benchmarks and the quickstart, without its dashes."""
+    groups = [value for value in vars(options).values() if isinstance(value, type) and is_dataclass(value)]
+    declared = {field.name.replace("_", "-") for group in groups for field in fields(group)}
+    declared |= {f"no-{name}" for name in declared}
+    for path in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "quickstart").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
+                words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                declared |= {word.removeprefix("--") for word in words if word.startswith("--")}
+    return declared
+
+
+def read_texts() -> dict[str, list[str]]:
+    """What our modules and pages say: of a module the strings, docstrings among them."""
+    paths = [path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]]
+    outside = {"tests", "benchmarks", "quickstart"}
+    texts = {}
+    for path in paths:
+        if not (path.parts[0] in outside or path.parts[0].startswith(".") or path.parts[0] in ("build", "dist")):
+            nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+            strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+            texts[str(path)] = [text for text in strings if not STYLE_SHEET.search(text)]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    return texts | {str(page.relative_to(ROOT)): [page.read_text()] for page in pages}
+
+
+def find_unknown_flags(texts: list[str], declared: set[str]) -> list[str]:
+    """Flags in `texts` that nothing declares. `--osft-*`, or one that a program completes, may begin a declared one."""
+    named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
+    named = {flag.replace("_", "-") for flag in named}
+    return sorted(
+        f"--{flag}"
+        for flag in named - declared
+        if not (flag.endswith("-") and any(known.startswith(flag) for known in declared))
+    )
+
+
+def test_every_flag_that_a_text_names_exists():
+    declared = find_declared_flags() | FLAGS_OF_OTHERS
+    assert {"batch-size", "input-file", "no-compile", "messages-file"} <= declared
+    unknown = {place: find_unknown_flags(texts, declared) for place, texts in read_texts().items()}
+    told = [f"{place}: {', '.join(flags)}" for place, flags in unknown.items() if flags]
+    assert not told, "\n".join(told)
+
+
+def test_a_flag_that_does_not_exist_is_found():
+    declared = {"osft", "osft-basis", "no-osft", "batch-size"}
+    text = "--osft, [--no-osft] `--osft-*` --batch_size=3: | --- | a--b ---c --batch-sizes --osft-x --other-*"
+    assert find_unknown_flags([text], declared) == ["--batch-sizes", "--osft-x", "--other-"]

@@ -1,0 +1,167 @@
+"""The installed program, from any directory: `mini-trainer WORD ...`, or `python -m mini_trainer WORD ...`.
+
+    mini-trainer process-data --input-file chats.jsonl --output-file chats.arrow --model-name-or-path M
+    mini-trainer train --model-name-or-path M --data-path chats.arrow --output-dir D
+
+A word starts the script of its name by the script's path, because a script's own folder is where its imports are
+looked for. One process becomes the script. Several are torchrun's, which this process becomes: it hands on signals,
+waits for the ranks to save, and ends with the exit code of train.py, where the command `torchrun` always returns 1.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+FOLDER = Path(__file__).resolve().parent
+SCRIPTS = {
+    "train": ("train.py", "fine-tune a model: one process for each GPU of this machine"),
+    "process-data": ("process_data.py", "chats, completions or documents in, tokenized data set out"),
+}
+BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
+
+# Options of torchrun that `train` takes beside its own; each has one value.
+TORCHRUN_OPTIONS = {
+    "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; one per GPU if not given",
+    "nnodes": "machines, each of which runs the same command",
+    "node-rank": "number of this machine, from 0, where there is no rendezvous",
+    "rdzv-id": "name of the job, the same on every machine",
+    "rdzv-backend": "how the machines meet: c10d",
+    "rdzv-endpoint": "where they meet: HOST:PORT of the first machine",
+    "rdzv-conf": "further settings of the rendezvous: key=value,...",
+    "master-addr": "address of the machine of rank 0, with --node-rank",
+    "master-port": "a free port there",
+    "local-addr": "this machine's address, if its name does not lead to it",
+    "log-dir": "where torchrun writes logs",
+    "redirects": "which of stdout (1) and stderr (2) go to the logs; 3: both",
+    "tee": "which of them go to the logs and to the terminal",
+    "local-ranks-filter": "whose output is shown: 0,1,...",
+    "signals-to-handle": "the signals that are handed on to the ranks: SIGTERM,SIGINT,...",
+}
+# The first sign of a driver for GPUs: NVIDIA's, Windows' as WSL shows it, AMD's.
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def main() -> None:
+    """Starts what the command line names. Returns only after `--help`."""
+    word, *argv = sys.argv[1:] or [""]
+    if word in ("-h", "--help"):
+        print(describe_words())
+        return
+    if word not in SCRIPTS:
+        given = f"{word!r} is not one of mini-trainer's words" if word else "mini-trainer needs a word"
+        refuse(f"{given}: {', '.join(SCRIPTS)} (mini-trainer --help says what they do)")
+    if word != "train":
+        become_script(word, argv)
+    torchrun_options, argv = split_options(argv)
+    if {"-h", "--help"} & set(argv):
+        print(describe_torchrun_options(), flush=True)
+        become_script("train", ["--help"])
+    num_processes = torchrun_options.pop("nproc-per-node", None) or str(max(1, count_gpus()))
+    check_num_processes(num_processes)
+    if num_processes == "1" and not torchrun_options:
+        become_script("train", argv)
+    sys.exit(run_under_torchrun({"nproc-per-node": num_processes} | torchrun_options, argv))
+
+
+def describe_words() -> str:
+    lines = [f"  {word:14}{purpose}" for word, (_, purpose) in SCRIPTS.items()]
+    return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", "mini-trainer WORD --help lists options."])
+
+
+def describe_torchrun_options() -> str:
+    lines = [f"  --{name:20}{meaning}" for name, meaning in TORCHRUN_OPTIONS.items()]
+    return "\n".join(["how many processes are started, and on how many machines (by torchrun):", *lines, ""])
+
+
+def refuse(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def become_script(word: str, argv: list[str]) -> NoReturn:
+    """Puts the script in this process's place: signals and exit code are then its own."""
+    command = [sys.executable, str(FOLDER / SCRIPTS[word][0]), *argv]
+    os.execv(sys.executable, command)
+
+
+def split_options(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options among `argv`, with their values, and the words that are left, in order."""
+    torchrun_options, others = {}, []
+    words = iter(argv)
+    for word in words:
+        flag, has_value, value = word.partition("=")
+        name = flag.removeprefix("--").replace("_", "-")
+        if not flag.startswith("--") or name not in TORCHRUN_OPTIONS:
+            others.append(word)
+            continue
+        if name in torchrun_options:
+            refuse(f"given more than once: --{name}")
+        value = value if has_value else next(words, "")
+        if not value or value.startswith("--"):
+            refuse(f"--{name} needs a value: {TORCHRUN_OPTIONS[name]}")
+        torchrun_options[name] = value
+    return torchrun_options, others
+
+
+def check_num_processes(given: str) -> None:
+    if given not in ("gpu", "cpu", "auto") and not (given.isdecimal() and int(given) > 0):
+        refuse(f"--nproc-per-node {given}: must be a number of at least 1, or gpu, cpu or auto")
+
+
+def count_gpus() -> int:
+    """GPUs that train.py would see, as torch counts them; 0 without importing it where there is no driver."""
+    if not any(map(os.path.exists, GPU_DRIVERS)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int:
+    """Runs train.py in several processes, waits for them, and returns the exit code of the run."""
+    sys.path.insert(0, str(FOLDER))
+    from command_line import parse_options
+    from options import TrainOptions
+    from ranks.lock import EXIT_FILE
+
+    sys.argv = [str(FOLDER / SCRIPTS["train"][0]), *argv]
+    options = parse_options(TrainOptions)  # what cannot be used is refused once, and not by every rank
+    exit_file = Path(options.output_dir) / EXIT_FILE
+    before = identify_file(exit_file)
+    try:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main as torchrun
+
+        flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
+        torchrun([*flags, *sys.argv])
+        return 0
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode  # every rank of a run ends with the run's code
+        print(f"error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        killed_by = -failure.exitcode
+    except SignalException as error:
+        killed_by = int(error.sigval)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ValueError as error:  # what torchrun says of an option's value
+        refuse(f"torchrun: {error}")
+    # The ranks heard of it and ended together: they have written why.
+    was_written = exit_file.exists() and identify_file(exit_file) != before
+    return json.loads(exit_file.read_text())["code"] if was_written else 128 + killed_by
+
+
+def identify_file(path: Path) -> tuple[int, int] | None:
+    """Tells a file from another one that is later put in its place."""
+    if not path.exists():
+        return None
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+if __name__ == "__main__":
+    main()

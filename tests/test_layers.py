@@ -1,0 +1,184 @@
+"""The order of rooms and layers: every import leads downwards, and none round in a circle (docs/architecture.md)."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Bottom up. A room is a folder, or a module of the root; those on one level do not know each other.
+LAYERS = [
+    {"options", "disk", "batch_packer"},
+    {"ranks"},
+    {"chat", "command_line"},
+    {"objectives"},
+    {"corpus"},
+    {"sampler"},
+    {"model", "optim"},
+    {"methods", "osft"},
+    {"lifecycle"},
+    {"plan"},
+]
+# Rooms of one level that are one subject: they may import each other's modules, without a circle.
+TOGETHER = {"methods", "osft"}
+# Whatever else is at the root is a script: it imports from below, and nothing imports it.
+SCRIPTS = {"train", "process_data", "__main__"}
+LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms} | dict.fromkeys(SCRIPTS, len(LAYERS))
+ROOMS = {"chat", "corpus", "lifecycle", "methods", "model", "objectives", "optim", "plan", "ranks"}
+
+Imports = dict[str, set[str]]  # name of a module -> full names of what it imports, ours and others'
+
+
+def list_modules() -> dict[str, str]:
+    """Name and source of every module of the package that git knows and that is there."""
+    done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [Path(line) for line in done.stdout.splitlines()]
+    ours = [path for path in paths if (len(path.parts) == 1 or path.parts[0] in ROOMS) and (ROOT / path).exists()]
+    return {".".join(path.with_suffix("").parts): (ROOT / path).read_text() for path in ours}
+
+
+def read_imports(name: str, source: str, modules: set[str]) -> set[str]:
+    """What module `name` imports, anywhere in it: modules by their full name, also those given as names of a room."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level > 0:  # relative: from the package, which for a module of the root is the root itself
+                parents = name.split(".")[: -node.level]
+                base = ".".join([*parents, base] if base else parents)
+            inner = {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+            found = inner & modules
+            names |= found or {base}
+    return names - {""}
+
+
+def read_all(sources: dict[str, str]) -> Imports:
+    return {name: read_imports(name, source, set(sources)) for name, source in sources.items()}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def find_upward(imports: Imports) -> list[str]:
+    """Imports of what is not below, with both levels."""
+    wrong = []
+    for name, targets in imports.items():
+        for target in targets:
+            here, there = room_of(name), room_of(target)
+            if there not in LEVELS or here == there or {here, there} <= TOGETHER:
+                continue
+            level = 1 if here == "__init__" else LEVELS[here]  # the package imports leaves only
+            if LEVELS[there] >= level:
+                wrong.append(f"{name} (level {level}) imports {target} (level {LEVELS[there]})")
+    return sorted(wrong)
+
+
+def find_circles(imports: Imports) -> list[str]:
+    """Circles of modules: none if there is none, else at least one of those that share modules."""
+    circles, done = [], set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            circles.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for target in sorted(imports[module] & imports.keys()):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in sorted(imports):
+        visit(module, [])
+    return circles
+
+
+def find_closure(start: str, imports: Imports) -> dict[str, list[str]]:
+    """Everything that importing `start` can bring in, with the way there."""
+    found, waiting = {}, [(start, [start])]
+    while waiting:
+        module, path = waiting.pop()
+        if module not in found:
+            found[module] = path
+            inits = {f"{room_of(target)}.__init__" for target in imports.get(module, ())} & imports.keys()
+            waiting += [(target, [*path, target]) for target in sorted(imports.get(module, set()) | inits)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return read_all(list_modules())
+
+
+def test_every_module_has_its_level(imports):
+    assert {room_of(name) for name in imports} - {"__init__"} == LEVELS.keys()
+
+
+def test_no_import_leads_up(imports):
+    upward = find_upward(imports)
+    assert not upward, "\n".join(upward)
+
+
+def test_no_modules_import_each_other_in_a_circle(imports):
+    circles = find_circles(imports)
+    assert not circles, "\n".join(circles)
+
+
+def test_nothing_that_process_data_imports_has_torch(imports):
+    closure = find_closure("process_data", imports)
+    assert {"process_data", "chat.masking", "corpus.writer", "options"} <= closure.keys()  # the closure is not empty
+    heavy = {"safetensors.torch", "accelerate", "peft"}
+    ways = [" -> ".join(path) for name, path in closure.items() if name in heavy or room_of(name) == "torch"]
+    assert not ways, "\n".join(ways)
+
+
+def test_the_root_holds_the_scripts_and_what_the_project_is_known_for():
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [name for name in done.stdout.splitlines() if "/" not in name and (ROOT / name).exists()]
+    known_for = {"batch_packer", "sampler", "osft", "options", "command_line", "disk", "__init__"}
+    papers = {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Makefile", "pyproject.toml", "tox.ini"}
+    allowed = papers | {"constraints.txt", ".gitignore"} | {f"{name}.py" for name in known_for | SCRIPTS}
+    assert set(listed) - allowed == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "found"),
+    [
+        ("chat.masking", "from lifecycle import record", "chat.masking (level 2) imports lifecycle.record (level 8)"),
+        ("chat.masking", "import corpus.files as files", "chat.masking (level 2) imports corpus.files (level 4)"),
+        ("optim.optimizers", "from model.build import x", "optim.optimizers (level 6) imports model.build (level 6)"),
+        ("options", "def f():\n    import disk", "options (level 0) imports disk (level 0)"),
+        ("disk", "if TYPE_CHECKING:\n    import ranks.world", "disk (level 0) imports ranks.world (level 1)"),
+        ("plan.planner", "from train import train", "plan.planner (level 9) imports train (level 10)"),
+        ("train", "from process_data import x", "train (level 10) imports process_data (level 10)"),
+        ("__init__", "from .sampler import prefetch", "__init__ (level 1) imports sampler (level 5)"),
+        ("ranks.lock", "from .. import sampler", "ranks.lock (level 1) imports sampler (level 5)"),
+    ],
+)
+def test_an_import_that_is_turned_round_is_found(name, line, found):
+    sources = dict.fromkeys(["lifecycle.record", "corpus.files", "model.build", "sampler", "train", "process_data"], "")
+    turned = read_all(sources | {"disk": "", "ranks.world": "", name: line})
+    assert find_upward(turned) == [found]
+
+
+def test_an_import_that_leads_down_is_not_found():
+    sources = {"sampler": "from corpus.reader import Data\nimport options", "corpus.reader": "import numpy"}
+    sources |= {"methods.osft_calibration": "from osft import x", "__init__": "from .options import x", "options": ""}
+    assert find_upward(read_all(sources | {"osft": "import torch.nn"})) == []
+
+
+def test_circles_are_found():
+    sources = {"model.a": "import model.b", "model.b": "from model import c", "model.c": "from model.a import x"}
+    circle = "model.a -> model.b -> model.c -> model.a"
+    assert find_circles(read_all(sources | {"model.d": "import model.a"})) == [circle]
+    assert find_circles(read_all(sources | {"model.c": "import model.d", "model.d": ""})) == []
+
+
+def test_torch_is_found_however_far_away():
+    sources = {"process_data": "from corpus import files", "corpus.files": "def f():\n    from torch import nn"}
+    closure = find_closure("process_data", read_all(sources))
+    assert closure["torch"] == ["process_data", "corpus.files", "torch"]
+    sources = {"process_data": "from corpus import files", "corpus.files": "", "corpus.__init__": "import torch"}
+    assert "torch" in find_closure("process_data", read_all(sources))

@@ -1,0 +1,228 @@
+"""The installed program: what a wheel holds, and its uses from a directory that is not the checkout."""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from processes import ENV, ROOT, flags, free_port, is_alive, list_children
+
+# What a checkout has beside the package.
+OUTSIDE = {".ci", "benchmarks", "docs", "quickstart", "recipes", "slurm", "tests"}
+
+
+def list_files() -> list[Path]:
+    """The files that git knows and that are there, relative to the root."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [Path(name) for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel, built from a copy of the files that git knows."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for path in list_files():
+        (folder / "clone" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / "clone" / path)
+    run_pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "clone")
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A folder of installed packages that has the wheel, and nothing else."""
+    folder = tmp_path_factory.mktemp("site")
+    run_pip("install", "--no-deps", "--target", folder, wheel)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+def run_pip(*words: object) -> None:
+    command = [sys.executable, "-m", "pip", *map(str, words), "--no-index", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def start(site: Path, folder: Path, *argv: object, env: dict[str, str] | None = None) -> subprocess.Popen:
+    """`python -m mini_trainer` in `folder`, in a process group of its own as a shell would start it."""
+    command = [sys.executable, "-m", "mini_trainer", *map(str, argv)]
+    env = ENV | {"PYTHONPATH": str(site)} | (env or {})
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True, process_group=0)
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_a_wheel_has_one_name_and_every_file_of_the_package(wheel):
+    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+    assert sorted({name.parts[0] for name in names}) == ["mini_trainer", "mini_trainer-0.1.0.dist-info"]
+    held = {Path(*name.parts[1:]) for name in names if name.parts[0] == "mini_trainer"}
+    files = list_files()
+    belonging = {path for path in files if len(path.parts) > 1 and path.parts[0] not in OUTSIDE}
+    belonging |= {path for path in files if len(path.parts) == 1 and path.suffix == ".py"}
+    assert held == belonging
+
+
+def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(site, elsewhere):
+    code = (
+        "import runpy, sys; sys.argv = ['mini-trainer', '--help']\n"
+        "runpy.run_module('mini_trainer', run_name='__main__')\n"
+        "print('HEAVY', sorted({'torch', 'numpy', 'tyro', 'transformers', 'options'} & set(sys.modules)))\n"
+        "import mini_trainer; print(mini_trainer.__file__)"
+    )
+    env = ENV | {"PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", code]
+    listed = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=True).stdout
+    assert "HEAVY []" in listed and str(site) in listed
+    assert all(f"  {word} " in listed for word in ("train", "process-data"))
+    command = [str(site / "bin" / "mini-trainer"), "--help"]
+    from_command = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=True).stdout
+    assert listed.startswith(from_command) and from_command
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags"),
+    [
+        (["train", "--help"], ["--nproc-per-node", "--rdzv-endpoint", "--max-tokens-per-gpu"]),
+        (["process-data", "-h"], ["--input-file", "--num-proc"]),
+    ],
+)
+def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
+    done = finish(start(site, elsewhere, *argv))
+    assert done.returncode == 0, done.stderr
+    assert all(flag in done.stdout for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "needs a word: train, process-data"),
+        (["trian"], "'trian' is not one of mini-trainer's words: train, process-data"),
+        (["train", "--nproc-per-node", "0"], "--nproc-per-node 0: must be"),
+        (["train", "--nproc_per_node=many"], "--nproc-per-node many: must be"),
+        (["train", "--nnodes"], "--nnodes needs a value"),
+        (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs a value"),
+        (["train", "--nnodes", "2", "--nnodes=2"], "given more than once: --nnodes"),
+        (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
+        (["process-data", "--inptu-file", "3"], "--inptu-file"),
+    ],
+)
+def test_what_cannot_be_started_gets_one_message_and_exit_code_2(argv, reason, site, elsewhere):
+    done = finish(start(site, elsewhere, *argv))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert reason in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_train_hands_to_torchrun_is_torchruns_and_no_option_of_its_own():
+    from torch.distributed.run import get_args_parser
+
+    from options import TrainOptions, iterate_fields
+
+    program = runpy.run_path(str(ROOT / "__main__.py"), run_name="looked at, not run")
+    names = {name.replace("-", "_") for name in program["TORCHRUN_OPTIONS"]}
+    assert names & {option.name for option, _ in iterate_fields(TrainOptions)} == set()
+    takes_a_value = {action.dest for action in get_args_parser()._actions if action.nargs is None}
+    assert names - takes_a_value == set()
+
+
+def test_the_command_is_declared_beside_the_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"mini-trainer": "mini_trainer.__main__:main"}
+    assert project["dynamic"] == ["version"]
+
+
+@pytest.fixture(scope="module")
+def run_flags(site, elsewhere) -> list[str]:
+    """Flags of a run on a tiny model and on data that the installed program made."""
+    from tiny_models import FAMILIES, save_model, save_tokenizer
+
+    save_model(FAMILIES["llama"], elsewhere / "model")
+    save_tokenizer(elsewhere / "model")
+    chats = [
+        [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 " * n}]
+        for n in range(1, 13)
+    ]
+    (elsewhere / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    words = flags(input_file="chats.jsonl", output_file="chats.arrow", model_name_or_path="model")
+    done = finish(start(site, elsewhere, "process-data", *words))
+    assert done.returncode == 0, done.stderr
+    return flags(
+        model_name_or_path="model", data_path="chats.arrow", batch_size=4, max_tokens_per_gpu=256, learning_rate=1e-3
+    )
+
+
+def read_losses(output_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_one_process_and_two_machines_train_alike_from_elsewhere(site, elsewhere, run_flags):
+    end = ["--max-steps", 3]
+    alone = finish(start(site, elsewhere, "train", *run_flags, *end, "--output-dir", "alone"))
+    assert alone.returncode == 0, alone.stderr
+    meeting = ["--nnodes=2", "--nproc_per_node", 1, "--rdzv-backend=c10d", "--rdzv-id", "test"]
+    argv = ["train", *meeting, f"--rdzv-endpoint=127.0.0.1:{free_port()}", *run_flags, *end, "--output-dir", "both"]
+    machines = [start(site, elsewhere, *argv) for _ in range(2)]
+    for machine in machines:
+        done = finish(machine)
+        assert done.returncode == 0, done.stderr
+    assert read_losses(elsewhere / "both") == pytest.approx(read_losses(elsewhere / "alone"), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_handed_on_and_the_runs_own_exit_code_comes_back(site, elsewhere, run_flags):
+    argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 100_000, "--output-dir", "stopped"]
+    process = start(site, elsewhere, *argv)
+    metrics = elsewhere / "stopped" / "training_metrics_0.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.05)
+    ranks = list_children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    done = finish(process)
+    assert (done.returncode, json.loads((elsewhere / "stopped" / "exit.json").read_text())["code"]) == (10, 10)
+    assert len(list((elsewhere / "stopped" / "checkpoints").glob("step_*"))) == 1
+    assert len(ranks) == 2 and not any(map(is_alive, ranks))
+    assert "Traceback" not in done.stderr and "FAILED" not in done.stderr  # torchrun's report
+
+
+@pytest.mark.slow
+def test_what_the_ranks_refuse_is_told_once_with_their_exit_code(site, elsewhere, run_flags):
+    argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 9, "--output-dir", elsewhere / "refused"]
+    (elsewhere / "refused").mkdir()
+    (elsewhere / "refused" / "notes.txt").write_text("not a run's")
+    done = finish(start(site, elsewhere, *argv))
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_exit_file_of_an_earlier_start_is_not_taken_for_this_ones(site, elsewhere, run_flags):
+    killed = elsewhere / "killed"
+    killed.mkdir()
+    (killed / "exit.json").write_text('{"code": 0}')
+    found_first = elsewhere / "found_first"
+    found_first.mkdir()
+    kill_itself = "import os\nif 'RANK' in os.environ: os.kill(os.getpid(), 9)"
+    (found_first / "sitecustomize.py").write_text(kill_itself)  # run by Python itself when it starts
+    argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 9, "--output-dir", killed]
+    done = finish(start(site, elsewhere, *argv, env={"PYTHONPATH": f"{found_first}:{site}"}))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL" in done.stderr
