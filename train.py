@@ -130,7 +130,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
 if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
-        world = init_world(options.sharding.sharding, hang_timeout=options.end.hang_timeout)
+        world = init_world(options.sharding, hang_timeout=options.end.hang_timeout)
         connect_lifeline(world, control)
         code, message = train(options, world, control)
         dist.destroy_process_group()

@@ -39,7 +39,7 @@ def choose_objective(options: TrainOptions) -> Objective:
 
 def choose_method(options: TrainOptions) -> Method:
     """What the options say trains."""
-    return OSFT(options.osft.osft) if options.osft.osft.osft else Full()
+    return OSFT(options.osft) if options.osft.osft else Full()
 
 
 @dataclass
@@ -197,7 +197,7 @@ def build_run_model(
     build = functools.partial(
         build_model,
         inputs.source(trust_remote_code=options.model.trust_remote_code),
-        sharding=options.sharding.sharding,
+        sharding=options.sharding,
         objective=inputs.objective,
         weights_dtype=getattr(torch, options.optimization.master_weights),
         world=world,

@@ -49,7 +49,7 @@ class Prober:
         data = inputs.data
         self.longest = data.longest
         self.short = max(2, int(np.quantile(data.lengths[data.kept], SHORT_QUANTILE)))
-        self.grad_sync = options.sharding.sharding.micro_batch_grad_sync
+        self.grad_sync = options.sharding.micro_batch_grad_sync
         device = state.world.device
         self.is_cuda = device.type == "cuda"
         limit = torch.tensor(memory_limit(options.compute.memory_budget_gb, device))

@@ -122,7 +122,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
     speed = None
     if is_here:
         try:
-            world = init_world(options.sharding.sharding)
+            world = init_world(options.sharding)
             options = replace_options(options, **call_on_rank0(world, lambda: list_settled(options)))
             if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
                 speed = measure_speed(options, world)
@@ -151,12 +151,12 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
         findings.problems.append(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
-    num_shards, shard_size = world_size, options.sharding.sharding.shard_size
-    if options.sharding.sharding.sharding == "hybrid":
+    num_shards, shard_size = world_size, options.sharding.shard_size
+    if options.sharding.sharding == "hybrid":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
         found = findings if not is_here else Findings()  # init_world says it, too
         num_shards = found.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
-    offloads = options.sharding.sharding.cpu_offload and device.type == "cuda"
+    offloads = options.sharding.cpu_offload and device.type == "cuda"
     gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
         Ranks(world_size, num_shards, offloads),

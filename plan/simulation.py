@@ -123,7 +123,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
 
     RuntimeError where an operation of the model cannot be simulated.
     """
-    meta, when = planned.meta, options.sharding.sharding.micro_batch_grad_sync
+    meta, when = planned.meta, options.sharding.micro_batch_grad_sync
     packed_model = planned.objective.wrap(
         meta.model, backend=meta.backend, compute_dtype=meta.compute_dtype, fuses_loss=False
     )
@@ -141,7 +141,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         apply_fsdp(
             packed_model,
             meta.blocks,
-            replace(options.sharding.sharding, cpu_offload=False),
+            replace(options.sharding, cpu_offload=False),
             method=planned.method,
             readers={},
             weights_dtype=getattr(torch, options.optimization.master_weights),
