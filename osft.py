@@ -38,9 +38,9 @@ from ranks.world import World, broadcast_from_rank0, call_on_rank0
 
 # Singular values below this share of the largest are taken for zero: rounding of the weight itself.
 NULL = 1e-10
-BUCKET_NUMEL = 2**24  # most numbers in one all-reduce of a projection
-MIN_RETENTION = 0.1  # of --osft-rank-allocation importance: the share that every layer keeps (the paper's mrr)
-UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio to plan with where --osft-keep-energy will decide
+BUCKET_NUMEL = 2**24  # the most numbers in one all-reduce of a projection
+MIN_RETENTION = 0.1  # every layer keeps this share with --osft-rank-allocation importance (the paper's mrr)
+UNKNOWN_ENERGY_RATIO = 0.5  # plans take this unfreeze rank ratio where --osft-keep-energy will decide
 
 
 class OSFT:

@@ -42,6 +42,26 @@ def choose_method(options: TrainOptions) -> Method:
     return OSFT(options.osft) if options.osft.osft else Full()
 
 
+class Errors(list[ValueError | OSError]):
+    """What is wrong with a run, as far as it can be seen."""
+
+    def attempt(self, function: Callable[[], Result]) -> Result | None:
+        """The function's result, or None and one error more."""
+        try:
+            return function()
+        except (ValueError, OSError) as error:
+            self.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        """Raises the one error there is, or a ValueError that names them all."""
+        if len(self) == 1:
+            raise self[0]
+        if self:
+            listed = "".join(f"\n  - {error}" for error in self)
+            raise ValueError(f"{len(self)} problems:{listed}")
+
+
 @dataclass
 class RunInputs:
     """What a run reads before anything large is loaded; None in the place of what cannot be read.
@@ -60,24 +80,8 @@ class RunInputs:
     generation_config: GenerationConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     num_steps: int | None = None  # None: no end
-    errors: list[ValueError | OSError] = field(default_factory=list)
+    errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
-
-    def attempt(self, function: Callable[[], Result]) -> Result | None:
-        """The function's result, or None and one error more."""
-        try:
-            return function()
-        except (ValueError, OSError) as error:
-            self.errors.append(error)
-            return None
-
-    def raise_errors(self) -> None:
-        """Raises the one error there is, or a ValueError that names them all."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            listed = "".join(f"\n  - {error}" for error in self.errors)
-            raise ValueError(f"{len(self.errors)} problems:{listed}")
 
     def source(self, *, trust_remote_code: bool) -> ModelSource:
         return ModelSource(self.model_dir, self.config, trust_remote_code)
@@ -104,10 +108,10 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     num_dropped = open_data(inputs, options)
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
-        inputs.attempt(lambda: check_rope(inputs.config, longest=inputs.data.longest))
+        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.data.longest))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None:
-        inputs.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
+        inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
     if inputs.data is not None:
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
         describe_data(inputs, num_dropped=num_dropped or 0, start=start)
@@ -118,14 +122,14 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
 def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
     """The data set and its sidecar; returns how many samples are too long."""
     path, cap = options.data.data_path, options.data.max_tokens_per_gpu
-    inputs.data = data = inputs.attempt(lambda: TokenizedData(path))
+    inputs.data = data = inputs.errors.attempt(lambda: TokenizedData(path))
     if data is None:
         return None
     if cap == "auto":  # until the model is there to choose it
         cap = int(data.lengths.max())
     inputs.data_options = replace(options.data, max_tokens_per_gpu=cap)
-    num_dropped = inputs.attempt(lambda: data.fit_to(cap, drop_overlong=options.data.drop_overlong))
-    inputs.sidecar = inputs.attempt(lambda: read_sidecar(path, num_samples=len(data.lengths)))
+    num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=options.data.drop_overlong))
+    inputs.sidecar = inputs.errors.attempt(lambda: read_sidecar(path, num_samples=len(data.lengths)))
     return num_dropped
 
 
@@ -135,9 +139,11 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
         options.model.model_revision,
         options.model.trust_remote_code,
     )
-    inputs.model_dir = inputs.attempt(lambda: find_model(name, revision=revision, trust_remote_code=trust))
+    inputs.model_dir = inputs.errors.attempt(lambda: find_model(name, revision=revision, trust_remote_code=trust))
     if inputs.model_dir is not None:
-        inputs.config = inputs.attempt(lambda: load_config(inputs.model_dir, inputs.objective, trust_remote_code=trust))
+        inputs.config = inputs.errors.attempt(
+            lambda: load_config(inputs.model_dir, inputs.objective, trust_remote_code=trust)
+        )
     if inputs.config is not None:
         inputs.generation_config = load_generation_config(inputs.model_dir, inputs.config)
 
@@ -145,7 +151,7 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     """The tokenizer that made the data; the config learns how many embeddings it needs, and what ends a turn."""
     config, sidecar = inputs.config, inputs.sidecar
-    found = inputs.attempt(
+    found = inputs.errors.attempt(
         lambda: choose_tokenizer(
             inputs.model_dir,
             options.data.data_path,
