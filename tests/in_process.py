@@ -1,8 +1,9 @@
-"""train.py's run in the process of the test, which is faster than starting one."""
+"""train.py's run without the start of Python: in the process of the test, or in several that are forked."""
 
 from pathlib import Path
 
-from processes import flags, run, torchrun
+from forked import run_forked
+from processes import flags
 
 from options import TrainOptions, group_options
 from ranks.monitor import RunControl
@@ -11,12 +12,18 @@ from train import train
 
 
 def train_on(num_ranks: int, world: World, **options: object) -> None:
-    """Trains on this many ranks: on one in this process, which is faster, on more under torchrun."""
+    """Trains on this many ranks: on one in this process, on more in forked ones, as under torchrun."""
     if num_ranks == 1:
         train_here(world, **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()})
-        return
-    result = run(torchrun(num_ranks, "train.py", *flags(**options)))
+    else:
+        train_forked(num_ranks, **options)
+
+
+def train_forked(num_ranks: int, **options: object) -> str:
+    """Trains on this many ranks in processes of their own (0: one, without torchrun's environment); the console."""
+    result = run_forked(num_ranks, "train.py", *flags(**options))
     assert result.returncode == 0, result.stderr
+    return result.stderr
 
 
 def train_here(world: World, **options: object) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import train_here
-from processes import flags, run, torchrun
+from forked import run_forked
+from in_process import train_forked, train_here
+from processes import flags, run
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -114,17 +115,14 @@ print((resident_memory() - before) / 2e8)
 @pytest.mark.slow
 def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     inputs = inputs | dict(micro_batch_grad_sync="last")  # FSDP keeps gradients for itself
-    argv = flags(**inputs, output_dir=tmp_path / "auto", max_tokens_per_gpu="auto", memory_budget_gb=1000)
-    result = run(torchrun(2, "train.py", *argv))
-    assert result.returncode == 0, result.stderr
+    cap = dict(max_tokens_per_gpu="auto", memory_budget_gb=1000)
+    text = train_forked(2, **inputs, **cap, output_dir=tmp_path / "auto")
     chosen = outcome(tmp_path / "auto")[2]["auto_settings"]
-    assert chosen["world_size"] == 2 and f"auto: --max-tokens-per-gpu {chosen['max_tokens_per_gpu']}" in result.stderr
-    fixed = flags(**inputs, output_dir=tmp_path / "fixed", max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
-    result = run(torchrun(2, "train.py", *fixed))
-    assert result.returncode == 0, result.stderr
+    assert chosen["world_size"] == 2 and f"auto: --max-tokens-per-gpu {chosen['max_tokens_per_gpu']}" in text
+    train_forked(2, **inputs, output_dir=tmp_path / "fixed", max_tokens_per_gpu=chosen["max_tokens_per_gpu"])
     check_same(tmp_path / "auto", tmp_path / "fixed")
-    dry = flags(**inputs, output_dir=tmp_path / "dry", max_tokens_per_gpu="auto", memory_budget_gb=1000, dry_run=True)
-    result = run([sys.executable, "train.py", *dry, "--plan-world-size", "2"])
+    dry = flags(**inputs, **cap, output_dir=tmp_path / "dry", dry_run=True, plan_world_size=2)
+    result = run_forked(0, "train.py", *dry)
     assert f"micro-batches of at most {chosen['max_tokens_per_gpu']:,} tokens" in result.stdout, result.stdout
     assert not (tmp_path / "dry").exists()
 

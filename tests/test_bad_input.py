@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 from processes import ENV, ROOT, flags, run, torchrun
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -37,14 +38,19 @@ def check_refusal(result: subprocess.CompletedProcess, reason: str) -> None:
     assert 'train.py", line' not in result.stderr, "a traceback of ours"
 
 
-def train(inputs: dict, output_dir, *, num_ranks: int = 1, **changes) -> subprocess.CompletedProcess:
+def train(
+    inputs: dict, output_dir, *, num_ranks: int = 1, is_forked: bool = True, **changes
+) -> subprocess.CompletedProcess:
+    """A run as users start it, or, sooner, in forked processes."""
     argv = ["train.py", *flags(**(inputs | dict(output_dir=output_dir) | changes))]
+    if is_forked:
+        return run_forked(num_ranks if num_ranks > 1 else 0, *argv, timeout=90)
     return run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv), timeout=90)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_missing_data_set(num_ranks, inputs, tmp_path):
-    result = train(inputs, tmp_path / "run", num_ranks=num_ranks, data_path=tmp_path / "none.arrow")
+    result = train(inputs, tmp_path / "run", num_ranks=num_ranks, is_forked=False, data_path=tmp_path / "none.arrow")
     check_refusal(result, "none.arrow: cannot be read")
     assert not (tmp_path / "run").exists()
 
@@ -108,7 +114,8 @@ def test_a_bad_row_that_only_one_rank_reads_ends_all_ranks(num_ranks, inputs, tm
     rows[4]["input_ids"][1] = VOCAB_SIZE
     data = write_rows(tmp_path / "data.arrow", rows)
     start = time.monotonic()
-    result = train(inputs, tmp_path / "run", num_ranks=num_ranks, data_path=data, batch_size=6)
+    is_forked = num_ranks == 1
+    result = train(inputs, tmp_path / "run", num_ranks=num_ranks, is_forked=is_forked, data_path=data, batch_size=6)
     check_refusal(result, "row 5: token ids beyond the model's vocabulary")
     assert not (tmp_path / "run" / "hf_format").exists()
     assert time.monotonic() - start < 80  # not the process group's time-out of an hour

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import train_here
-from processes import flags, torchrun
-from processes import run as run_process
+from in_process import train_here, train_on
 from safetensors.torch import load_file
-from test_resume import OPTIONS, make_inputs, read_rows
+from small_runs import OPTIONS, make_inputs, read_rows
 from tiny_models import FAMILIES, build, save_model
 from torch.distributed.tensor import DTensor, Shard
 
@@ -167,15 +165,12 @@ def test_a_checkpoint_of_another_optimizer_or_other_weights_is_refused(inputs, w
 def test_8_bit_moments_move_between_numbers_of_ranks_and_bf16_weights_resume_on_two(inputs, world, tmp_path):
     whole = train(world, inputs, tmp_path / "whole", max_steps=4, optimizer="adamw8bit")
     parts = train(world, inputs, tmp_path / "parts", max_steps=2, optimizer="adamw8bit")
-    changes = dict(output_dir=parts, max_steps=4, optimizer="adamw8bit")
-    result = run_process(torchrun(2, "train.py", *flags(**(inputs | OPTIONS | changes))))
-    assert result.returncode == 0, result.stderr
+    train_on(2, world, **(inputs | OPTIONS | dict(output_dir=parts, max_steps=4, optimizer="adamw8bit")))
     for row, other in zip(read_rows(whole), read_rows(parts), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)  # where rounding moves a code to the next one
     for name, changes in (("whole16", {}), ("parts16", dict(resume=tmp_path / "whole16" / "checkpoints" / "step_1"))):
         changes |= dict(output_dir=tmp_path / name, max_steps=3, **CHANGES["both"])
-        result = run_process(torchrun(2, "train.py", *flags(**(inputs | OPTIONS | changes))))
-        assert result.returncode == 0, result.stderr
+        train_on(2, world, **(inputs | OPTIONS | changes))
     for rank in range(2):
         file = Path("checkpoints", "step_3", f"rank_{rank:05}.safetensors")
         whole, parts = (load_file(tmp_path / name / file) for name in ("whole16", "parts16"))

@@ -2,29 +2,20 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
+from small_runs import LENGTHS, make_micro_batch
 from tiny_models import FAMILIES, VOCAB_SIZE, build, check, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from model import attention as packed_attention
 from model.build import apply_compile, find_blocks
-from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
 from objectives.token_loss import sum_chunk_loss, sum_token_loss
 
 pytestmark = pytest.mark.slow
 
 FIRST = (13, 1, 22, 7)
-# An idle rank, rows of single tokens, one sequence, many, round and odd numbers of tokens.
-OTHERS = ((), (1,), (1, 1, 1), (30,), (5, 9), (64,), (2, 2, 2), (17, 31, 4, 4, 1, 1), (128, 64), (3,) * 20, (33,))
-
-
-def make_micro_batch(lengths: tuple[int, ...], *, seed: int) -> MicroBatch:
-    random = np.random.default_rng(seed)
-    samples = [(ids, ids, None) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
-    return pack_samples(samples or [make_idle_sample()])
 
 
 def attend_traceable(query, key, value, micro_batch, *, scaling, window):
@@ -71,7 +62,7 @@ def test_no_micro_batch_after_the_first_compiles_again(
     check(model, world)
     assert counter.frame_count == 0
     counts = []
-    for seed, lengths in enumerate((FIRST, *OTHERS)):
+    for seed, lengths in enumerate((FIRST, *LENGTHS)):
         micro_batch = make_micro_batch(lengths, seed=seed)
         losses = []
         for one in (reference, model):

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, run, torchrun, torchrun_node
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
@@ -19,10 +19,11 @@ from sampler import draw_samples
 pytestmark = pytest.mark.slow
 
 NUM_SAMPLES, BATCH_SIZE, STEPS, LEARNING_RATE, SEED = 40, 9, 10, 1e-2, 5
-# How the same run can be laid out: processes, the cap that makes 1 to 6 micro-batches of a batch, and options.
+# How the same run can be laid out: processes (0: one, without torchrun's environment), the cap that makes
+# 1 to 6 micro-batches of a batch, and options.
 LAYOUTS = {
     "1 rank": (1, 1000, {}),
-    "1 rank, small cap": (1, 41, {}),
+    "1 rank, small cap": (0, 41, {}),
     "2 ranks": (2, 60, dict(checkpoint_every_steps=4, keep_checkpoints=9, reshard_after_forward="never")),
     "4 ranks": (4, 41, dict(micro_batch_grad_sync="last", prefetch_blocks=2, cpu_offload=True)),
 }
@@ -60,7 +61,8 @@ def runs(inputs) -> dict[str, Path]:
     for layout, (num_ranks, cap, options) in LAYOUTS.items():
         output_dirs[layout] = inputs["root"] / layout.replace(" ", "_").replace(",", "")
         argv = train_command(inputs, output_dirs[layout], cap, **options)
-        result = run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv))
+        # One as users start it; the other layouts' processes are forked.
+        result = run(torchrun(num_ranks, *argv)) if layout == "2 ranks" else run_forked(num_ranks, *argv)
         assert result.returncode == 0, result.stderr
     output_dirs["2 nodes"] = inputs["root"] / "two_nodes"
     command = torchrun_node(2, free_port(), *train_command(inputs, output_dirs["2 nodes"], 60))
@@ -138,11 +140,11 @@ def test_a_model_sharded_in_each_node_goes_on_from_one_sharded_over_all_and_the_
     reference = read_rows(runs["1 rank"])
     hybrid, after = inputs["root"] / "hybrid", inputs["root"] / "after_hybrid"
     argv = train_command(inputs, hybrid, 41, resume=runs["2 ranks"] / "checkpoints" / "step_4", **HYBRID)
-    result = run(torchrun(4, *argv))
+    result = run_forked(4, *argv)
     assert result.returncode == 0, result.stderr
     checkpoint = hybrid / "checkpoints" / "step_8"
     assert {path.name for path in checkpoint.glob("*.safetensors")} == {f"rank_0000{i}.safetensors" for i in (0, 1)}
-    result = run([sys.executable, *train_command(inputs, after, 1000, resume=checkpoint)])
+    result = run_forked(0, *train_command(inputs, after, 1000, resume=checkpoint))
     assert result.returncode == 0, result.stderr
     for output_dir, first_step in ((hybrid, 4), (after, 8)):
         rows = read_rows(output_dir)
@@ -173,8 +175,7 @@ def test_the_first_gradients_do_not_depend_on_ranks_and_caps(inputs):
     for num_ranks, cap in ((1, 1000), (2, 41), (4, 41)):
         output = inputs["root"] / f"gradients_{num_ranks}.pt"
         argv = [ROOT / "tests" / "workers" / "first_gradients.py", inputs["model"], inputs["data"], cap, output]
-        command = [sys.executable, *map(str, argv)] if num_ranks == 1 else torchrun(num_ranks, *argv)
-        result = run([*command, *map(str, batch_sizes)])
+        result = run_forked(num_ranks, *argv, *batch_sizes)
         assert result.returncode == 0, result.stderr
         results[num_ranks] = torch.load(output)
     for i, batch_size in enumerate(batch_sizes):

@@ -2,17 +2,16 @@
 
 import contextlib
 import io
-import multiprocessing
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from forked import SERVER, run_forked
 from in_process import train_here
-from processes import flags, run
+from processes import flags
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -58,7 +57,7 @@ def inputs(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Callable]:
     """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
 
 
@@ -206,7 +205,7 @@ def test_options_without_effect_are_refused(changes, problem, inputs):
 @pytest.mark.slow
 def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
     before = sorted(tmp_path.parent.rglob("*"))
-    result = run([sys.executable, "train.py", *flags(**(inputs | dict(output_dir=tmp_path / "run")))])
+    result = run_forked(0, "train.py", *flags(**(inputs | dict(output_dir=tmp_path / "run"))))
     assert result.returncode == ExitCode.DONE, result.stderr
     assert "measured here, on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
     assert sorted(tmp_path.parent.rglob("*")) == before

@@ -11,27 +11,17 @@ from in_process import train_here, train_on
 from processes import flags, torchrun
 from processes import run as run_process
 from safetensors.torch import load_file
+from small_runs import NUM_SAMPLES, OPTIONS, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
 from lifecycle.checkpoint_files import TensorReader, read_manifest, write_json, write_manifest
 from lifecycle.checkpointing import NoValidCheckpoint
-
-NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
-OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0,
-               checkpoint_every_steps=1, keep_checkpoints=9, export_dtype="float32")  # fmt: skip
-TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict[str, str]:
     return make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
-
-
-def make_inputs(root: Path, family: str) -> dict[str, str]:
-    model = save_tokenizer(save_model(FAMILIES[family], root / "model"))
-    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
-    return dict(model_name_or_path=str(model), data_path=str(data))
 
 
 @pytest.fixture
@@ -68,12 +58,6 @@ def copy_until(finished: Path, step: int, output_dir: Path) -> Path:
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join(lines[: step + 1]) + lines[-1][:20])
     return output_dir
-
-
-def read_rows(output_dir: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
 def check_same(one: Path, other: Path, *, step: int) -> None:

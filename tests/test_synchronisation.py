@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 from in_process import train_here
-from test_compile import OTHERS, make_micro_batch
-from test_resume import OPTIONS, make_inputs
+from small_runs import LENGTHS, OPTIONS, make_inputs, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,7 +102,7 @@ def test_no_micro_batch_and_no_update_waits_for_the_gpu(kind, world, tmp_path):
     model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16, weights_dtype=weights_dtype)
     options = OptimizationOptions(optimizer=kind, learning_rate=1e-3, weight_decay=0.1)
     state = TrainState(model, Full(), build_optimizer(model, options), world)
-    micro_batches = [make_micro_batch(lengths, seed=0).pin_memory() for lengths in OTHERS]
+    micro_batches = [make_micro_batch(lengths, seed=0).pin_memory() for lengths in LENGTHS]
     for mode in ("default", "error"):  # what is set up in the first step may wait
         torch.cuda.set_sync_debug_mode(mode)
         for step, micro_batch in enumerate(micro_batches):

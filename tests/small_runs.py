@@ -1,0 +1,39 @@
+"""Runs of a tiny model on a tiny data set, and what they leave to compare."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+
+from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
+
+NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
+OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0,
+               checkpoint_every_steps=1, keep_checkpoints=9, export_dtype="float32")  # fmt: skip
+TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
+
+# Lengths of micro-batches' sequences: an idle rank, rows of single tokens, one sequence, many, round and odd numbers.
+LENGTHS = ((), (1,), (1, 1, 1), (30,), (5, 9), (64,), (2, 2, 2), (17, 31, 4, 4, 1, 1), (128, 64), (3,) * 20, (33,))
+
+
+def make_inputs(root: Path, family: str) -> dict[str, str]:
+    """A model with its tokenizer and a data set in `root`, as options."""
+    model = save_tokenizer(save_model(FAMILIES[family], root / "model"))
+    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
+    return dict(model_name_or_path=str(model), data_path=str(data))
+
+
+def make_micro_batch(lengths: tuple[int, ...], *, seed: int) -> MicroBatch:
+    """Random sequences of these lengths; a rank's that has nothing to do, without any."""
+    random = np.random.default_rng(seed)
+    samples = [(ids, ids, None) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
+    return pack_samples(samples or [make_idle_sample()])
+
+
+def read_rows(output_dir: Path) -> list[dict]:
+    """The metrics of all steps, which must be there once each, without those that differ from run to run."""
+    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
