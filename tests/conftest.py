@@ -1,15 +1,58 @@
+import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+from turns import take_floor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would make every test crawl
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Modules with promises about seconds, which hold only where nothing else wants the cores.
+ALONE = {"test_faults.py", "test_lifeline.py", "test_run_control.py", "test_storage_faults.py"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("-m"):  # exactness is tested on the CPU, also where there is a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that take long come first, whole, so that two workers have done everything at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path.name not in ALONE, item.path not in slow))
+
+
+def pytest_collection_finish() -> None:
+    """What importing has made stays: no garbage collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: object) -> None:
+    """pytest-xdist: a directory for the workers to take turns in, made by whoever starts them."""
+    if not hasattr(node.config, "turns"):
+        node.config.turns = tempfile.mkdtemp(prefix="mini_trainer_tests_")
+    node.workerinput["turns"] = node.config.turns
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "turns"):
+        shutil.rmtree(config.turns)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test's fixtures and the test, in its turn."""
+    worker = getattr(item.config, "workerinput", None)
+    is_alone = item.path.name in ALONE
+    with take_floor(Path(worker["turns"]), is_alone=is_alone) if worker else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(scope="session")
