@@ -18,14 +18,29 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from processes import ROOT
+from torch.distributed import TCPStore
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["preloaded"])
 SECONDS_TO_END = 30  # for a rank whose neighbour has failed, as torchrun gives it
+
+
+def start_server() -> BaseContext:
+    """The context whose processes are forked from a server that has imported preloaded.py."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Python 3.11's server takes no other
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    return context
 
 
 def run_forked(
@@ -35,8 +50,7 @@ def run_forked(
 
     The first of `argv` is a script. AssertionError if that takes longer than `timeout` seconds.
     """
-    from torch.distributed import TCPStore
-
+    context = start_server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory() as directory:
@@ -46,7 +60,7 @@ def run_forked(
         processes = []
         for rank in range(max(1, num_ranks)):
             environment = describe_rank(rank, num_ranks, store.port) if num_ranks else {}
-            process = SERVER.Process(target=run_script, args=(words, environment | (env or {}), *map(str, outputs)))
+            process = context.Process(target=run_script, args=(words, environment | (env or {}), *map(str, outputs)))
             process.start()
             processes.append(process)
         try:
@@ -91,6 +105,7 @@ def wait_for_all(processes: Sequence, *, timeout: float) -> list[int | None]:
 
 def run_script(argv: list[str], env: dict[str, str], stdout: str, stderr: str) -> None:
     """In the new process: becomes `python *argv` in the root of the project."""
+    assert "preloaded" in sys.modules, "the fork server could not import preloaded.py"
     threading.Thread(target=end_with_session, daemon=True).start()
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)

@@ -134,6 +134,25 @@ def test_nothing_that_process_data_imports_has_torch(imports):
     assert not ways, "\n".join(ways)
 
 
+def find_shared_tests(sources: dict[str, str]) -> list[str]:
+    """Which of the modules in tests/, given by name, import from a module of tests."""
+    imports = {name: read_imports(name, source, set(sources)) for name, source in sources.items()}
+    return sorted(
+        f"{name} imports {room_of(target)}"
+        for name, targets in imports.items()
+        for target in targets
+        if target.startswith("test_")
+    )
+
+
+def test_no_module_of_tests_is_imported():
+    sources = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    assert {"test_layers", "small_runs", "conftest"} <= sources.keys()
+    assert find_shared_tests(sources) == []
+    turned = {"test_a": "from small_runs import x", "test_b": "def f():\n    from test_a import x"}
+    assert find_shared_tests(turned) == ["test_b imports test_a"]
+
+
 def test_the_root_holds_the_scripts_and_what_the_project_is_known_for():
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [name for name in done.stdout.splitlines() if "/" not in name and (ROOT / name).exists()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import SERVER, run_forked
+from forked import run_forked, start_server
 from in_process import train_here
 from processes import flags
 from tiny_data import make_samples, write_samples
@@ -57,7 +57,7 @@ def inputs(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Callable]:
     """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
-    with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
+    with ProcessPoolExecutor(1, mp_context=start_server()) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
 
 
