@@ -1,0 +1,63 @@
+"""The tests' own way to run scripts: forked processes behave as started ones, and none outlives its session."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked import run_forked
+from processes import ENV, ROOT, is_alive
+
+pytestmark = pytest.mark.slow
+
+RANK = """
+import os, sys, time
+rank = int(os.environ.get("RANK", -1))
+print("rank", rank, *sys.argv[1:])
+print("in", os.getcwd(), file=sys.stderr)
+if sys.argv[1] == "fail" and rank == 1:
+    raise SystemExit(7)
+if sys.argv[1] != "end":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(RANK)
+    return path
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks"), [(0, {-1}), (1, {0}), (2, {0, 1})])
+def test_every_rank_runs_the_script_as_it_was_called(num_ranks, ranks, script):
+    done = run_forked(num_ranks, script, "end", 5)
+    assert done.returncode == 0 and set(done.stdout.splitlines()) == {f"rank {rank} end 5" for rank in ranks}
+    assert done.stderr.splitlines() == [f"in {ROOT}"] * len(ranks)
+
+
+def test_a_rank_that_fails_ends_the_others(script):
+    assert run_forked(2, script, "fail").returncode == 1
+
+
+def test_a_rank_that_does_not_end_is_an_error(script):
+    with pytest.raises(AssertionError, match=r"still running after 1 s:\nin "):
+        run_forked(2, script, "stay", timeout=1)
+
+
+def test_no_process_outlives_a_session_that_is_killed(script, tmp_path):
+    (tmp_path / "preloaded.py").write_text("")  # which this needs not wait for
+    session = tmp_path / "session.py"
+    session.write_text(f"from forked import run_forked\nif __name__ == '__main__': run_forked(2, {str(script)!r}, 'x')")
+    script.write_text(f"import os, time\nopen({str(tmp_path)!r} + '/pid_' + str(os.getpid()), 'w')\ntime.sleep(600)")
+    path = f"{tmp_path}:{ROOT / 'tests'}"
+    with subprocess.Popen([sys.executable, session], env=ENV | {"PYTHONPATH": path}) as process:
+        while len(found := list(tmp_path.glob("pid_*"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    deadline = time.monotonic() + 100
+    while any(is_alive(int(path.name.removeprefix("pid_"))) for path in found):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
