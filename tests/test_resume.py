@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from in_process import train_here, train_on
-from processes import flags, torchrun
-from processes import run as run_process
+from processes import ROOT, flags
 from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
@@ -357,8 +357,7 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_part(is_async, in
     output_dir = copy_until(finished, 2, tmp_path / "run")
     size = (output_dir / "checkpoints" / "step_2" / WEIGHTS).stat().st_size
     argv = flags(**(inputs | OPTIONS | dict(output_dir=output_dir, max_steps=6, async_checkpoint=is_async)))
-    command = ["bash", "-c", f'ulimit -f {size // 2 // 1024}; exec "$@"', "_", *torchrun(2, "train.py", *argv)]
-    result = run_process(command)
+    result = run_forked(2, ROOT / "tests" / "workers" / "limited.py", size // 2, "train.py", *argv)
     assert result.returncode == 1
     assert "cannot write the checkpoint" in result.stderr
     assert "rank_00000.safetensors: [Errno 27] File too large" in result.stderr

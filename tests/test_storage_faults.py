@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from fault_table import FAULTS, Run, Table, make_inputs, no_valid_checkpoint, run_reference, suffer_all
+from fault_table import FAULTS, Run, Table, make_inputs, no_valid_checkpoint, suffer_all
+from in_process import train_forked
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,7 @@ def problems(tmp_path_factory) -> dict[str, list[str]]:
     """What was not as promised, by fault: one run that suffers them all, and then comes to its end."""
     root = tmp_path_factory.mktemp("faults")
     run = Run(2, root, root / "run", root / "reference", make_inputs(root), num_steps=NUM_STEPS)
-    run_reference(run)
+    train_forked(2, **run.inputs, output_dir=run.reference, max_steps=NUM_STEPS, keep_checkpoints=NUM_STEPS)
     run.output_dir.mkdir()
     table = Table()
     faults = [dataclasses.replace(fault, prompt=False) for fault in FAULTS if fault.name in NAMES]  # no test of times
