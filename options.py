@@ -135,6 +135,11 @@ class ExportOptions:
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
 
+    @property
+    def on_the_way(self) -> bool:
+        """Whether the model is exported before the run's end."""
+        return self.checkpoint_at_epoch or self.min_samples_per_checkpoint is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class OSFTOptions:
@@ -252,6 +257,8 @@ class TrainOptions:
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8")
 IDENTIFYING_GROUPS = (OptimizationOptions, OSFTOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics")
+# Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
+UNCHANGEABLE_GROUPS = (OSFTOptions,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +309,12 @@ def list_identifying_options() -> list[str]:
     return [*IDENTIFYING_OPTIONS, *(name for name in of_groups if name not in PLACES)]
 
 
+def list_unchangeable_options() -> list[str]:
+    """Those of them that even --allow-changed-options cannot change."""
+    of_groups = [option.name for group in UNCHANGEABLE_GROUPS for option in dataclasses.fields(group)]
+    return [name for name in of_groups if name not in PLACES]
+
+
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
     """Every option's field, in the order of --help, with the name of its group; None for those in no group."""
     for entry in dataclasses.fields(options_class):
@@ -317,6 +330,12 @@ def flatten_options(options: Any) -> dict[str, Any]:
         option.name: getattr(options if group is None else getattr(options, group), option.name)
         for option, group in iterate_fields(type(options))
     }
+
+
+def list_defaults() -> dict[str, Any]:
+    """The default of every identifying option that has one."""
+    defaults = {option.name: option.default for option, _ in iterate_fields(TrainOptions)}
+    return {name: defaults[name] for name in list_identifying_options()}
 
 
 def group_options(options_class: type[Options], **values: Any) -> Options:
@@ -446,8 +465,7 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
     if given and not plan.dry_run:
         problems.append(f"{', '.join(given)}: no effect without --dry-run")
-    exports_on_the_way = exports.checkpoint_at_epoch or exports.min_samples_per_checkpoint is not None
-    if not exports_on_the_way and not (exports.save_final_checkpoint and options.end.is_given):
+    if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
             " or an end (--max-steps, ...) together with --save-final-checkpoint"

@@ -83,7 +83,6 @@ def test_underscores_and_equals_signs_are_accepted():
         ),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot be used with --compile"]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
-        (["--no-save-final-checkpoint"], ["never be written"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],
             ["--batch-size 0", "--adam-eps 0", "--min-lr-ratio 2", "--num-decay-steps 0"],  # all at once
