@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import options
-from command_line import parse_options
-from options import ProcessDataOptions, TrainOptions, find_problems, flatten_options, group_options
+from command_line import find_problems, parse_options
+from options import ProcessDataOptions, TrainOptions, flatten_options, group_options
 
 ROOT = Path(__file__).parent.parent
 REQUIRED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o", "--max-steps", "5"]
