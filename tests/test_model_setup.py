@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma3TextConfig,
     GPTJConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -212,7 +213,7 @@ def test_rotary_embeddings_of_a_layer_type_are_looked_at(world):
     }
     config = Gemma3TextConfig(**SHAPE, rope_parameters=rope)
     check_rope(config, longest=256)
-    with pytest.raises(ValueError, match="dynamic rotary embeddings, .* one sequence is longer than 256"):
+    with pytest.raises(ValueError, match=r"dynamic rotary embeddings, .* one sequence is longer than 256"):
         check_rope(config, longest=257)
 
 
