@@ -19,7 +19,7 @@ from typing import Any
 from chat.labels import IGNORED
 from chat.masking import TokenizedChat
 from corpus.report import DROPPED, Totals, percentile
-from corpus.writer import Sample
+from corpus.writer import TokenizedSample
 
 NUM_PAGE_SAMPLES = 200
 MAX_PAGE_SEGMENT_CHARS = 8_000  # on the page, of a run
@@ -90,7 +90,7 @@ def fold(text: str, limit: int) -> str:
     return f"{head} … ({len(text) - len(head) - len(tail):,} characters) … {tail}"
 
 
-def print_samples(samples: Iterable[Sample], tokenizer: Any, *, mask: str | None) -> None:
+def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: str | None) -> None:
     """Prints each sample: in colours on a terminal, else with brackets; with `mask` for what is not trained."""
     in_colour = sys.stdout.isatty()
     for sample in samples:
@@ -143,7 +143,7 @@ def write_page(path: Path, totals: Totals, *, tokenizer: Any, title: str) -> Non
     path.write_text(page, encoding="utf-8")
 
 
-def describe_sample(sample: Sample, tokenizer: Any) -> dict[str, Any]:
+def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
     """A sample for the page; of each part the text, if it is trained, if it is special, and its weight."""
     parts, num_chars = [], 0
     for segment in split_segments(sample.tokens, tokenizer):

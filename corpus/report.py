@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from corpus.files import Source
-from corpus.writer import Sample
+from corpus.writer import TokenizedSample
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
 SECONDS_PER_LINE = 10  # of progress, where there is no terminal
@@ -29,7 +29,8 @@ class Totals:
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by why
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
-    shown: list[tuple[float, Sample]] = field(default_factory=list)  # with the lots drawn; the lowest stay
+    has_weights: bool = False  # whether some sample has loss weights
+    shown: list[tuple[float, TokenizedSample]] = field(default_factory=list)  # with the lots drawn; the lowest stay
 
     @property
     def num_samples(self) -> int:
@@ -40,13 +41,14 @@ class Totals:
         return sum(length * count for length, count in self.lengths.items())
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[TokenizedSample]:
         return [sample for _, sample in self.shown]
 
-    def add_sample(self, sample: Sample, lot: float) -> None:
+    def add_sample(self, sample: TokenizedSample, lot: float) -> None:
         self.lengths[len(sample.tokens.input_ids)] += 1
         self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
         self.max_token_id = max(self.max_token_id, max(sample.tokens.input_ids))
+        self.has_weights |= sample.tokens.is_weighted
         self.shown.append((lot, sample))
         if len(self.shown) > 2 * self.num_shown:
             self.keep_shown()
@@ -67,6 +69,7 @@ class Totals:
             self.count_reason(kind, count)
         self.num_loss_counted_tokens += other.num_loss_counted_tokens
         self.max_token_id = max(self.max_token_id, other.max_token_id)
+        self.has_weights |= other.has_weights
         self.shown += other.shown
         self.keep_shown()
 
