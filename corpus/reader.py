@@ -162,7 +162,7 @@ def convert_to_arrow(path: Path) -> list[Path]:
                 str(path), features=datasets.Features.from_arrow_schema(infer_schema(path))
             )
         return [Path(file["filename"]) for file in data.cache_files]
-    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException) as error:
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
         raise OSError(str(error.__cause__ or error)) from None
 
 
