@@ -145,7 +145,6 @@ def write_data(
         open_output(path, ending) as write,
         report_progress(num_bytes) as advance,
     ):
-
         # A block can hold documents of several chunks, so that blocks are cut here, too.
         def write_blocks(ids: np.ndarray, *, is_last: bool = False) -> None:
             if blocks := cutter.cut(ids, is_last=is_last):

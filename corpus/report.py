@@ -13,8 +13,8 @@ from corpus.files import Source
 from corpus.writer import TokenizedSample
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
-SECONDS_PER_LINE = 10  # of progress, where there is no terminal
-MAX_REASON_KINDS = 200  # counted apart; the rest together
+SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
+MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 
 
@@ -23,14 +23,16 @@ class Totals:
     """Counts over rows, of a chunk or of all files; its size does not grow with the rows."""
 
     num_shown: int  # samples to keep for a look at them
-    rows: Counter[str] = field(default_factory=Counter)  # by what became of them
+    rows: Counter[str] = field(default_factory=Counter)  # rows by what became of them
     lengths: Counter[int] = field(default_factory=Counter)  # samples by number of tokens
-    trained_by_role: Counter[str] = field(default_factory=Counter)  # tokens
-    reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by why
+    trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by who says them
+    reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
     has_weights: bool = False  # whether some sample has loss weights
-    shown: list[tuple[float, TokenizedSample]] = field(default_factory=list)  # with the lots drawn; the lowest stay
+    shown: list[tuple[float, TokenizedSample]] = field(
+        default_factory=list
+    )  # by the lots drawn for them; the lowest stay
 
     @property
     def num_samples(self) -> int:

@@ -14,7 +14,7 @@ from corpus.formats import detect_format, one_line, read_examples
 from corpus.report import Totals
 from corpus.writer import EncodedSamples, TokenizedSample, encode_samples
 
-SEED = 42  # of the choice of samples shown
+SHOWN_SAMPLES_SEED = 42
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None as long as no row of the file has shown it
 
@@ -23,7 +23,7 @@ FormattedChunk = tuple[Chunk, str | None]  # the format is None as long as no ro
 class ChunkResult:
     """What a worker makes of a chunk."""
 
-    samples: EncodedSamples | np.ndarray  # of documents that are cut into blocks later, their token ids
+    samples: EncodedSamples | np.ndarray  # token ids, if documents are cut into blocks, which is done later
     totals: Totals
     rejected: dict[int, str]  # number of the row -> reason
 
@@ -77,7 +77,7 @@ def process_chunk(
     if cuts_blocks:
         ids = np.array([token for sample in samples for token in sample.tokens.input_ids], np.int32)
         return ChunkResult(ids, totals, rejected)
-    draw = random.Random(f"{SEED} {chunk.file} {chunk.first_row}").random
+    draw = random.Random(f"{SHOWN_SAMPLES_SEED} {chunk.file} {chunk.first_row}").random
     for sample in samples:
         totals.add_sample(sample, draw())
     return ChunkResult(encode_samples(samples, ending), totals, rejected)
@@ -97,7 +97,7 @@ def count_rows(totals: Totals, samples: Sequence[TokenizedSample], rejected: dic
 def count_blocks(totals: Totals, blocks: Sequence[TokenizedSample]) -> None:
     """Counts blocks of documents, which are the samples where documents are cut."""
     for block in blocks:
-        totals.add_sample(block, random.Random(f"{SEED} {block.place}").random())
+        totals.add_sample(block, random.Random(f"{SHOWN_SAMPLES_SEED} {block.place}").random())
 
 
 def write_rejected(chunk: Chunk, rejected: dict[int, str], *, file: BinaryIO) -> list[str]:
