@@ -220,13 +220,14 @@ def split_lines(stream: BinaryIO) -> Iterator[Line]:
         yield number, TooLong(beginning, num_bytes)
 
 
-# What can be passed over at once: in a string all but its end; within an element all but brackets, in a list also commas,
-# and of strings all that end. A match stops early after 99 escapes or strings, which bounds the memory it takes; what it
-# stops at is then looked at by itself. Possessive groups would do without, but Python 3.11.2 matches them wrongly.
+# What can be passed over at once: in a string all but its end; within an element all but brackets, between elements
+# also all but commas, and strings as wholes. A match stops early after 99 escapes or strings, which bounds the memory
+# it takes; what it stops at is then looked at by itself. Possessive groups would need no such bound, but Python 3.11.2
+# matches them wrongly.
 STRING = rb'[^"\\]*+(?:\\.[^"\\]*+){0,99}'
 IN_STRING = re.compile(STRING, re.DOTALL)
 IN_ELEMENT = re.compile(rb'[^"\[\]{}]*+(?:"' + STRING + rb'"[^"\[\]{}]*+){0,99}', re.DOTALL)
-IN_LIST = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+){0,99}', re.DOTALL)
+BETWEEN_ELEMENTS = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+){0,99}', re.DOTALL)
 
 
 def split_json_list(stream: BinaryIO) -> Iterator[Line]:
@@ -247,7 +248,7 @@ def split_json_list(stream: BinaryIO) -> Iterator[Line]:
     depth, in_string, is_first, has_ended = 0, False, True, False
     while block:
         while not has_ended and at < len(block):
-            pattern = IN_STRING if in_string else IN_ELEMENT if depth else IN_LIST
+            pattern = IN_STRING if in_string else IN_ELEMENT if depth else BETWEEN_ELEMENTS
             at = pattern.match(block, at).end()
             mark = block[at : at + 1]
             at += len(mark)
