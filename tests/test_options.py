@@ -168,7 +168,6 @@ FLAGS_OF_OTHERS = {
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
     *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
 }
-STYLE_SHEET = re.compile(r"var\(--|--[\w-]+: #[0-9a-f]{3}")  # whose variables look like flags
 
 
 def find_declared_flags() -> set[str]:
@@ -193,7 +192,7 @@ def read_texts() -> dict[str, list[str]]:
         if not (path.parts[0] in outside or path.parts[0].startswith(".") or path.parts[0] in ("build", "dist")):
             nodes = ast.walk(ast.parse((ROOT / path).read_text()))
             strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-            texts[str(path)] = [text for text in strings if not STYLE_SHEET.search(text)]
+            texts[str(path)] = strings
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     return texts | {str(page.relative_to(ROOT)): [page.read_text()] for page in pages}
 
