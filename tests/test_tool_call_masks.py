@@ -1,6 +1,6 @@
 """Tool calls: the rule of masks (mask_oracle.py) over every template there is x kinds of conversations.
 
-    python -m pytest tests/test_tool_call_masks.py -s -k table     # prints the table
+python -m pytest tests/test_tool_call_masks.py -s -k table     # prints the table
 """
 
 import copy
@@ -182,7 +182,9 @@ def test_table():
         for case in CASES:
             found = look_at(name, case)
             if isinstance(found, ValueError):
-                number = reasons.setdefault(re.sub(r"'.*'", "'...'", str(found), flags=re.DOTALL)[:160], len(reasons) + 1)
+                number = reasons.setdefault(
+                    re.sub(r"'.*'", "'...'", str(found), flags=re.DOTALL)[:160], len(reasons) + 1
+                )
                 cells.append(f"[{number}]")
                 counts["refused"] += 1
             else:

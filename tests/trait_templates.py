@@ -48,7 +48,7 @@ LAST_CALL_IN_ITS_OWN_TURN = (
     DESCRIBED + "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and loop.last and m.content %}{{ '<think>\n\n' }}{% endif %}{{ m.content or '' }}"
     "{% if m.tool_calls %}{% if loop.last and m.content %}{{ '\n<|end|>\n\n<|turn|>assistant\n' }}{% endif %}"
-    "<TOOLCALL>[{% for c in m.tool_calls %}{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": '"
+    '<TOOLCALL>[{% for c in m.tool_calls %}{{ \'{"name": "\' + c.function.name + \'", "arguments": \''
     " + c.function.arguments | tojson + '}' }}{% if not loop.last %}, {% endif %}{% endfor %}]</TOOLCALL>{% endif %}"
     "{{ '\n<|end|>\n\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n\n' }}{% endif %}"
 )
@@ -89,7 +89,8 @@ REASONING_ENDS_WITH_A_STOP = (
 )
 # Only usable with tools; results name the function, as in FunctionGemma.
 ONLY_WITH_TOOLS = (
-    "{% if not tools %}{{ raise_exception('tools are needed') }}{% endif %}" + DESCRIBED
+    "{% if not tools %}{{ raise_exception('tools are needed') }}{% endif %}"
+    + DESCRIBED
     + "{% for m in messages %}{% if m.role == 'tool' %}{{ '<start_of_response>' + m.name + ':' + m.content"
     " + '<end_of_response>' }}{% else %}"
     "{% if not (m.role == 'assistant' and loop.previtem and loop.previtem.role == 'tool') %}"
