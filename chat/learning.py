@@ -46,7 +46,10 @@ class SkeletonLearner:
     def start(self, outline: Outline, render: Render) -> tuple[str, Skeleton]:
         """The outline's rendering, and its skeleton without turns."""
         check_rest(outline, self.stops)
-        (text,) = render([outline.messages])
+        try:
+            (text,) = render([outline.messages])
+        except ValueError as error:
+            raise ValueError(f"{error}; tried with other texts and names, to see where it writes them") from None
         order, literals = split_at_placeholders(text)
         if any(leaf >= len(outline.leaves) for leaf in order):
             raise ValueError("the chat template writes what looks like a placeholder used for masking")
@@ -145,15 +148,16 @@ def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]
 
 def find_divided(outline: Outline, order: list[int]) -> set[int]:
     """The messages with calls whose content stands after what somebody else says."""
-    called: set[int] = set()
+    called: dict[int, int] = {}  # message -> where its first call stands
+    latest: list[tuple[int, int]] = []  # the two messages that spoke last, and where
     divided = set()
-    others: set[int] = set()  # messages with calls after which others have said something
-    for leaf in order:
+    for k, leaf in enumerate(order):
         message, kind = outline.leaves[leaf].message, outline.leaves[leaf].kind
         if kind == "name" and outline.is_assistants(leaf):
-            called.add(message)
-        elif kind == "content" and message in others:
+            called.setdefault(message, k)
+        if outline.is_echoed(leaf):
+            continue
+        if kind == "content" and any(m != message and at > called.get(message, k) for m, at in latest):
             divided.add(message)
-        elif not outline.is_echoed(leaf):
-            others |= called - {message}
+        latest = [(message, k), *(spoke for spoke in latest if spoke[0] != message)][:2]
     return divided

@@ -104,6 +104,7 @@ class ChatMasker:
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
+        self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
     @cached_property
@@ -215,11 +216,19 @@ class ChatMasker:
         self.skeletons[key] = skeleton
 
     def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
+        """Refuses a template that leaves them out. That depends on which roles there are, first and last."""
+        if not chat.tools:
+            return
+        roles = [message["role"] for message in chat.messages]
+        key = (repr(chat.tools), roles[0], roles[-1], frozenset(roles))
         messages = chat.outline.messages
-        if chat.tools and catch_error(self.render, [messages]) == render([messages]):
+        if key not in self.written_tools and catch_error(self.render, [messages]) == render([messages]):
             raise ValueError(
                 "the chat template leaves out 'tools': remove them from the row, or describe them in the system message"
             )
+        if len(self.written_tools) >= MAX_NUM_SKELETONS:
+            self.written_tools.clear()
+        self.written_tools.add(key)
 
     def find_marked_spans(self, text: str, marked: list[tuple[int, int]], chat: PreparedChat) -> list[Span]:
         """Whose turn each passage is that the template's markers enclose. What the generation prompt already says,

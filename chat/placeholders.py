@@ -205,6 +205,14 @@ def mark_keys(message: Message, first: int) -> tuple[Message, list[str]]:
     return replace_arguments(message, mark), keys
 
 
+def list_keys(message: Message) -> set[str]:
+    """The keys of the calls' arguments, at any depth."""
+    if not has_calls(message):
+        return set()
+    _, keys = mark_keys(message, 0)
+    return set(keys)
+
+
 def list_constants(message: Message) -> Iterator[tuple[Any, Message]]:
     """Each constant of the calls' arguments, with the message in which it alone is changed."""
     total = count_constants(message)

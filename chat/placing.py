@@ -97,8 +97,8 @@ def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> 
     for name, id in skeleton.named_by_id:
         if values[name] not in values[id]:
             raise ValueError(
-                f"the chat template writes the id {values[id]!r} of a call of message {outline.leaves[name].message + 1}"
-                f" in place of its name {values[name]!r}: use ids that contain the name, such as"
+                f"the chat template writes the id of a call of message {outline.leaves[name].message + 1}, which is"
+                f" {values[id]!r}, in place of its name {values[name]!r}: use ids that contain the name, such as"
                 f" 'functions.{values[name]}:0'"
             )
 
@@ -280,7 +280,8 @@ class ArgumentProber:
             return rendered
         places = find_differences(self.text, rendered)
         if places is None:
-            return ValueError(f"the chat template writes the call of message {changes[0][0] + 1} otherwise for others")
+            which = f"message {changes[0][0] + 1}"
+            return ValueError(f"the chat template writes a call of {which} otherwise where its arguments differ")
         for i, value, _ in changes:
             own = [place for place in places if len(changes) == 1 or self.find_owner(*place) == i]
             problem = self.judge(i, f"the argument {json.dumps(value)}", own)

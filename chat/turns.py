@@ -4,6 +4,7 @@ A prompt and an end are learned from renderings that are cut before and after th
 by what the template writes there, so that a long conversation of turns that look alike costs few renderings.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from chat.examples import ASSISTANT, Message
-from chat.placeholders import OTHER_STAND_IN, STAND_IN, Outline, has_calls, split_at_placeholders
+from chat.placeholders import OTHER_STAND_IN, STAND_IN, Outline, has_calls, list_keys, split_at_placeholders
 from chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
 
 REASONING_OPENING = re.compile(r"<\|?think(?:ing)?\|?>")
@@ -224,16 +225,23 @@ class TurnLearner:
         own = self.slots_by_message.get(message)
         if own is None:
             return self.find_end_of_silent_turn(message, start)
-        last_new, key = self.describe_end(message, own)
+        last_new, key, before = self.describe_end(message, own)
         if key not in self.memory.ends:
             end = self.learn_end_by_cut(message, own)
-            self.memory.ends[key] = None if end is None else (end[0] - last_new, end[1])
-        end = self.memory.ends[key]
-        return None if end is None else (last_new + end[0], end[1])
+            known = None if end is None else (end[0] - last_new, end[1] - (before if end[0] == last_new + 1 else 0))
+            if known is not None and end[0] == last_new + 1 and known[1] < 0:
+                return end  # within what can have other keys
+            self.memory.ends[key] = known
+        known = self.memory.ends[key]
+        if known is None:
+            return None
+        return last_new + known[0], known[1] + (before if known[0] == 1 else 0)
 
-    def describe_end(self, message: int, own: list[int]) -> tuple[int, tuple[object, ...]]:
+    def describe_end(self, message: int, own: list[int]) -> tuple[int, tuple[object, ...], int]:
         """The last slot that has something of the message for the first time, and what the turn's end depends on.
-        After that slot come names and ids that are there once more, until another message's text."""
+        After that slot come names and ids that are there once more, until another message's text. Up to the first
+        special token it is written with the keys of a call, which matter for nothing: last, the characters up to there.
+        """
         leaves, seen, last_new = self.outline.leaves, set(), own[0]
         for k in own:
             if self.order[k] not in seen:
@@ -245,7 +253,13 @@ class TurnLearner:
         kinds = [(leaves[leaf].kind, leaves[leaf].message == message) for leaf in self.order[last_new : after + 1]]
         following = [m["role"] for m in self.outline.messages[message + 1 : message + 2]]
         calls = has_calls(self.outline.messages[message])
-        return last_new, (*self.skeleton.literals[last_new + 1 : after + 1], *kinds, *following, calls)
+        literal, *others = self.skeleton.literals[last_new + 1 : after + 1]
+        found = self.stops.special.search(literal)
+        before = found.start() if found else 0
+        start = literal[:before]
+        for key in list_keys(self.outline.messages[message]):
+            start = start.replace(json.dumps(key, ensure_ascii=False), '"key"')
+        return last_new, (start, literal[before:], *others, *kinds, *following, calls), before
 
     def learn_end_by_cut(self, message: int, own: list[int]) -> tuple[int, int] | None:
         order, literals = self.render_cut(message)

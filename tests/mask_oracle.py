@@ -14,6 +14,7 @@ from chat.labels import IGNORED
 from chat.masking import Chat, ChatMasker, TokenizedChat
 
 PART_OF_TAG = re.compile(r"<[^<>]*\Z")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MARK = "Zq"  # is put into texts; no template and no chat of the tests has it
 
 
@@ -32,7 +33,7 @@ def list_changes(messages: list[dict]) -> Iterator[Change]:
     """Every content, reasoning, name, argument and number of arguments and calls, changed alone."""
     for i, message in enumerate(messages):
         yield from change_text(messages, i, ["content"])
-        for key in ("reasoning_content", "thinking", "reasoning"):
+        for key in REASONING_KEYS:
             yield from change_text(messages, i, [key])
         for j, call in enumerate(message.get("tool_calls") or []):
             path = ["tool_calls", j, "function"]
@@ -95,7 +96,7 @@ def change_arguments(messages: list[dict], i: int, path: list) -> Iterator[Chang
     value = look_up(messages[i], path)
     where = "arguments" + "".join(f".{step}" for step in path[4:])
     if isinstance(value, dict):
-        yield Change(with_value(messages, i, path, {**value, "zq": 1}), i, f"{where}: one more", marks=False)
+        yield Change(with_value(messages, i, path, {**value, "zq": "zq"}), i, f"{where}: one more", marks=False)
         for key in value:
             renamed = {(k + MARK if k == key else k): item for k, item in value.items()}
             yield Change(with_value(messages, i, path, renamed), i, f"{where}.{key}: another key", marks=False)

@@ -211,21 +211,6 @@ NANO = {
     "consecutive": [f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
     "user last": [f"</think>Five.{IM_END}"],
 }
-NANO_MARKED = {
-    "one turn": [f"<think></think>Five.{IM_END}"],
-    "several": [f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
-    "system": [f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
-    "spaces": [f"<think></think> \n Five.{IM_END}"],
-    "reasoning": [f"<think></think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
-    "<think>": [f"<think></think>\n\nFive.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
-    "tools": [
-        f"<think></think>\n{XML_CALL}\n{IM_END}",
-        f"<think></think>Five.{IM_END}",
-        f"<think></think>Six.{IM_END}",
-    ],
-    "consecutive": [f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
-    "user last": [f"<think></think>Five.{IM_END}"],
-}
 GLM_FIVE, GLM_SIX = "\n<think></think>\nFive.", "\n<think></think>\nSix."
 GLM_MOE = {  # the last turn has no stop token: the next turn's role is the stop token
     "one turn": [GLM_FIVE],
@@ -388,7 +373,7 @@ FAMILIES = {
     "Qwen 3, marked": Family("trl:qwen3_training", trained=QWEN3_MARKED, **CHATML),
     "gpt-oss, marked": Family("trl:gptoss_training", trained=GPT_OSS, **OSS),
     "GLM 4 MoE, marked": Family("trl:glm4moe_training", trained=GLM_MARKED, **GLM),
-    "Nemotron 3 Nano, marked": Family("trl:nemotron_3_nano_training", trained=NANO_MARKED, **CHATML),
+    "Nemotron 3 Nano, marked": Family("trl:nemotron_3_nano_training", trained=NANO, **CHATML),
     "LFM 2.5, marked": Family(
         "trl:lfm2_2_5",
         trained=plain(
