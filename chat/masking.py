@@ -222,7 +222,7 @@ class ChatMasker:
         roles = [message["role"] for message in chat.messages]
         key = (repr(chat.tools), roles[0], roles[-1], frozenset(roles))
         messages = chat.outline.messages
-        if key not in self.written_tools and catch_error(self.render, [messages]) == render([messages]):
+        if key not in self.written_tools and catch_error(self.render, [messages]) == catch_error(render, [messages]):
             raise ValueError(
                 "the chat template leaves out 'tools': remove them from the row, or describe them in the system message"
             )
@@ -333,13 +333,22 @@ class ChatMasker:
         encodings = iter(self.encoder.encode(usable, add_special_tokens=add_special_tokens))
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
+    def make_checker(self) -> TemplateChecker:
+        return TemplateChecker(self.tokenizer, self.stops, self.mask_chats, self.render)
+
+    def find_stop_token(self) -> int | None:
+        """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
+        if self.tokenizer.chat_template is None or self.stops.may_be_missing:
+            return None
+        return self.make_checker().find_stop_token()
+
     def check_template(self, name: str = "the model's chat template") -> list[str]:
         """Raises ValueError, with the template's name, for one that cannot be masked with certainty, by known
         conversations. Returns what there is to know about one that can.
 
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
-        notes = TemplateChecker(self.tokenizer, self.stops, self.mask_chats, self.render).check(name)
+        notes = self.make_checker().check(name)
         if not self.stops.may_be_missing:
             return notes
         if all(turn.has_stop for skeleton in self.skeletons.values() for turn in skeleton.turns):

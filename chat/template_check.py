@@ -69,13 +69,25 @@ class TemplateChecker:
         return list(dict.fromkeys(self.notes))
 
     def choose_probes(self) -> list[Chat]:
-        """With tools if the template fails without."""
+        """With tools if the template fails without, or with lists of parts for contents if it fails on texts."""
         (plain,) = self.mask(PROBES[:1])
-        with_tools = [replace(chat, tools=[TOOL]) for chat in PROBES]
-        if not isinstance(plain, ValueError) or isinstance(self.mask(with_tools[:1])[0], ValueError):
+        if not isinstance(plain, ValueError):
             return PROBES
-        self.notes.append(f"the chat template works only with tools, rows without are refused: {plain}")
-        return with_tools
+        with_tools = [replace(chat, tools=[TOOL]) for chat in PROBES]
+        in_parts = [replace(chat, messages=[as_parts(message) for message in chat.messages]) for chat in PROBES]
+        for probes, what in ((with_tools, "with tools"), (in_parts, "with contents that are lists of parts")):
+            if not isinstance(self.mask(probes[:1])[0], ValueError):
+                self.notes.append(f"the chat template works only {what}, and refuses other rows: {plain}")
+                return probes
+        return PROBES
+
+    def find_stop_token(self) -> int | None:
+        """The token that ends an assistant's turn where another follows, at which generation has to stop."""
+        (tokenized,) = self.mask([self.choose_probes()[1]])
+        if isinstance(tokenized, ValueError):
+            return None
+        ids = next((ids for ids, is_trained in split_runs(tokenized.input_ids, tokenized.labels) if is_trained), [])
+        return ids[-1] if self.ends_with_special_token(ids) else None
 
     def render_probes(self) -> None:
         """Raises MemoryError if the template needs too much; other errors are left to be found again."""
@@ -108,7 +120,7 @@ class TemplateChecker:
                     "the chat template writes no end-of-turn token after a conversation's last turn, so stopping is"
                     " trained only where another turn follows"
                 )
-            if squeeze(message["content"]) not in squeeze(self.decode(ids)):
+            if squeeze(read_content(message)) not in squeeze(self.decode(ids)):
                 self.notes.append(
                     "the generation prompt's end is one token with the beginning of some answers: that token is not"
                     " trained"
@@ -123,7 +135,7 @@ class TemplateChecker:
         """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""
         decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
         call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
-        for text in (message["content"], call):
+        for text in (read_content(message), call):
             if squeeze(text) not in squeeze(with_one_before):  # the prompt's last space can be in the first token
                 return f"{decoded!r} is trained instead of {text!r} and the end-of-turn token"
         others = [QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]]
@@ -134,6 +146,15 @@ class TemplateChecker:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def as_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]} if message["content"] else message
+
+
+def read_content(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else content[0]["text"]
 
 
 def squeeze(text: str) -> str:

@@ -116,10 +116,15 @@ class TurnLearner:
             slots.setdefault(self.outline.leaves[leaf].message, []).append(k)
         return slots
 
+    def stand_in(self, role: str, text: str) -> Message:
+        """A message in the place of another, whose content is written as this conversation's are."""
+        has_parts = any(isinstance(message.get("content"), list) for message in self.outline.messages)
+        return {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
+
     @cached_property
     def tokens_that_end_users_turns(self) -> set[str]:
         """The special token that the template writes right after a user's text, where no other turn follows."""
-        _, literals = split_at_placeholders(self.render([[{"role": "user", "content": OTHER_STAND_IN}]])[0])
+        _, literals = split_at_placeholders(self.render([[self.stand_in("user", OTHER_STAND_IN)]])[0])
         found = self.stops.special.match(literals[-1].lstrip())
         return {found[0]} if found else set()
 
@@ -194,7 +199,7 @@ class TurnLearner:
         """What prompts for the message that follows `context`, checked with a turn that has only a content."""
         (prompted,), (plain,) = self.render([context], generation_prompt=True), self.render([context])
         order, literals = split_at_placeholders(prompted)
-        follower = message if is_simple(message) else {"role": ASSISTANT, "content": STAND_IN}
+        follower = message if is_simple(message) else self.stand_in(ASSISTANT, STAND_IN)
         cut_order, cut = split_at_placeholders(self.render([[*context, follower]])[0])
         at = len(cut_order) - 1  # the content is the last text there is
         literal, prompt = cut[at], literals[-1]
@@ -211,8 +216,8 @@ class TurnLearner:
 
     def learn_first_start(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
         """Where a conversation begins with the assistant: after the header that would follow a user's turn."""
-        user = {"role": "user", "content": OTHER_STAND_IN}
-        standing_in = {"role": ASSISTANT, "content": STAND_IN}
+        user = self.stand_in("user", OTHER_STAND_IN)
+        standing_in = self.stand_in(ASSISTANT, STAND_IN)
         prompt = self.learn_prompt([user], standing_in)
         header = prompt.header.removeprefix(prompt.plain)
         literal = self.skeleton.literals[first]
@@ -325,7 +330,7 @@ class TurnLearner:
 
     def render_continued(self, messages: list[Message], last_leaf: int) -> str | None:
         """What follows the last text of `messages` if a user goes on; None if the template does not allow that."""
-        user = {"role": "user", "content": OTHER_STAND_IN}
+        user = self.stand_in("user", OTHER_STAND_IN)
         try:
             order, literals = split_at_placeholders(self.render([[*messages, user]])[0])
         except ValueError:

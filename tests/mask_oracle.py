@@ -196,7 +196,7 @@ def find_fault_of_change(
     inside = [is_inside(trained, *place) for place in places]
     if "more than call" in change.what:  # ids of later calls can be counted: only the beginning is certain
         start, _ = places[0]
-        return None if is_inside(trained, start, start) else "is not trained"
+        return None if trained[start - 1] else "is not trained"
     if any(inside) if can_echo else all(inside):
         return None
     return "is not trained" if not any(inside) else "is also written where it is not trained"
