@@ -153,7 +153,8 @@ class ChatMasker:
         """A rendered chat and what of it is trained."""
         located = catch_error(self.locate_now, rendered, chat)
         if isinstance(located, ValueError) and self.template_tells_time:
-            self.skeletons.pop(chat.key, None)  # it, or the text, can be of yesterday
+            for key in (chat.key, ("marked", *chat.key)):  # they, or the text, can be of yesterday
+                self.skeletons.pop(key, None)
             return self.locate_now(self.render_one(chat.messages, tools=chat.tools), chat)
         if isinstance(located, ValueError):
             raise located
