@@ -24,9 +24,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from chat.labels import IGNORED
 from chat.masking import (
-    Chat,
     ChatMasker,
     Document,
     fingerprint_chat_template,
@@ -232,8 +230,8 @@ def process_chunk(
             totals.rows["nothing_trained"] += 1
         else:
             totals.rows["kept"] += 1
-            for run in tokens.runs:
-                totals.trained_by_role[run.role] += run.num_targets
+            for span in tokens.spans:
+                totals.trained_by_role[span.role] += span.num_targets
             sample = Sample(f"{chunk.file}:{row.place}", tokens)
             samples.append(sample)
             if not cuts_blocks:
@@ -306,7 +304,7 @@ def describe(
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": fingerprint_tokenizer(masker.tokenizer),
         "chat_template_fingerprint": fingerprint_chat_template(masker.tokenizer),
-        "stop_token_id": find_stop_token(masker),
+        "stop_token_id": masker.find_stop_token(),
         "max_token_id": totals.max_token_id,
         "num_samples": totals.num_samples,
         "num_tokens": totals.num_tokens,
@@ -331,14 +329,6 @@ def describe(
             "tokenizers": tokenizers.__version__,
         },
     }
-
-
-def find_stop_token(masker: ChatMasker) -> int | None:
-    """The token that ends an assistant's turn, where generation has to stop; None if there is none."""
-    if masker.tokenizer.chat_template is None or masker.stops.may_be_missing:
-        return None
-    (masked,) = masker.mask([Chat([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])])
-    return None if isinstance(masked, ValueError) else [label for label in masked.labels if label != IGNORED][-1]
 
 
 def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:

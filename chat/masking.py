@@ -27,12 +27,12 @@ from chat.rendering import catch_error, prepare_messages, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
 from chat.template_check import MISSING_STOP_TOKEN, TemplateChecker
 from chat.token_bytes import ByteEncoder
-from chat.token_spans import Located, Passage, Run, TokenizedChat, find_token, label_encoding, split_runs
+from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
 from chat.turns import find_stops
 
 __all__ = [
-    "IGNORED", "PRETRAIN", "Chat", "ChatMasker", "Completion", "Document", "Run", "TokenizedChat", "find_token",
-    "fingerprint_chat_template", "fingerprint_tokenizer", "load_stop_token_ids", "split_runs",
+    "IGNORED", "PRETRAIN", "Chat", "ChatMasker", "Completion", "Document", "TokenizedChat", "TrainedSpan", "find_token",
+    "fingerprint_chat_template", "fingerprint_tokenizer", "load_stop_token_ids", "split_by_training",
 ]  # fmt: skip
 
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see

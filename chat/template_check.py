@@ -7,7 +7,7 @@ from typing import Any
 from chat.examples import ASSISTANT, Chat, Message
 from chat.rendering import catch_error, check_in_child, prepare_messages
 from chat.skeletons import Render
-from chat.token_spans import TokenizedChat, split_runs
+from chat.token_spans import TokenizedChat, split_by_training
 from chat.turns import Stops
 
 MISSING_STOP_TOKEN = (
@@ -82,12 +82,14 @@ class TemplateChecker:
         return PROBES
 
     def find_stop_token(self) -> int | None:
-        """The token that ends an assistant's turn where another follows, at which generation has to stop."""
+        """The token at which generation has to stop: what ends a conversation's last turn, or, if nothing does, an
+        earlier turn."""
         (tokenized,) = self.mask([self.choose_probes()[1]])
         if isinstance(tokenized, ValueError):
             return None
-        ids = next((ids for ids, is_trained in split_runs(tokenized.input_ids, tokenized.labels) if is_trained), [])
-        return ids[-1] if self.ends_with_special_token(ids) else None
+        stretches = split_by_training(tokenized.input_ids, tokenized.labels)
+        ends = [ids for ids, is_trained in reversed(stretches) if is_trained and self.ends_with_special_token(ids)]
+        return ends[0][-1] if ends else None
 
     def render_probes(self) -> None:
         """Raises MemoryError if the template needs too much; other errors are left to be found again."""
@@ -103,12 +105,12 @@ class TemplateChecker:
         expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
         if tokenized.input_ids != expected:
             return "apply_chat_template gives other token ids"
-        runs = split_runs(tokenized.input_ids, tokenized.labels)
-        before = [[], *(ids for ids, _ in runs)]
-        trained = [(ids, earlier) for earlier, (ids, is_trained) in zip(before, runs, strict=False) if is_trained]
+        stretches = split_by_training(tokenized.input_ids, tokenized.labels)
+        before = [[], *(ids for ids, _ in stretches)]
+        trained = [(ids, earlier) for earlier, (ids, is_trained) in zip(before, stretches, strict=False) if is_trained]
         turns = [message for message in chat.messages if message["role"] == ASSISTANT]
         if len(trained) != len(turns):
-            return f"{len(turns)} assistant turns, {len(trained)} runs of trained tokens"
+            return f"{len(turns)} assistant turns, {len(trained)} stretches of trained tokens"
         for (ids, earlier), message in zip(trained, turns, strict=True):
             problem = self.find_problem_of_turn(ids, earlier, message)
             if problem is not None:

@@ -13,7 +13,7 @@ from chat.token_bytes import ByteEncoding
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainedSpan:
     """Tokens [start, end) of a row that are trained, whose they are, and how much they count."""
 
     start: int
@@ -29,18 +29,18 @@ class Run:
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """Token ids, and which runs of them are trained, in order. `is_weighted`: a message of the row has a weight."""
+    """Token ids, and which spans of them are trained, in order. `is_weighted`: a message of the row has a weight."""
 
     input_ids: list[int]
-    runs: list[Run]
+    spans: list[TrainedSpan]
     is_weighted: bool = False
 
     @property
     def labels(self) -> list[int]:
         """As many as tokens, unshifted, IGNORED where not trained."""
         labels = [IGNORED] * len(self.input_ids)
-        for run in self.runs:
-            labels[run.start : run.end] = self.input_ids[run.start : run.end]
+        for span in self.spans:
+            labels[span.start : span.end] = self.input_ids[span.start : span.end]
         return labels
 
     @property
@@ -49,20 +49,20 @@ class TokenizedChat:
         if not self.is_weighted:
             return None
         weights = [0.0] * len(self.input_ids)
-        for run in self.runs:
-            weights[run.start : run.end] = [run.weight] * (run.end - run.start)
+        for span in self.spans:
+            weights[span.start : span.end] = [span.weight] * (span.end - span.start)
         return weights
 
     @property
     def num_loss_counted_tokens(self) -> int:
-        return sum(run.num_targets for run in self.runs)
+        return sum(span.num_targets for span in self.spans)
 
     @property
     def num_trained_by_role(self) -> Counter[str]:
         """Targets by who says them."""
         counts: Counter[str] = Counter()
-        for run in self.runs:
-            counts[run.role] += run.num_targets
+        for span in self.spans:
+            counts[span.role] += span.num_targets
         return +counts
 
 
@@ -86,7 +86,7 @@ class Located:
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
-    """Runs from passages: a token is trained if its first character is in one.
+    """Spans from passages: a token is trained if its first character is in one.
 
     A token that began before a passage is not trained: it holds text of the prompt, so after the prompt the model
     never has to say it. One that begins inside and reaches out is: a stop token that takes the line break with it.
@@ -99,13 +99,13 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
     if eos_token_id is not None:
         num_tokens -= input_ids[-1:] == [eos_token_id]
         input_ids = [*input_ids[:num_tokens], eos_token_id]
-    runs = []
+    spans = []
     for passage in located.passages:
         first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
         end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
         if first < end:
-            runs.append(Run(first, end, passage.role, passage.weight))
-    return TokenizedChat(input_ids, runs, located.is_weighted)
+            spans.append(TrainedSpan(first, end, passage.role, passage.weight))
+    return TokenizedChat(input_ids, spans, located.is_weighted)
 
 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:
@@ -128,8 +128,8 @@ def find_token(encoding: Any, at: int, num_tokens: int) -> int:
     return token
 
 
-def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
-    """Runs of token ids that are trained, or not: (ids, are they trained)."""
+def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
+    """Token ids that follow each other and are trained, or not: (ids, are they trained)."""
     pairs = zip(input_ids, labels, strict=True)
-    runs = groupby(pairs, key=lambda pair: pair[1] != IGNORED)
-    return [([token for token, _ in run], is_trained) for is_trained, run in runs]
+    stretches = groupby(pairs, key=lambda pair: pair[1] != IGNORED)
+    return [([token for token, _ in stretch], is_trained) for is_trained, stretch in stretches]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chat.labels import IGNORED
-from chat.masking import Run, TokenizedChat
+from chat.masking import TokenizedChat, TrainedSpan
 
 SCHEMA = pa.schema(
     {
@@ -47,9 +47,9 @@ def encode_samples(samples: Sequence[Sample], ending: str, *, has_weights: bool)
     input_ids = np.fromiter(chain.from_iterable(sample.tokens.input_ids for sample in samples), np.int32)
     labels, weights = np.full_like(input_ids, IGNORED), np.zeros(len(input_ids), np.float32)
     for start, sample in zip(bounds.tolist(), samples, strict=False):
-        for run in sample.tokens.runs:
-            trained = slice(start + run.start, start + run.end)
-            labels[trained], weights[trained] = input_ids[trained], run.weight
+        for span in sample.tokens.spans:
+            trained = slice(start + span.start, start + span.end)
+            labels[trained], weights[trained] = input_ids[trained], span.weight
     lists = [input_ids, labels, weights] if has_weights else [input_ids, labels]
     input_ids, labels, *weights = (pa.ListArray.from_arrays(bounds, values) for values in lists)
     num_targets = pa.array([sample.tokens.num_loss_counted_tokens for sample in samples], pa.int32())
@@ -215,4 +215,4 @@ class BlockCutter:
 
     def make_sample(self, ids: list[int]) -> Sample:
         self.num_blocks += 1
-        return Sample(f"block {self.num_blocks:,}", TokenizedChat(ids, [Run(0, len(ids), "document")]))
+        return Sample(f"block {self.num_blocks:,}", TokenizedChat(ids, [TrainedSpan(0, len(ids), "document")]))

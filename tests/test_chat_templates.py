@@ -19,7 +19,7 @@ from make_tiny_model import CHATML_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chat.masking import Chat, ChatMasker, split_runs
+from chat.masking import Chat, ChatMasker, split_by_training
 
 HERE = Path(__file__).parent / "chat_templates"
 TRL = find_spec("trl")
@@ -436,7 +436,7 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
     named = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
     expected = masker.tokenizer.apply_chat_template(named, tools=tools, return_dict=True)
     assert masked.input_ids == expected["input_ids"]
-    runs = split_runs(masked.input_ids, masked.labels)
+    runs = split_by_training(masked.input_ids, masked.labels)
     return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
 
 
@@ -551,7 +551,7 @@ def test_any_contents(name, data):
         text.replace(old, content.strip() if trims else content)
         for text, old, content in zip(family.trained["several"], ("Five.", "Six."), (answer, last), strict=True)
     ]
-    runs = split_runs(masked.input_ids, masked.labels)
+    runs = split_by_training(masked.input_ids, masked.labels)
     decode = masker.tokenizer.decode
     for (prompt, _), (ids, is_trained), text in zip(runs[::2], runs[1::2], expected, strict=False):
         assert is_trained and len(runs) // 2 == len(expected)

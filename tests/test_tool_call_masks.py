@@ -262,7 +262,7 @@ REASONS = {
     ("content that may not be null", "no content"): 'it takes messages with calls whose content is "", not null or',
     ("a result before the content", "content"): "writes what others say within an assistant's turn",
     ("the names of tools are looked up", "text"): "tried with other texts and names",
-    ("glm4_9b", "parts"): "knows no contents that are lists of parts",
+    ("trl:gemma", "parts"): "knows no contents that are lists of parts",
 }
 
 
@@ -323,6 +323,24 @@ def test_a_stop_token_that_only_the_next_turn_brings():
         assert masker.tokenizer.convert_ids_to_tokens(masker.find_stop_token()) == stop
         first, last = trained(name, [USER, ANSWER, MORE, ANSWER])
         assert first.startswith("Five of them.") and first.endswith(stop) and last == "Five of them."
+
+
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [
+        ("trl:gptoss", "<|return|>"),
+        ("trl:glm4moe", "<|user|>"),
+        ("trl:gemma4", "<turn|>"),
+        ("trl:smolvlm", "<end_of_utterance>"),
+        ("only with tools", "<end_of_turn>"),
+        ("falcon_7b", None),
+    ],
+)
+def test_the_token_at_which_generation_stops(name, stop):
+    if name in TEMPLATES:
+        masker = make_masker(name)
+        found = masker.find_stop_token()
+        assert (None if found is None else masker.tokenizer.convert_ids_to_tokens(found)) == stop
 
 
 def test_long_conversations_cost_few_renderings():

@@ -40,7 +40,8 @@ RESULT_BEFORE_CONTENT = (
 FIRST_CALL_IN_ITS_OWN_TURN = (
     DESCRIBED + "{% for m in messages %}{{ m.role + '<|sep|>\n' + (m.content or '') + '<|end|>\n\n' }}"
     "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
-    "{{ 'function call<|sep|>\n{\"name\": \"' + f.name + '\", \"arguments\": ' + f.arguments | tojson + '}<|end|>\n\n' }}"
+    '{{ \'function call<|sep|>\n{"name": "\' + f.name + \'", "arguments": \' + f.arguments | tojson }}'
+    "{{ '}<|end|>\n\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant<|sep|>\n' }}{% endif %}"
 )
 # The last message's content and its calls are two turns, each with a header, as in Nemotron Nano v2.
@@ -74,7 +75,8 @@ LINE_BREAK_BEFORE_THE_NEXT_TURN = (
     "{{ '\n</tool_response>\n' if not loop.last else '\n</tool_response>' }}{{ '<|im_end|>' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
     "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' + c.function | tojson + '\n</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Reasoning is a message that ends with its own stop token, as in Muse Glimmer; the call's name is there twice.
 REASONING_ENDS_WITH_A_STOP = (
@@ -99,7 +101,7 @@ ONLY_WITH_TOOLS = (
     "{% for k, v in c.function.arguments | dictsort %}{{ k + ':' }}"
     "{% if v is string %}{{ '<escape>' + v + '<escape>' }}{% else %}{{ v | tojson }}{% endif %}"
     "{% if not loop.last %},{% endif %}{% endfor %}{{ '}<end_of_call>' }}{% endfor %}"
-    "{% if m.tool_calls %}{{ '<start_of_response>' }}{% else %}{{ '<end_of_turn>\n' }}{% endif %}{% endif %}{% endfor %}"
+    "{{ '<start_of_response>' if m.tool_calls else '<end_of_turn>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<start_of_turn>assistant\n' }}{% endif %}"
 )
 MARKED_WITH_HEADER = (  # as in Laguna: the marks hold the header, and where there is reasoning also what opens it
@@ -141,7 +143,8 @@ TRAITS: dict[str, tuple[str, tuple[str, ...]]] = {  # template, stop tokens: the
     "only arguments that are text": (
         chatml(
             each_call(
-                ARGUMENTS + "{% if v is string %}{{ '<arg name=' + k + '>' + v + '</arg>' }}{% endif %}{% endfor %}</call>"
+                ARGUMENTS + "{% if v is string %}{{ '<arg name=' + k + '>' + v + '</arg>' }}{% endif %}{% endfor %}"
+                "</call>"
             )
         ),
         ("<|im_end|>",),
@@ -171,7 +174,8 @@ TRAITS: dict[str, tuple[str, tuple[str, ...]]] = {  # template, stop tokens: the
         ("<|im_end|>",),
     ),
     "the name is written with the result": (
-        "{% set last = namespace(name=none) %}" +         DESCRIBED + "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|start|>functions.' + last.name + '<|message|>'"
+        DESCRIBED + "{% set last = namespace(name=none) %}{% for m in messages %}"
+        "{% if m.role == 'tool' %}{{ '<|start|>functions.' + last.name + '<|message|>'"
         " + m.content + '<|end|>' }}{% else %}{{ '<|start|>' + m.role }}{% if m.tool_calls %}"
         "{% set last.name = m.tool_calls[0].function.name %}{{ ' to=' + last.name + '<|message|>'"
         " + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% else %}"
