@@ -9,8 +9,9 @@ from typing import BinaryIO
 import numpy as np
 
 from chat.masking import ChatMasker, Document
+from chat.rendering import one_line
 from corpus.files import Chunk, Row, Source, TooLong, iterate_rows, read_chunks
-from corpus.formats import detect_format, one_line, read_examples
+from corpus.formats import detect_format, read_examples
 from corpus.report import Totals
 from corpus.writer import EncodedSamples, TokenizedSample, encode_samples
 
@@ -88,8 +89,8 @@ def count_rows(totals: Totals, samples: Sequence[TokenizedSample], rejected: dic
     totals.rows["kept"] += len(samples)
     totals.rows["invalid"] += len(rejected)
     for sample in samples:
-        for run in sample.tokens.runs:
-            totals.trained_by_role[run.role] += run.num_targets
+        for span in sample.tokens.spans:
+            totals.trained_by_role[span.role] += span.num_targets
     for reason in rejected.values():
         totals.add_invalid(reason)
 

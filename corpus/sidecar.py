@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chat.labels import IGNORED
-from chat.masking import Chat, ChatMasker, fingerprint_chat_template, fingerprint_tokenizer
+from chat.masking import ChatMasker, fingerprint_chat_template, fingerprint_tokenizer
 from corpus.files import Source
 from corpus.report import DROPPED, Totals
 from options import ProcessDataOptions
@@ -28,7 +27,7 @@ def describe_data_set(
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": fingerprint_tokenizer(masker.tokenizer),
         "chat_template_fingerprint": fingerprint_chat_template(masker.tokenizer),
-        "stop_token_id": find_stop_token(masker),
+        "stop_token_id": masker.find_stop_token(),
         "max_token_id": totals.max_token_id,
         "num_samples": totals.num_samples,
         "num_tokens": totals.num_tokens,
@@ -69,11 +68,3 @@ def describe_versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
     }
-
-
-def find_stop_token(masker: ChatMasker) -> int | None:
-    """The token that ends an assistant's turn, where generation has to stop; None if there is none."""
-    if masker.tokenizer.chat_template is None or masker.stops.may_be_missing:
-        return None
-    (masked,) = masker.mask([Chat([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])])
-    return None if isinstance(masked, ValueError) else [label for label in masked.labels if label != IGNORED][-1]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chat.labels import IGNORED
-from chat.masking import Run, TokenizedChat
+from chat.masking import TokenizedChat, TrainedSpan
 from objectives.columns import SCHEMA, WEIGHTS_COLUMN
 
 EncodedSamples = pa.RecordBatch | bytes  # in the output's format; of JSON lines the text
@@ -37,9 +37,9 @@ def encode_samples(samples: Sequence[TokenizedSample], ending: str) -> EncodedSa
     input_ids = np.fromiter(chain.from_iterable(sample.tokens.input_ids for sample in samples), np.int32)
     labels, weights = np.full_like(input_ids, IGNORED), np.zeros(len(input_ids), np.float32)
     for start, sample in zip(bounds.tolist(), samples, strict=False):
-        for run in sample.tokens.runs:
-            trained = slice(start + run.start, start + run.end)
-            labels[trained], weights[trained] = input_ids[trained], run.weight
+        for span in sample.tokens.spans:
+            trained = slice(start + span.start, start + span.end)
+            labels[trained], weights[trained] = input_ids[trained], span.weight
     num_targets = [sample.tokens.num_loss_counted_tokens for sample in samples]
     is_weighted = np.array([sample.tokens.is_weighted for sample in samples], bool)
     weight_bounds = np.cumsum([0, *np.where(is_weighted, lengths, 0)], dtype=np.int32)  # a null takes no room
@@ -150,4 +150,4 @@ class BlockCutter:
 
     def make_sample(self, ids: list[int]) -> TokenizedSample:
         self.num_blocks += 1
-        return TokenizedSample(f"block {self.num_blocks:,}", TokenizedChat(ids, [Run(0, len(ids), "document")]))
+        return TokenizedSample(f"block {self.num_blocks:,}", TokenizedChat(ids, [TrainedSpan(0, len(ids), "document")]))
