@@ -26,7 +26,8 @@ class MetaModel:
 
 
 class Method(Protocol):
-    """What of a model trains, and what that asks of the run. All ranks call every function.
+    """What of a model trains, and what that asks of the run. All ranks call every function, but
+    `list_data_hashes` and `write_extras`, which are rank 0's.
 
     In the order of a run: `open_files`, `list_data_hashes`, `study`, `choose_layers`, `prepare`, `fill`; in every step
     `constrain_gradients` and `constrain_weights`; where the model is exported `measure`, `gather_weights` and
