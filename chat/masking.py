@@ -1,190 +1,43 @@
 """Messages + chat template -> token ids, and which of them are trained.
 
-Nothing here searches rendered text for role markers, because a user can write them too. Each *shape* of
-conversation (its roles, and everything but the texts) is rendered once with placeholders, which shows what the
-template itself writes around each text (see chat_skeletons.py). A real conversation is rendered by the tokenizer,
-unaltered, and must equal, character by character, its texts set into that skeleton. So where each turn begins and
-ends is known, never guessed; a conversation that differs is refused. The price is one rendering per row. Where a
-template marks itself what is generated ({% generation %}), the marks are taken instead.
+Nothing here searches rendered text for role markers, because a user can write them too. A conversation's *outline*
+(chat/placeholders.py) is rendered with placeholders for all that is said, once for all conversations with the same
+outline, which shows what the template itself writes around each text (chat/skeletons.py), where turns begin and end
+(chat/turns.py), and that what the assistant said stands in its turns and nothing else does (chat/placing.py). A real
+conversation is rendered by the tokenizer, unaltered, and must equal, character by character, its texts set into that
+skeleton. So where each turn begins and ends is known, never guessed; a conversation that differs is refused. The
+price is one rendering per row. Where a template marks itself what is generated ({% generation %}), its marks bound
+the turns, but for what the generation prompt writes.
 """
 
-import hashlib
 import json
 import re
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
-from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
+from chat.examples import ASSISTANT, PRETRAIN, SYSTEM_ROLES, Chat, Completion, Document, Example, Message
+from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from chat.labels import IGNORED
-from chat.rendering import check_in_child, template_errors
-from chat.skeletons import (
-    ASSISTANT,
-    PLACEHOLDER,
-    REASONING_KEYS,
-    Message,
-    Outline,
-    Render,
-    Skeleton,
-    Span,
-    Stops,
-    check_outline,
-    learn_skeleton,
-    make_outline,
-    match_text,
-)
-from chat.token_bytes import ByteEncoder, ByteEncoding
+from chat.learning import SkeletonLearner
+from chat.placeholders import PLACEHOLDER, Outline, is_text, make_outline
+from chat.placing import check_names
+from chat.rendering import catch_error, prepare_messages, template_errors
+from chat.skeletons import Render, Skeleton, Span, match_text
+from chat.template_check import MISSING_STOP_TOKEN, TemplateChecker
+from chat.token_bytes import ByteEncoder
+from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
+from chat.turns import find_stops
 
-PRETRAIN = "pretrain"
-SYSTEM_ROLES = ("system", "developer")
+__all__ = [
+    "IGNORED", "PRETRAIN", "Chat", "ChatMasker", "Completion", "Document", "TokenizedChat", "TrainedSpan", "find_token",
+    "fingerprint_chat_template", "fingerprint_tokenizer", "load_stop_token_ids", "split_by_training",
+]  # fmt: skip
+
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
-MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has a shape of its own
-MISSING_STOP_TOKEN = (
-    "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
-    " trained (--allow-missing-stop-token)"
-)
+MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-# Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
-# byte-order mark, code: where pre-tokenizers and normalizers differ although the vocabularies are the same.
-FINGERPRINT_TEXT = (
-    " a  b\t\tc\n\nd\r\n    e 0123456789 1,234.50 It's DON'T na\u00efve nai\u0308ve \u00a0\u2003\ufeff"
-    " Stra\u00dfe \ufb01 \u00bd \u4f60\u597d\uff0c \u0417\u0434\u0440 \u0645\u0631\u062d \u0928\u092e"
-    " \U0001f469\u200d\U0001f467 def f(x):\n\treturn x**2  # ok\n"
-)
-
-QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}
-MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
-SYSTEM = {"role": "system", "content": "Be brief."}
-THOUGHT = {**ANSWER, "reasoning_content": "Two and two make four."}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds numbers.",
-        "parameters": {"type": "object", "properties": {"terms": {"type": "string", "description": "Which."}}},
-    },
-}
-CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"terms": "2, 2"}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-RESULT = {"role": "tool", "content": "sum: 4", "tool_call_id": "call00001", "name": "add"}
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation. Messages may say `train` (true or false) or `weight` (0 to 1) for themselves; otherwise the
-    assistant's are trained, and with `unmask` all roles' but system's."""
-
-    messages: list[Message]
-    unmask: bool = False
-    tools: list[dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A text to be gone on with, without a chat template: only what follows the prompt is trained."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class Document:
-    """Text to be trained whole, ended by the tokenizer's end-of-text token."""
-
-    text: str
-
-
-Row = Chat | Completion | Document
-
-PROBES = [
-    Chat([QUESTION, ANSWER]),
-    Chat([QUESTION, ANSWER, *MORE]),
-    Chat([SYSTEM, QUESTION, ANSWER]),
-    Chat([QUESTION, THOUGHT]),
-    Chat([QUESTION, THOUGHT, *MORE]),
-    Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
-]
-NUM_REQUIRED_PROBES = 2  # the others a template can refuse
-
-
-@dataclass(frozen=True)
-class Run:
-    """Tokens [start, end) of a row that are trained, whose they are, and how much they count."""
-
-    start: int
-    end: int
-    role: str
-    weight: float = 1.0
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens but the row's first, which nothing predicts."""
-        return self.end - max(self.start, 1)
-
-
-@dataclass(frozen=True)
-class TokenizedChat:
-    """Token ids, and which runs of them are trained, in order. `is_weighted`: a message of the row has a weight."""
-
-    input_ids: list[int]
-    runs: list[Run]
-    is_weighted: bool = False
-
-    @property
-    def labels(self) -> list[int]:
-        """As many as tokens, unshifted, IGNORED where not trained."""
-        labels = [IGNORED] * len(self.input_ids)
-        for run in self.runs:
-            labels[run.start : run.end] = self.input_ids[run.start : run.end]
-        return labels
-
-    @property
-    def loss_weights(self) -> list[float] | None:
-        """One per token, 0 where not trained; None unless a message of the row has a weight."""
-        if not self.is_weighted:
-            return None
-        weights = [0.0] * len(self.input_ids)
-        for run in self.runs:
-            weights[run.start : run.end] = [run.weight] * (run.end - run.start)
-        return weights
-
-    @property
-    def num_loss_counted_tokens(self) -> int:
-        return sum(run.num_targets for run in self.runs)
-
-    @property
-    def num_trained_by_role(self) -> Counter[str]:
-        """Targets by who says them."""
-        counts: Counter[str] = Counter()
-        for run in self.runs:
-            counts[run.role] += run.num_targets
-        return +counts
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Characters [start, end) of a rendered row that are trained, whose they are, and how much they count."""
-
-    start: int
-    end: int
-    role: str
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Located:
-    """A rendered row and what of it is trained."""
-
-    text: str
-    passages: list[Passage]
-    is_weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,7 +49,7 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PreparedChat:
     """A conversation without what is only for masking, and the weight of each message.
 
     `is_plain`: each message has a role and a text, and nothing else; so its outline follows from its roles, and is
@@ -232,34 +85,6 @@ class Shape:
         return (*sorted(self.unmasked), *texts, repr(self.tools))
 
 
-def fingerprint_tokenizer(tokenizer: Any) -> str:
-    """sha256 of what makes tokenizers the same: every token with its id, and how a fixed text is split.
-
-    Independent of padding, truncation, chat template and library version.
-    """
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    probe = tokenizer(FINGERPRINT_TEXT, add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(json.dumps([vocabulary, probe]).encode()).hexdigest()
-
-
-def fingerprint_chat_template(tokenizer: Any) -> str | None:
-    """sha256 of the chat template (of all, where there are several by name); None without one."""
-    if tokenizer.chat_template is None:
-        return None
-    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
-
-
-def load_stop_token_ids(model_dir: str) -> list[int]:
-    """The tokens that end generation by the model's generation_config.json; none if it has no such file."""
-    from transformers import GenerationConfig  # seconds to import
-
-    try:
-        ids = GenerationConfig.from_pretrained(model_dir).eos_token_id
-    except OSError:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids or [])
-
-
 class ChatMasker:
     """Renders, tokenizes and masks with one tokenizer. Invariant: its skeletons were learned from its template.
 
@@ -279,13 +104,14 @@ class ChatMasker:
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
-        self.checked_shapes: set[tuple[Any, ...]] = set()  # the same for templates that mark what is generated
+        self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
+        self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
     @cached_property
     def template_tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
 
-    def mask(self, rows: Sequence[Row]) -> list[TokenizedChat | ValueError]:
+    def mask(self, rows: Sequence[Example]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or why it cannot be used.
 
         Raises ValueError where none could be used: no chat template, or no end-of-text token.
@@ -302,12 +128,10 @@ class ChatMasker:
         eos_token_id = self.tokenizer.eos_token_id
         if eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
-        located = [attempt(locate_text, row) for row in rows]
+        located = [catch_error(locate_text, row) for row in rows]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=True)
-        return [
-            attempt(lambda encoding, found: label_encoding(encoding, found, eos_token_id=eos_token_id), encoding, found)
-            for encoding, found in zip(encodings, located, strict=True)
-        ]
+        label = partial(label_encoding, eos_token_id=eos_token_id)
+        return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
     def mask_chats(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
         """Chats: token ids as `apply_chat_template` gives them, labels by what the template wrote where."""
@@ -315,143 +139,155 @@ class ChatMasker:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
             )
-        shapes = [attempt(make_shape, chat) for chat in chats]
+        prepared = [catch_error(prepare_chat, chat) for chat in chats]
         located = [
-            attempt(self.locate, rendered, shape)
-            for rendered, shape in zip(self.render_each(shapes), shapes, strict=True)
+            catch_error(self.locate, rendered, chat)
+            for rendered, chat in zip(self.render_each(prepared), prepared, strict=True)
         ]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
-        return [attempt(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
+        return [
+            catch_error(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)
+        ]
 
-    def locate(self, rendered: Rendered, shape: Shape) -> Located:
+    def locate(self, rendered: Rendered, chat: PreparedChat) -> Located:
         """A rendered chat and what of it is trained."""
-        located = attempt(self.locate_now, rendered, shape)
+        located = catch_error(self.locate_now, rendered, chat)
         if isinstance(located, ValueError) and self.template_tells_time:
-            self.skeletons.pop(shape.key, None)  # it, or the text, can be of yesterday
-            return self.locate_now(self.render_one(shape.messages, tools=shape.tools), shape)
+            for key in (chat.key, ("marked", *chat.key)):  # they, or the text, can be of yesterday
+                self.skeletons.pop(key, None)
+            return self.locate_now(self.render_one(chat.messages, tools=chat.tools), chat)
         if isinstance(located, ValueError):
             raise located
         return located
 
-    def locate_now(self, rendered: Rendered, shape: Shape) -> Located:
+    def locate_now(self, rendered: Rendered, chat: PreparedChat) -> Located:
         text = check_unicode(rendered.text)
         if rendered.marked is None:
-            spans = self.find_spans(text, shape)
+            spans = self.find_spans(text, chat)
         else:
-            self.check_marked_shape(shape)
-            spans = self.assign_marked(text, rendered.marked, shape)
-            if shape.unmasked:
-                others = self.find_spans(text, shape)
-                spans += [span for span in others if shape.messages[span.message]["role"] != ASSISTANT]
+            spans = self.find_marked_spans(text, rendered.marked, chat)
+            if chat.unmasked:
+                others = self.find_spans(text, chat)
+                spans += [span for span in others if chat.messages[span.message]["role"] != ASSISTANT]
         passages = [
-            Passage(span.start, span.end, shape.messages[span.message]["role"], shape.weights[span.message])
+            Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
             for span in sorted(spans, key=lambda span: span.start)
-            if shape.weights[span.message] > 0
+            if chat.weights[span.message] > 0
         ]
-        is_weighted = any(weight not in (0.0, 1.0) for weight in shape.weights)
+        is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
         return Located(text, passages, is_weighted)
 
-    def find_spans(self, text: str, shape: Shape) -> list[Span]:
+    def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
         """Whose turn stands where in a rendered chat."""
-        render = partial(self.render, tools=shape.tools)
-        skeleton = self.find_skeleton(shape, render)
-        spans = skeleton.find_spans(text, shape.values)
+        render = partial(self.render, tools=chat.tools)
+        skeleton = self.find_skeleton(chat, render)
+        spans = skeleton.find_spans(text, chat.values)
         if spans is None:
-            spans = attempt(match_text, text, shape.outline, skeleton, render=render)
+            spans = catch_error(match_text, text, chat.outline, skeleton, render=render)
         if isinstance(spans, ValueError):
-            spans = self.find_spans_alone(text, shape, render, spans)
+            spans = self.find_spans_alone(text, chat, render, spans)
+        if skeleton.named_by_id:
+            check_names(skeleton, chat.values, chat.outline)
         return spans
 
-    def find_spans_alone(self, text: str, shape: Shape, render: Render, error: ValueError) -> list[Span]:
+    def find_spans_alone(self, text: str, chat: PreparedChat, render: Render, error: ValueError) -> list[Span]:
         """With a skeleton for this row alone, because what others than the assistant say changes what the template
         writes elsewhere. Raises `error` if that does not help."""
-        outline = make_outline(shape.messages, only=ASSISTANT)
-        if shape.unmasked or outline.text == shape.outline.text:
+        outline = make_outline(chat.messages, only=ASSISTANT)
+        if chat.unmasked or outline.text == chat.outline.text:
             raise error
         try:
-            skeleton = learn_skeleton(outline, unmasked=set(), render=render, stops=self.stops)
+            skeleton = SkeletonLearner(self.stops).learn(outline, unmasked=set(), render=render)
             return match_text(text, outline, skeleton, render=render)
         except ValueError:
             raise error from None
 
-    def find_skeleton(self, shape: Shape, render: Render) -> Skeleton:
-        """Learned once per shape."""
-        key = shape.key
+    def find_skeleton(self, chat: PreparedChat, render: Render) -> Skeleton:
+        """Learned once per outline."""
+        key = chat.key
         if key not in self.skeletons:
-            self.check_tools_are_written(shape, render)
-            if len(self.skeletons) >= MAX_NUM_SKELETONS:
-                self.skeletons.clear()
-            self.skeletons[key] = learn_skeleton(
-                shape.outline, unmasked=shape.unmasked, render=render, stops=self.stops
-            )
+            self.check_tools_are_written(chat, render)
+            learner = self.learners[bool(chat.tools)]
+            self.remember(key, learner.learn(chat.outline, unmasked=chat.unmasked, render=render))
         return self.skeletons[key]
 
-    def check_marked_shape(self, shape: Shape) -> None:
-        """Refuses, once per shape, a chat of which a template that marks its answers leaves something out."""
-        if shape.key in self.checked_shapes:
-            return
-        render = partial(self.render, tools=shape.tools)
-        self.check_tools_are_written(shape, render)
-        check_outline(shape.outline, render=render, stops=self.stops)
-        if len(self.checked_shapes) >= MAX_NUM_SKELETONS:
-            self.checked_shapes.clear()
-        self.checked_shapes.add(shape.key)
+    def remember(self, key: tuple[Any, ...], skeleton: Skeleton) -> None:
+        if len(self.skeletons) >= MAX_NUM_SKELETONS:
+            self.skeletons.clear()
+        self.skeletons[key] = skeleton
 
-    def check_tools_are_written(self, shape: Shape, render: Render) -> None:
-        messages = shape.outline.messages
-        if shape.tools and attempt(self.render, [messages]) == render([messages]):
+    def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
+        """Refuses a template that leaves them out. That depends on which roles there are, first and last."""
+        if not chat.tools:
+            return
+        roles = [message["role"] for message in chat.messages]
+        key = (repr(chat.tools), roles[0], roles[-1], frozenset(roles))
+        messages = chat.outline.messages
+        if key not in self.written_tools and catch_error(self.render, [messages]) == catch_error(render, [messages]):
             raise ValueError(
                 "the chat template leaves out 'tools': remove them from the row, or describe them in the system message"
             )
+        if len(self.written_tools) >= MAX_NUM_SKELETONS:
+            self.written_tools.clear()
+        self.written_tools.add(key)
 
-    @cached_property
-    def generation_header(self) -> str:
-        """What the template adds to a user's turn to prompt for an answer."""
-        (plain,), (prompted,) = self.render([[QUESTION]]), self.render([[QUESTION]], generation_prompt=True)
-        return prompted[len(plain) :] if prompted.startswith(plain) else ""
-
-    def assign_marked(self, text: str, marked: list[tuple[int, int]], shape: Shape) -> list[Span]:
+    def find_marked_spans(self, text: str, marked: list[tuple[int, int]], chat: PreparedChat) -> list[Span]:
         """Whose turn each passage is that the template's markers enclose. What the generation prompt already says,
         and whitespace after the stop token, are left out."""
-        assistants = [i for i, message in enumerate(shape.messages) if message["role"] == ASSISTANT]
-        if len(marked) != len(assistants):
-            raise ValueError(
-                f"the chat template marks {len(marked)} passages as generated where the assistant has"
-                f" {len(assistants)} turns; without its {{% generation %}} markers it may be usable"
-            )
+        skeleton = self.find_marked_skeleton(chat)
+        if skeleton.named_by_id:
+            check_names(skeleton, chat.values, chat.outline)
+        spans = skeleton.find_spans(text, chat.values)
+        if spans is not None:
+            return spans
+        check_num_marked(marked, chat.messages)
         spans = []
-        for i, (start, end) in zip(assistants, marked, strict=True):
-            passage = text[start:end]
-            *_, stop = [None, *self.stops.special.finditer(passage)]
-            if stop is not None and not passage[stop.end() :].strip():
-                end = start + stop.end()
-            spans.append(Span(start + self.count_prompted(text, start), end, i))
+        for turn, (start, end) in zip(skeleton.turns, marked, strict=True):
+            if turn.num_skipped is None:
+                raise ValueError("the chat template marks as generated what others say")
+            start += turn.num_skipped
+            start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
+            spans.append(Span(start, self.stops.trim(text, start, end), turn.message))
         return spans
 
-    def count_prompted(self, text: str, start: int) -> int:
-        """How much of the generation prompt stands in `text` from `start` on, the rest being right before it."""
-        header = self.generation_header
-        for i in range(len(header)):
-            if text.startswith(header[i:], start) and text.endswith(header[:i], 0, start):
-                return len(header) - i
-        return 0
+    def find_marked_skeleton(self, chat: PreparedChat) -> Skeleton:
+        """Learned once per outline, with the marks of the outline's rendering."""
+        key = ("marked", *chat.key)
+        if key not in self.skeletons:
+            render = partial(self.render, tools=chat.tools)
+            self.check_tools_are_written(chat, render)
+            rendered = self.render_one(chat.outline.messages, tools=chat.tools)
+            marked = rendered.marked or []
+            check_num_marked(marked, chat.messages)
+            learner = self.learners[bool(chat.tools)]
+            self.remember(key, learner.learn_marked(chat.outline, marked, rendered.text, render=render))
+        return self.skeletons[key]
 
-    def render_each(self, shapes: Sequence[Shape | ValueError]) -> list[Rendered | ValueError]:
+    def render_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Rendered | ValueError]:
         """All of the same tools at once, which is faster, unless one of them fails: then each alone, to find out
         which."""
-        results: list[Any] = list(shapes)
+        results: list[Any] = list(chats)
         by_tools: dict[str, list[int]] = {}
-        for i, shape in enumerate(shapes):
-            if not isinstance(shape, ValueError):
-                by_tools.setdefault(repr(shape.tools), []).append(i)
+        for i, chat in enumerate(chats):
+            if not isinstance(chat, ValueError):
+                by_tools.setdefault(repr(chat.tools), []).append(i)
         for indices in by_tools.values():
-            conversations, tools = [shapes[i].messages for i in indices], shapes[indices[0]].tools
-            rendered = attempt(self.render_marked, conversations, tools=tools)
+            conversations, tools = [chats[i].messages for i in indices], chats[indices[0]].tools
+            rendered = catch_error(self.render_marked, conversations, tools=tools)
             if isinstance(rendered, ValueError):
-                rendered = [attempt(self.render_one, messages, tools=tools) for messages in conversations]
+                rendered = [catch_error(self.render_one, messages, tools=tools) for messages in conversations]
             for i, result in zip(indices, rendered, strict=True):
-                results[i] = result
+                results[i] = self.explain(result, chats[i])
         return results
+
+    def explain(self, rendered: Rendered | ValueError, chat: PreparedChat) -> Rendered | ValueError:
+        """Says so if a template fails on a content that is null or missing, but not on one that is empty."""
+        if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
+            return rendered
+        filled = [{**message, "content": message.get("content") or ""} for message in chat.messages]
+        if isinstance(catch_error(self.render_one, filled, tools=chat.tools), ValueError):
+            return rendered
+        return ValueError(f'{rendered}; it takes messages with calls whose content is "", not null or missing')
 
     def render_one(self, messages: list[Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
         (rendered,) = self.render_marked([messages], tools=tools)
@@ -498,91 +334,30 @@ class ChatMasker:
         encodings = iter(self.encoder.encode(usable, add_special_tokens=add_special_tokens))
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
+    def make_checker(self) -> TemplateChecker:
+        return TemplateChecker(self.tokenizer, self.stops, self.mask_chats, self.render)
+
+    def find_stop_token(self) -> int | None:
+        """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
+        if self.tokenizer.chat_template is None or self.stops.may_be_missing:
+            return None
+        return self.make_checker().find_stop_token()
+
     def check_template(self, name: str = "the model's chat template") -> list[str]:
         """Raises ValueError, with the template's name, for one that cannot be masked with certainty, by known
         conversations. Returns what there is to know about one that can.
 
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
-        notes: list[str] = []
-        try:
-            check_in_child(self.render_probes)
-        except ValueError as error:
-            raise ValueError(f"{name} cannot be used: {error}") from None
-        for chat in PROBES:
-            (tokenized,) = self.mask_chats([chat])
-            if isinstance(tokenized, ValueError):
-                problem = str(tokenized) if chat in PROBES[:NUM_REQUIRED_PROBES] else None
-            else:
-                problem = self.find_problem(tokenized, chat, notes)
-            if problem is not None:
-                raise ValueError(f"{name} cannot be used: {problem}; tried with {chat.messages}")
-        if self.stops.may_be_missing:
-            if all(turn.has_stop for skeleton in self.skeletons.values() for turn in skeleton.turns):
-                raise ValueError(f"--allow-missing-stop-token has no effect: {name} writes a stop token")
-            notes.insert(0, MISSING_STOP_TOKEN)
-        return list(dict.fromkeys(notes))
-
-    def render_probes(self) -> None:
-        """Raises MemoryError if the template needs too much; other errors are left to be found again."""
-        for chat in PROBES:
-            error = attempt(self.render, [chat.messages], tools=chat.tools)
-            if isinstance(error, ValueError) and isinstance(error.__context__, MemoryError):
-                raise error.__context__
-
-    def find_problem(self, tokenized: TokenizedChat, chat: Chat, notes: list[str]) -> str | None:
-        """What is wrong with a probe's token ids or labels, without a look at skeletons and offsets. Adds to `notes`
-        what is as the template wants it, and yet not as one would expect."""
-        messages = prepare_messages(chat.messages)
-        expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
-        if tokenized.input_ids != expected:
-            return "apply_chat_template gives other token ids"
-        runs = split_runs(tokenized.input_ids, tokenized.labels)
-        before = [[], *(ids for ids, _ in runs)]
-        trained = [(ids, earlier) for earlier, (ids, is_trained) in zip(before, runs, strict=False) if is_trained]
-        turns = [message for message in chat.messages if message["role"] == ASSISTANT]
-        if len(trained) != len(turns):
-            return f"{len(turns)} assistant turns, {len(trained)} runs of trained tokens"
-        for (ids, earlier), message in zip(trained, turns, strict=True):
-            problem = self.find_problem_of_turn(ids, earlier, message)
-            if problem is not None:
-                return problem
-            if not self.ends_with_special_token(ids) and not self.stops.may_be_missing:
-                if message is not chat.messages[-1] or len(self.stops.known) < 2:
-                    return f"{self.decode(ids)!r} is trained, which does not end with a special token"
-                notes.append(
-                    "the chat template writes no end-of-turn token after a conversation's last turn, so stopping is"
-                    " trained only where another turn follows"
-                )
-            if squeeze(message["content"]) not in squeeze(self.decode(ids)):
-                notes.append(
-                    "the generation prompt's end is one token with the beginning of some answers: that token is not"
-                    " trained"
-                )
-        return None
-
-    def ends_with_special_token(self, ids: list[int]) -> bool:
-        *_, stop = self.stops.special.findall(self.decode(ids)) or [""]
-        return bool(stop) and ids[-1] == self.tokenizer.convert_tokens_to_ids(stop)
-
-    def find_problem_of_turn(self, ids: list[int], earlier: list[int], message: Message) -> str | None:
-        """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""
-        decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
-        call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
-        for text in (message["content"], call):
-            if squeeze(text) not in squeeze(with_one_before):  # the prompt's last space can be in the first token
-                return f"{decoded!r} is trained instead of {text!r} and the end-of-turn token"
-        others = [QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]]
-        for text in others:
-            if squeeze(text) in squeeze(decoded):
-                return f"{decoded!r} is trained, which is not all the assistant's"
-        return None
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        notes = self.make_checker().check(name)
+        if not self.stops.may_be_missing:
+            return notes
+        if all(turn.has_stop for skeleton in self.skeletons.values() for turn in skeleton.turns):
+            raise ValueError(f"--allow-missing-stop-token has no effect: {name} writes a stop token")
+        return [MISSING_STOP_TOKEN, *notes]
 
 
-def make_shape(chat: Chat) -> Shape:
+def prepare_chat(chat: Chat) -> PreparedChat:
     """Raises ValueError for a chat whose fields for masking say what cannot be done."""
     messages, weights = [], []
     for number, message in enumerate(chat.messages, start=1):
@@ -596,11 +371,7 @@ def make_shape(chat: Chat) -> Shape:
     if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
         raise ValueError("'tools' contain what looks like a placeholder used for masking")
     is_plain = all(len(message) == 2 and is_text(message.get("content")) for message in messages)
-    return Shape(messages, weights, chat.tools, is_plain)
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+    return PreparedChat(messages, weights, chat.tools, is_plain)
 
 
 def read_weight(message: Message, by_default: bool) -> float:
@@ -618,15 +389,13 @@ def read_weight(message: Message, by_default: bool) -> float:
     return float(weight)
 
 
-def prepare_messages(messages: Sequence[Message]) -> list[Message]:
-    """As `apply_chat_template` does, of late: templates see missing fields, not nulls, and reasoning whatever it is
-    called, since gpt-oss reads "thinking" and others "reasoning_content"."""
-    prepared = []
-    for message in messages:
-        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        prepared.append({key: value for key, value in named.items() if value is not None})
-    return prepared
+def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Message]) -> None:
+    num_turns = sum(message["role"] == ASSISTANT for message in messages)
+    if len(marked) != num_turns:
+        raise ValueError(
+            f"the chat template marks {len(marked)} passages as generated where the assistant has"
+            f" {num_turns} turns; without its {{% generation %}} markers it may be usable"
+        )
 
 
 def locate_text(row: Completion | Document) -> Located:
@@ -641,71 +410,6 @@ def text_of(found: Located | ValueError) -> str | ValueError:
     return found if isinstance(found, ValueError) else found.text
 
 
-def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
-    """Runs from passages: a token is trained if its first character is in one.
-
-    A token that began before a passage is not trained: it holds text of the prompt, so after the prompt the model
-    never has to say it. One that begins inside and reaches out is: a stop token that takes the line break with it.
-    Tokens that share one character (the bytes of an emoji) begin at the same place, so they are trained together,
-    and a space mark that the tokenizer adds to a word begins where the word does. Where tokens end is not looked
-    at, because some tokenizers report empty ranges. With `eos_token_id`, that token is the last one, once, and
-    trained with the last passage.
-    """
-    input_ids, num_tokens = encoding.ids, len(encoding)
-    if eos_token_id is not None:
-        num_tokens -= input_ids[-1:] == [eos_token_id]
-        input_ids = [*input_ids[:num_tokens], eos_token_id]
-    runs = []
-    for passage in located.passages:
-        first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
-        end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
-        if first < end:
-            runs.append(Run(first, end, passage.role, passage.weight))
-    return TokenizedChat(input_ids, runs, located.is_weighted)
-
-
-def find_token(encoding: Any, at: int, num_tokens: int) -> int:
-    """The first of the tokens that begins at character `at` or later.
-
-    Looks around the token that has the character; building the list of all offsets takes much longer.
-    """
-    if isinstance(encoding, ByteEncoding):
-        token = encoding.find_start(at)
-        if token is not None:
-            return min(token, num_tokens)
-        encoding = encoding.slow
-    token = encoding.char_to_token(at)
-    if token is None:  # a character that no token has
-        return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
-    while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
-        token -= 1
-    while token < num_tokens and encoding.token_to_chars(token)[0] < at:
-        token += 1
-    return token
-
-
-def split_runs(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
-    """Runs of token ids that are trained, or not: (ids, are they trained)."""
-    pairs = zip(input_ids, labels, strict=True)
-    runs = groupby(pairs, key=lambda pair: pair[1] != IGNORED)
-    return [([token for token, _ in run], is_trained) for is_trained, run in runs]
-
-
-def find_stops(tokenizer: Any, stop_token_ids: Sequence[int]) -> Stops:
-    """The tokenizer's special tokens (of two that begin alike, the longer is found) and those that end generation."""
-    added = tokenizer.added_tokens_decoder
-    known = {tokenizer.eos_token, *(added[id].content for id in stop_token_ids if id in added)} - {None}
-    special = {token.content for token in added.values() if token.special} | known
-    longest_first = sorted(special, key=lambda token: (-len(token), token))
-    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
-    return Stops(pattern, frozenset(known))
-
-
-def squeeze(text: str) -> str:
-    """Without whitespace, which decoders add and drop."""
-    return "".join(text.split())
-
-
 def check_unicode(text: str) -> str:
     """`text`, which can be written as UTF-8."""
     try:
@@ -713,14 +417,3 @@ def check_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"contains half a character: the lone surrogate {text[error.start]!r}") from None
     return text
-
-
-def attempt(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:
-    """function(value, *args, **options), or the ValueError that it raised or that an argument already is."""
-    for argument in (value, *args):
-        if isinstance(argument, ValueError):
-            return argument
-    try:
-        return function(value, *args, **options)
-    except ValueError as error:
-        return error

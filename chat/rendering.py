@@ -1,4 +1,4 @@
-"""Limits for chat templates, which are other people's programs: their errors, time and memory.
+"""What chat templates are given, and limits for them, which are other people's programs: errors, time, memory.
 
 transformers runs them in jinja's sandbox, which keeps them from files and processes, but not from running for ever.
 """
@@ -8,12 +8,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from chat.examples import Message
+from chat.placeholders import REASONING_KEYS
 
 RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
 RENDER_BYTES = 4 << 30  # of memory, for trying a template
+LONGEST_REASON = 400  # characters of an error that are told
 TOO_MUCH_MEMORY = 3  # exit code
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -75,3 +82,31 @@ def check_in_child(function: Callable[[], object]) -> None:
         raise ValueError(f"needs more than {RENDER_BYTES >> 30} GiB")
     if child.exitcode != 0:
         raise ValueError(f"ends its process with code {child.exitcode}")
+
+
+def prepare_messages(messages: Sequence[Message]) -> list[Message]:
+    """As `apply_chat_template` does, of late: templates see missing fields, not nulls, and reasoning whatever it is
+    called, since gpt-oss reads "thinking" and others "reasoning_content"."""
+    prepared = []
+    for message in messages:
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        prepared.append({key: value for key, value in named.items() if value is not None})
+    return prepared
+
+
+def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:
+    """function(value, *args, **options), or the ValueError that it raised or that an argument already is."""
+    for argument in (value, *args):
+        if isinstance(argument, ValueError):
+            return argument
+    try:
+        return function(value, *args, **options)
+    except ValueError as error:
+        return error
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, on one line and not too long: templates and libraries can say pages."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corpus.formats import one_line
+from chat.rendering import one_line
 
 
 @dataclass(frozen=True)

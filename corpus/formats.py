@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
+from chat.placeholders import is_text_part
 from corpus.files import MAX_ROW_BYTES, Chunk, Encoding, Row, TooLong, iterate_rows
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,7 +25,6 @@ SHAREGPT_ROLES = {
     "assistant": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
     "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
-LONGEST_REASON = 400  # characters
 
 Fields = dict[str, Any]
 Example = Chat | Completion | Document
@@ -229,10 +229,19 @@ def check_message(message: Any, number: int) -> None:
     if calls and role != "assistant":
         raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
     may_be_empty = bool(calls) or role == "tool"
-    if not (isinstance(content, str) or (content is None and calls)) or not (may_be_empty or content.strip()):
+    text = join_parts(content, where) if isinstance(content, list) else content
+    if not (isinstance(text, str) or (text is None and calls)) or not (may_be_empty or text.strip()):
         raise ValueError(f"{where} has the content {quote(content)}, expected text")
     if message.get("function_call") is not None:
         raise ValueError(f"{where} has 'function_call', which is not supported: write it as 'tool_calls'")
+
+
+def join_parts(content: list[Any], where: str) -> str:
+    """The text of a content in OpenAI's format, [{"type": "text", "text": ...}, ...]. Templates take the list."""
+    for part in content:
+        if not is_text_part(part):
+            raise ValueError(f"{where} has the content part {quote(part)}, expected {{'type': 'text', 'text': ...}}")
+    return "".join(part["text"] for part in content)
 
 
 def read_tools(row: Fields) -> list[Fields] | None:
@@ -286,9 +295,3 @@ def require_one_text(row: Fields, *keys: str) -> str:
 def quote(value: Any) -> str:
     """A value as it is shown in a message: on one line, and short."""
     return "missing or null" if value is None else reprlib.repr(value)
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, on one line and not too long: templates and libraries can say pages."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."

@@ -1,7 +1,4 @@
-"""What a run leaves on disk: checkpoints, from which it goes on exactly, and exports, ordinary Hugging Face models.
-
-Both are written aside, and renamed when they are whole. Checkpoints may be read by another number of ranks.
-"""
+"""Checkpoints, from which a run goes on exactly: written aside by all ranks, verified, read by any number of them."""
 
 import re
 import shutil

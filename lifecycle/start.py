@@ -95,6 +95,7 @@ class RunInputs:
             data=self.data,
             data_source=self.sidecar and self.sidecar.get("source"),
             tokenizer=self.tokenizer,
+            method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if ends else None,
         )
@@ -162,9 +163,28 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     )
     inputs.tokenizer, config.vocab_size = found or (None, config.vocab_size)
     inputs.data.vocab_size = config.vocab_size
-    if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
-        # The data's chat template decides what a turn ends with.
-        config.eos_token_id = inputs.generation_config.eos_token_id = sidecar["stop_token_id"]
+    if inputs.tokenizer is not None and sidecar is not None and sidecar.get("stop_token_id") is not None:
+        replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template is not the model's
+        end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
+
+
+def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> None:
+    """Makes the token that ends the data's turns one that ends generation: the first, and with `replaces` the only one.
+
+    What the model was published with may name others alone, and generate() would run on past every turn's end.
+    """
+    for config in (inputs.config, inputs.generation_config):
+        known = config.eos_token_id
+        known = known if isinstance(known, list) else [] if known is None else [known]
+        if replaces:
+            config.eos_token_id = stop_token_id
+        elif stop_token_id not in known:
+            config.eos_token_id = [stop_token_id, *known] if known else stop_token_id
+            if config is inputs.generation_config:
+                token = inputs.tokenizer.convert_ids_to_tokens(stop_token_id)
+                log.info(
+                    f"exports: generation ends with {token!r}, too, which ends the data's turns (id {stop_token_id})"
+                )
 
 
 def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
@@ -187,6 +207,8 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) 
         inputs.warnings.append(
             f"--batch-size {batch_size} is smaller than the {world_size} ranks: some have nothing to do"
         )
+    if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
+        inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
     if num_steps is not None and num_warmup_steps >= num_steps:
         inputs.warnings.append(
             f"--num-warmup-steps {num_warmup_steps}: the run of {num_steps} steps ends before its peak learning rate"

@@ -24,7 +24,7 @@ from chat.masking import (
     fingerprint_chat_template,
     fingerprint_tokenizer,
     load_stop_token_ids,
-    split_runs,
+    split_by_training,
 )
 
 # Llama 3: begin-of-text, headers in special tokens, contents trimmed.
@@ -108,7 +108,7 @@ def mask_one(masker: ChatMasker, messages: list[dict], *, unmask: bool = False) 
 
 def trained_texts(masker: ChatMasker, messages: list[dict], *, unmask: bool = False) -> list[str]:
     masked = mask_one(masker, messages, unmask=unmask)
-    runs = split_runs(masked.input_ids, masked.labels)
+    runs = split_by_training(masked.input_ids, masked.labels)
     return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
 
 
@@ -214,7 +214,7 @@ def test_phi3_end_of_text_is_not_the_stop_token(base_tokenizer):
     masker = with_template(base_tokenizer, PHI3_TEMPLATE)
     masked = mask_one(masker, [QUESTION, ANSWER, QUESTION, ANSWER])
     stop = masker.tokenizer.convert_tokens_to_ids("<|end|>")
-    runs = [ids for ids, is_trained in split_runs(masked.input_ids, masked.labels) if is_trained]
+    runs = [ids for ids, is_trained in split_by_training(masked.input_ids, masked.labels) if is_trained]
     assert [ids[-1] for ids in runs] == [stop, stop]
     assert [masker.tokenizer.decode(ids[:-1]) for ids in runs] == ["Five.", "Five."]
 
@@ -388,7 +388,7 @@ def test_messages_can_be_left_out_or_weighted(base_tokenizer):
     bare = [{key: value for key, value in message.items() if key in ("role", "content")} for message in messages]
     plain = mask_one(masker, bare)
     assert masked.input_ids == plain.input_ids and plain.loss_weights is None
-    runs = split_runs(masked.input_ids, masked.labels)
+    runs = split_by_training(masked.input_ids, masked.labels)
     texts = [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
     assert texts == ["How many?<|im_end|>", "Six.<|im_end|>", "Five.<|im_end|>"]
     weights = [weight for weight, label in zip(masked.loss_weights, masked.labels, strict=True) if label != IGNORED]
@@ -434,7 +434,7 @@ def test_completions_train_what_follows_the_prompt_and_one_eos(base_tokenizer, c
     eos = base_tokenizer.eos_token
     whole = base_tokenizer("How many?" + completion)["input_ids"]
     assert masked.input_ids == (whole if completion.endswith(eos) else [*whole, base_tokenizer.eos_token_id])
-    (first, untrained), (ids, trained) = split_runs(masked.input_ids, masked.labels)
+    (first, untrained), (ids, trained) = split_by_training(masked.input_ids, masked.labels)
     assert (untrained, trained) == (False, True)
     assert base_tokenizer.decode(first) == "How many?"
     assert base_tokenizer.decode(ids) == completion.removesuffix(eos) + eos
@@ -611,7 +611,7 @@ def trained_with_tools(masker: ChatMasker, messages: list[dict]) -> list[str]:
         raise masked
     expected = masker.tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=True)["input_ids"]
     assert masked.input_ids == expected
-    runs = split_runs(masked.input_ids, masked.labels)
+    runs = split_by_training(masked.input_ids, masked.labels)
     return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
 
 

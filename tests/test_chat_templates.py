@@ -19,7 +19,7 @@ from make_tiny_model import CHATML_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chat.masking import Chat, ChatMasker, split_runs
+from chat.masking import Chat, ChatMasker, split_by_training
 
 HERE = Path(__file__).parent / "chat_templates"
 TRL = find_spec("trl")
@@ -211,21 +211,6 @@ NANO = {
     "consecutive": [f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
     "user last": [f"</think>Five.{IM_END}"],
 }
-NANO_MARKED = {
-    "one turn": [f"<think></think>Five.{IM_END}"],
-    "several": [f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
-    "system": [f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
-    "spaces": [f"<think></think> \n Five.{IM_END}"],
-    "reasoning": [f"<think></think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
-    "<think>": [f"<think></think>\n\nFive.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
-    "tools": [
-        f"<think></think>\n{XML_CALL}\n{IM_END}",
-        f"<think></think>Five.{IM_END}",
-        f"<think></think>Six.{IM_END}",
-    ],
-    "consecutive": [f"<think></think>Five.{IM_END}", f"<think></think>Six.{IM_END}"],
-    "user last": [f"<think></think>Five.{IM_END}"],
-}
 GLM_FIVE, GLM_SIX = "\n<think></think>\nFive.", "\n<think></think>\nSix."
 GLM_MOE = {  # the last turn has no stop token: the next turn's role is the stop token
     "one turn": [GLM_FIVE],
@@ -388,7 +373,7 @@ FAMILIES = {
     "Qwen 3, marked": Family("trl:qwen3_training", trained=QWEN3_MARKED, **CHATML),
     "gpt-oss, marked": Family("trl:gptoss_training", trained=GPT_OSS, **OSS),
     "GLM 4 MoE, marked": Family("trl:glm4moe_training", trained=GLM_MARKED, **GLM),
-    "Nemotron 3 Nano, marked": Family("trl:nemotron_3_nano_training", trained=NANO_MARKED, **CHATML),
+    "Nemotron 3 Nano, marked": Family("trl:nemotron_3_nano_training", trained=NANO, **CHATML),
     "LFM 2.5, marked": Family(
         "trl:lfm2_2_5",
         trained=plain(
@@ -451,7 +436,7 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
     named = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
     expected = masker.tokenizer.apply_chat_template(named, tools=tools, return_dict=True)
     assert masked.input_ids == expected["input_ids"]
-    runs = split_runs(masked.input_ids, masked.labels)
+    runs = split_by_training(masked.input_ids, masked.labels)
     return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
 
 
@@ -566,7 +551,7 @@ def test_any_contents(name, data):
         text.replace(old, content.strip() if trims else content)
         for text, old, content in zip(family.trained["several"], ("Five.", "Six."), (answer, last), strict=True)
     ]
-    runs = split_runs(masked.input_ids, masked.labels)
+    runs = split_by_training(masked.input_ids, masked.labels)
     decode = masker.tokenizer.decode
     for (prompt, _), (ids, is_trained), text in zip(runs[::2], runs[1::2], expected, strict=False):
         assert is_trained and len(runs) // 2 == len(expected)

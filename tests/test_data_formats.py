@@ -99,7 +99,10 @@ HOSTILE = [
     (b'{"messages": [{"role": "user", "content": null}]}', "missing or null"),
     (b'{"messages": [{"role": "user", "content": " \\n"}]}', "expected text"),
     (b'{"messages": [{"role": "user", "content": 5}]}', "the content 5, expected text"),
-    (b'{"messages": [{"role": "user", "content": ["a"]}]}', "expected text"),
+    (b'{"messages": [{"role": "user", "content": ["a"]}]}', "has the content part 'a', expected {'type': 'text'"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "the content part {'type': 'image'}"),
+    (b'{"messages": [{"role": "user", "content": []}]}', "the content [], expected text"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}', "expected text"),
     (b'{"messages": [{"role": "user", "content": "a"}, {"role": "pretrain", "content": "a"}]}', "single message"),
     (b'{"messages": [{"role": "pretrain", "content": 1}]}', "message 1 (pretrain): 'content' is 1, expected text"),
     (b'{"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}', "expected a list of objects"),
@@ -286,6 +289,12 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
+
+
+def test_elements_of_many_strings_and_strings_of_many_escapes(tmp_path):
+    values = [["a"] * 1000, '\\"[{,\n' * 1000, "a", {"a" * i: "]" for i in range(300)}]
+    (tmp_path / "in.json").write_text(json.dumps(values, indent=0))
+    assert [json.loads(value) for _, value in read_values(tmp_path / "in.json")] == values
 
 
 @given(st.lists(JSON, min_size=1), st.sampled_from([None, 1]), st.booleans(), st.integers(1, 50))

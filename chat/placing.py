@@ -1,0 +1,309 @@
+"""The rule of masks: what the assistant said stands in its turn, all of it, and what others said stands outside.
+
+Leaves have placeholders, so a skeleton shows where they are. Keys and constants of calls' arguments are found by
+changing them. What stands elsewhere, or is not written, refuses the conversation.
+"""
+
+import json
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from chat.examples import ASSISTANT, Message
+from chat.placeholders import (
+    ANOTHER_TEXT,
+    MAX_NUM_LEAVES,
+    PLACEHOLDER,
+    Outline,
+    has_calls,
+    list_constants,
+    mark_keys,
+    split_at_placeholders,
+)
+from chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
+from chat.turns import Stops
+
+LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")
+
+
+def check_rest(outline: Outline, stops: Stops) -> None:
+    """Refuses what is no leaf, and yet looks like one or like a token that ends a turn."""
+    counts = Counter(int(a or b) for a, b in PLACEHOLDER.findall(outline.text))
+    if len(counts) != len(outline.leaves) or any(
+        counts[i] != 1 for i in range(len(outline.leaves)) if not outline.is_echoed(i)
+    ):
+        raise ValueError("contains what looks like a placeholder used for masking")
+    calls = [message["tool_calls"] for message in outline.messages if message.get("tool_calls")]
+    if calls and (found := stops.special.search(json.dumps(calls, ensure_ascii=False, default=repr))):
+        raise ValueError(f"has the special token {found[0]!r} in the name of a tool or argument")
+    if calls and ANOTHER_TEXT in outline.text:
+        raise ValueError("contains what looks like a text used for masking")
+
+
+def check_completeness(outline: Outline, order: list[int], render: Render) -> list[tuple[int, int]]:
+    """Refuses a template that repeats what is said, or leaves out what it would not leave out of the last turn.
+    Returns the names of calls that are only written as a part of the call's id, with that id."""
+    counts, cuts = Counter(order), {}
+    named_by_id = []
+    for i, leaf in enumerate(outline.leaves):
+        count, message = counts[i], outline.messages[leaf.message]
+        if leaf.kind == "id" or (leaf.kind == "reasoning" and count == 0):
+            continue
+        if leaf.kind == "name":
+            if message["role"] == ASSISTANT and count == 0:
+                named_by_id.append((i, find_id(outline, i, counts)))
+            continue
+        is_earlier = message["role"] == ASSISTANT and leaf.message < len(outline.messages) - 1
+        if count == 0 and is_earlier and leaf.kind == "content":  # of earlier turns some need not be remembered
+            if leaf.message not in cuts:
+                cuts[leaf.message] = Counter(
+                    split_at_placeholders(render([outline.messages[: leaf.message + 1]])[0])[0]
+                )
+            count = cuts[leaf.message][i]
+        if count != 1:
+            raise not_written(outline, i, count)
+    for i, message in enumerate(outline.messages):
+        if has_calls(message) and not all(has_name(call) for call in message["tool_calls"]):
+            raise ValueError(f"message {i + 1} ({message['role']}) has a tool call without a name")
+    return named_by_id
+
+
+def not_written(outline: Outline, leaf: int, count: int) -> ValueError:
+    kind, message = outline.leaves[leaf].kind, outline.leaves[leaf].message
+    what = "tool calls" if kind in ("argument", "number", "name") else kind
+    role = outline.messages[message]["role"]
+    return ValueError(f"the chat template writes the {what} of message {message + 1} ({role}) {count} times, not once")
+
+
+def has_name(call: Any) -> bool:
+    return isinstance(call, dict) and ("name" in call or has_name(call.get("function")))
+
+
+def find_id(outline: Outline, name: int, counts: Counter[int]) -> int:
+    """The id of the call with this name, which is written, and can have the name in it."""
+    call = outline.leaves[name].call
+    ids = [i for i, leaf in enumerate(outline.leaves) if leaf.kind == "id" and leaf.call == call and counts[i]]
+    if not ids:
+        raise not_written(outline, name, 0)
+    return ids[0]
+
+
+def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> None:
+    """Refuses calls whose names are not in their ids, where the template writes nothing but the ids."""
+    for name, id in skeleton.named_by_id:
+        if values[name] not in values[id]:
+            raise ValueError(
+                f"the chat template writes the id of a call of message {outline.leaves[name].message + 1}, which is"
+                f" {values[id]!r}, in place of its name {values[name]!r}: use ids that contain the name, such as"
+                f" 'functions.{values[name]}:0'"
+            )
+
+
+def check_places(outline: Outline, skeleton: Skeleton) -> None:
+    """Refuses a skeleton in which somebody's words stand in another's turn, or the assistant's outside of its own."""
+    turns = sorted(skeleton.turns, key=lambda turn: turn.start)
+    starts = [turn.start[0] for turn in turns]
+    placed = set()
+    for k, slot in enumerate(skeleton.slots):
+        leaf, at = outline.leaves[slot.leaf], bisect_right(starts, k) - 1
+        turn = turns[at] if at >= 0 and turns[at].covers(k) else None
+        role = outline.messages[leaf.message]["role"]
+        if turn is not None and turn.message != leaf.message:
+            raise ValueError(
+                f"the chat template writes the {leaf.kind} of message {leaf.message + 1} ({role}) within the turn of"
+                f" message {turn.message + 1}"
+            )
+        if turn is None and role == ASSISTANT and not outline.is_echoed(slot.leaf):
+            raise ValueError(
+                f"the chat template writes the {leaf.kind} of message {leaf.message + 1} outside of its turn"
+            )
+        if turn is not None:
+            placed.add(slot.leaf)
+        is_list = isinstance(outline.messages[leaf.message].get("content"), list) and leaf.kind == "content"
+        if is_list and LIST_AS_IT_STANDS.search(skeleton.literals[k]):
+            raise ValueError(
+                f"the chat template knows no contents that are lists of parts, and writes that of message"
+                f" {leaf.message + 1} as it stands: write the content as text"
+            )
+    by_id = dict(skeleton.named_by_id)
+    for i, leaf in enumerate(outline.leaves):
+        if leaf.kind == "name" and outline.is_assistants(i) and by_id.get(i, i) not in placed:
+            raise ValueError(
+                f"the chat template writes the name of a call of message {leaf.message + 1} elsewhere only"
+            )
+
+
+@dataclass
+class PlaceMemory:
+    """The messages with calls, as they stand in outlines, and what the template writes for them, whose keys and
+    constants are known to be where they should be."""
+
+    known: set[tuple[str, ...]] = field(default_factory=set)
+
+    def check_arguments(self, outline: Outline, skeleton: Skeleton, render: Render, text: str) -> None:
+        """Refuses a conversation in whose calls a key or a constant is not written, or not in the message's turn.
+        `text` is the outline's rendering."""
+        turns: dict[int, list[Turn]] = {}
+        for turn in skeleton.turns:
+            turns.setdefault(turn.message, []).append(turn)
+        forms = {
+            i: (describe_message(message), *(part for turn in turns[i] for part in list_literals(skeleton, turn)))
+            for i, message in enumerate(outline.messages)
+            if has_calls(message) and i in turns
+        }
+        new = {i for i, form in forms.items() if form not in self.known}
+        if not new:
+            return
+        prober = ArgumentProber(outline, render, text, find_bounds(skeleton, text))
+        prober.check_keys(new)
+        prober.check_constants(new)
+        if len(self.known) > MAX_NUM_REMEMBERED:
+            self.known.clear()
+        self.known.update(forms[i] for i in new)
+
+
+def describe_message(message: Message) -> str:
+    """The message with placeholders that say nothing of its place in the conversation."""
+    return PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", repr(message))
+
+
+def list_literals(skeleton: Skeleton, turn: Turn) -> list[str]:
+    (first, start), (last, end) = turn.start, turn.end
+    literals = skeleton.literals[first : last + 1]
+    literals[-1] = literals[-1][:end]
+    literals[0] = literals[0][start:]
+    return literals
+
+
+def find_bounds(skeleton: Skeleton, text: str) -> list[tuple[int, int, int]]:
+    """Of each turn: (start, end, message), as characters of `text`, the outline's rendering."""
+    starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
+    return sorted(
+        (starts[turn.start[0]] + turn.start[1], starts[turn.end[0]] + turn.end[1], turn.message)
+        for turn in skeleton.turns
+    )
+
+
+@dataclass(frozen=True)
+class ArgumentProber:
+    """Changes keys and constants of an outline, and looks at what changes in its rendering, `text`. `bounds`: of the
+    turns in it."""
+
+    outline: Outline
+    render: Render
+    text: str
+    bounds: list[tuple[int, int, int]]
+
+    def find_owner(self, start: int, end: int) -> int | None:
+        """The message in whose turn the characters stand."""
+        at = bisect_right(self.bounds, (start, len(self.text) + 1, 0)) - 1
+        if at < 0 or end > self.bounds[at][1]:
+            return None
+        return self.bounds[at][2]
+
+    def render_with(self, changed: dict[int, Message]) -> str | ValueError:
+        messages = [changed.get(i, message) for i, message in enumerate(self.outline.messages)]
+        try:
+            return self.render([messages])[0]
+        except ValueError as error:
+            return ValueError(f"a call of message {min(changed) + 1} cannot be tried with other arguments: {error}")
+
+    def check_keys(self, messages: Iterable[int]) -> None:
+        """All at once, or, if that does not work, the messages one by one."""
+        marked, first = {}, len(self.outline.leaves)
+        owners: list[tuple[int, str]] = []
+        for i in messages:
+            changed, keys = mark_keys(self.outline.messages[i], first + len(owners))
+            if keys:
+                marked[i] = changed
+                owners += [(i, key) for key in keys]
+        if not marked:
+            return
+        if first + len(owners) > MAX_NUM_LEAVES:
+            raise ValueError(f"has more than {MAX_NUM_LEAVES:,} texts and arguments to be told apart")
+        problem = self.find_problem_of_keys(marked, first, owners)
+        if problem is not None and len(marked) > 1:
+            for i in marked:
+                self.check_keys([i])
+        elif problem is not None:
+            raise problem
+
+    def find_problem_of_keys(
+        self, marked: dict[int, Message], first: int, owners: list[tuple[int, str]]
+    ) -> ValueError | None:
+        rendered = self.render_with(marked)
+        if isinstance(rendered, ValueError):
+            return rendered
+        unmarked, places, at, removed = [], {}, 0, 0
+        for match in PLACEHOLDER.finditer(rendered):
+            number = int(match[1] or match[2])
+            if first <= number < first + len(owners):
+                unmarked.append(rendered[at : match.start()])
+                places.setdefault(number - first, []).append(match.start() - removed)
+                removed += match.end() - match.start()
+                at = match.end()
+        if "".join([*unmarked, rendered[at:]]) != self.text:
+            return ValueError(
+                f"the chat template writes the call of message {min(marked) + 1} otherwise for other keys"
+            )
+        for number, (i, key) in enumerate(owners):
+            problem = self.judge(i, f"the key {key!r}", [(place, place + 1) for place in places.get(number, [])])
+            if problem is not None:
+                return problem
+        return None
+
+    def judge(self, message: int, what: str, places: list[tuple[int, int]]) -> ValueError | None:
+        if not places:
+            return ValueError(f"the chat template leaves {what} out of a call of message {message + 1}")
+        if any(self.find_owner(*place) != message for place in places):
+            return ValueError(f"the chat template writes {what} of a call of message {message + 1} outside of its turn")
+        return None
+
+    def check_constants(self, messages: Iterable[int]) -> None:
+        """One of each message at a time; where that does not work, each alone."""
+        by_message = [[(i, *constant) for constant in list_constants(self.outline.messages[i])] for i in messages]
+        for round in zip_longest(*by_message):
+            changes = [change for change in round if change is not None]
+            if changes and self.find_problem_of_constants(changes) is not None:
+                for change in changes:
+                    problem = self.find_problem_of_constants([change])
+                    if problem is not None:
+                        raise problem
+
+    def find_problem_of_constants(self, changes: list[tuple[int, Any, Message]]) -> ValueError | None:
+        rendered = self.render_with({i: message for i, _, message in changes})
+        if isinstance(rendered, ValueError):
+            return rendered
+        places = find_differences(self.text, rendered)
+        if places is None:
+            which = f"message {changes[0][0] + 1}"
+            return ValueError(f"the chat template writes a call of {which} otherwise where its arguments differ")
+        for i, value, _ in changes:
+            own = [place for place in places if len(changes) == 1 or self.find_owner(*place) == i]
+            problem = self.judge(i, f"the argument {json.dumps(value)}", own)
+            if problem is not None:
+                return problem
+        others = {i for i, _, _ in changes}
+        if any(self.find_owner(*place) not in others for place in places):
+            return ValueError("the chat template writes an argument of a call outside of its turn")
+        return None
+
+
+def find_differences(text: str, other: str) -> list[tuple[int, int]] | None:
+    """The parts [start, end) of `text` that differ in `other`: of each literal one; None where placeholders differ."""
+    order, literals = split_at_placeholders(text)
+    other_order, other_literals = split_at_placeholders(other)
+    if order != other_order:
+        return None
+    starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
+    places = []
+    for start, literal, changed in zip(starts, literals, other_literals, strict=True):
+        if literal != changed:
+            first = common_length(literal, changed)
+            same = common_length(literal[first:][::-1], changed[first:][::-1])
+            places.append((start + first, start + len(literal) - same))
+    return places

@@ -1,0 +1,164 @@
+"""Tries a chat template on known conversations before any row is read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from chat.examples import ASSISTANT, Chat, Message
+from chat.rendering import catch_error, check_in_child, prepare_messages
+from chat.skeletons import Render
+from chat.token_spans import TokenizedChat, split_by_training
+from chat.turns import Stops
+
+MISSING_STOP_TOKEN = (
+    "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
+    " trained (--allow-missing-stop-token)"
+)
+QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}
+MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHT = {**ANSWER, "reasoning_content": "Two and two make four."}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds numbers.",
+        "parameters": {"type": "object", "properties": {"terms": {"type": "string", "description": "Which."}}},
+    },
+}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"terms": "2, 2"}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "sum: 4", "tool_call_id": "call00001", "name": "add"}
+
+PROBES = [
+    Chat([QUESTION, ANSWER]),
+    Chat([QUESTION, ANSWER, *MORE]),
+    Chat([SYSTEM, QUESTION, ANSWER]),
+    Chat([QUESTION, THOUGHT]),
+    Chat([QUESTION, THOUGHT, *MORE]),
+    Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
+]
+NUM_REQUIRED_PROBES = 2  # the others a template can refuse
+
+
+@dataclass(frozen=True)
+class TemplateChecker:
+    """Masks known conversations and judges the tokens, without a look at skeletons and offsets."""
+
+    tokenizer: Any
+    stops: Stops
+    mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
+    render: Render
+    notes: list[str] = field(default_factory=list)
+
+    def check(self, name: str) -> list[str]:
+        """Raises ValueError, with the template's name, if it cannot be masked with certainty. Returns what there is to
+        know about it if it can."""
+        try:
+            check_in_child(self.render_probes)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be used: {error}") from None
+        for number, chat in enumerate(self.choose_probes()):
+            (tokenized,) = self.mask([chat])
+            if isinstance(tokenized, ValueError):
+                problem = str(tokenized) if number < NUM_REQUIRED_PROBES else None
+            else:
+                problem = self.find_problem(tokenized, chat)
+            if problem is not None:
+                raise ValueError(f"{name} cannot be used: {problem}; tried with {chat.messages}")
+        return list(dict.fromkeys(self.notes))
+
+    def choose_probes(self) -> list[Chat]:
+        """With tools if the template fails without, or with lists of parts for contents if it fails on texts."""
+        (plain,) = self.mask(PROBES[:1])
+        if not isinstance(plain, ValueError):
+            return PROBES
+        with_tools = [replace(chat, tools=[TOOL]) for chat in PROBES]
+        in_parts = [replace(chat, messages=[as_parts(message) for message in chat.messages]) for chat in PROBES]
+        for probes, what in ((with_tools, "with tools"), (in_parts, "with contents that are lists of parts")):
+            if not isinstance(self.mask(probes[:1])[0], ValueError):
+                self.notes.append(f"the chat template works only {what}, and refuses other rows: {plain}")
+                return probes
+        return PROBES
+
+    def find_stop_token(self) -> int | None:
+        """The token at which generation has to stop: what ends a conversation's last turn, or, if nothing does, an
+        earlier turn."""
+        (tokenized,) = self.mask([self.choose_probes()[1]])
+        if isinstance(tokenized, ValueError):
+            return None
+        stretches = split_by_training(tokenized.input_ids, tokenized.labels)
+        ends = [ids for ids, is_trained in reversed(stretches) if is_trained and self.ends_with_special_token(ids)]
+        return ends[0][-1] if ends else None
+
+    def render_probes(self) -> None:
+        """Raises MemoryError if the template needs too much; other errors are left to be found again."""
+        for chat in PROBES:
+            error = catch_error(self.render, [chat.messages], tools=chat.tools)
+            if isinstance(error, ValueError) and isinstance(error.__context__, MemoryError):
+                raise error.__context__
+
+    def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
+        """What is wrong with a probe's token ids or labels. Adds to the notes what is as the template wants it, and
+        yet not as one would expect."""
+        messages = prepare_messages(chat.messages)
+        expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
+        if tokenized.input_ids != expected:
+            return "apply_chat_template gives other token ids"
+        stretches = split_by_training(tokenized.input_ids, tokenized.labels)
+        before = [[], *(ids for ids, _ in stretches)]
+        trained = [(ids, earlier) for earlier, (ids, is_trained) in zip(before, stretches, strict=False) if is_trained]
+        turns = [message for message in chat.messages if message["role"] == ASSISTANT]
+        if len(trained) != len(turns):
+            return f"{len(turns)} assistant turns, {len(trained)} stretches of trained tokens"
+        for (ids, earlier), message in zip(trained, turns, strict=True):
+            problem = self.find_problem_of_turn(ids, earlier, message)
+            if problem is not None:
+                return problem
+            if not self.ends_with_special_token(ids) and not self.stops.may_be_missing:
+                if message is not chat.messages[-1]:
+                    return f"{self.decode(ids)!r} is trained, which does not end with a special token"
+                self.notes.append(
+                    "the chat template writes no end-of-turn token after a conversation's last turn, so stopping is"
+                    " trained only where another turn follows"
+                )
+            if squeeze(read_content(message)) not in squeeze(self.decode(ids)):
+                self.notes.append(
+                    "the generation prompt's end is one token with the beginning of some answers: that token is not"
+                    " trained"
+                )
+        return None
+
+    def ends_with_special_token(self, ids: list[int]) -> bool:
+        *_, stop = self.stops.special.findall(self.decode(ids)) or [""]
+        return bool(stop) and ids[-1] == self.tokenizer.convert_tokens_to_ids(stop)
+
+    def find_problem_of_turn(self, ids: list[int], earlier: list[int], message: Message) -> str | None:
+        """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""
+        decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
+        call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
+        for text in (read_content(message), call):
+            if squeeze(text) not in squeeze(with_one_before):  # the prompt's last space can be in the first token
+                return f"{decoded!r} is trained instead of {text!r} and the end-of-turn token"
+        others = [QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]]
+        for text in others:
+            if squeeze(text) in squeeze(decoded):
+                return f"{decoded!r} is trained, which is not all the assistant's"
+        return None
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def as_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]} if message["content"] else message
+
+
+def read_content(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else content[0]["text"]
+
+
+def squeeze(text: str) -> str:
+    """Without whitespace, which decoders add and drop."""
+    return "".join(text.split())

@@ -1,0 +1,135 @@
+"""Which tokens of a row are trained: those that begin in the characters that are."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from chat.labels import IGNORED
+from chat.token_bytes import ByteEncoding
+
+
+@dataclass(frozen=True)
+class TrainedSpan:
+    """Tokens [start, end) of a row that are trained, whose they are, and how much they count."""
+
+    start: int
+    end: int
+    role: str
+    weight: float = 1.0
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens but the row's first, which nothing predicts."""
+        return self.end - max(self.start, 1)
+
+
+@dataclass(frozen=True)
+class TokenizedChat:
+    """Token ids, and which spans of them are trained, in order. `is_weighted`: a message of the row has a weight."""
+
+    input_ids: list[int]
+    spans: list[TrainedSpan]
+    is_weighted: bool = False
+
+    @property
+    def labels(self) -> list[int]:
+        """As many as tokens, unshifted, IGNORED where not trained."""
+        labels = [IGNORED] * len(self.input_ids)
+        for span in self.spans:
+            labels[span.start : span.end] = self.input_ids[span.start : span.end]
+        return labels
+
+    @property
+    def loss_weights(self) -> list[float] | None:
+        """One per token, 0 where not trained; None unless a message of the row has a weight."""
+        if not self.is_weighted:
+            return None
+        weights = [0.0] * len(self.input_ids)
+        for span in self.spans:
+            weights[span.start : span.end] = [span.weight] * (span.end - span.start)
+        return weights
+
+    @property
+    def num_loss_counted_tokens(self) -> int:
+        return sum(span.num_targets for span in self.spans)
+
+    @property
+    def num_trained_by_role(self) -> Counter[str]:
+        """Targets by who says them."""
+        counts: Counter[str] = Counter()
+        for span in self.spans:
+            counts[span.role] += span.num_targets
+        return +counts
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Characters [start, end) of a rendered row that are trained, whose they are, and how much they count."""
+
+    start: int
+    end: int
+    role: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Located:
+    """A rendered row and what of it is trained."""
+
+    text: str
+    passages: list[Passage]
+    is_weighted: bool = False
+
+
+def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
+    """Spans from passages: a token is trained if its first character is in one.
+
+    A token that began before a passage is not trained: it holds text of the prompt, so after the prompt the model
+    never has to say it. One that begins inside and reaches out is: a stop token that takes the line break with it.
+    Tokens that share one character (the bytes of an emoji) begin at the same place, so they are trained together,
+    and a space mark that the tokenizer adds to a word begins where the word does. Where tokens end is not looked
+    at, because some tokenizers report empty ranges. With `eos_token_id`, that token is the last one, once, and
+    trained with the last passage.
+    """
+    input_ids, num_tokens = encoding.ids, len(encoding)
+    if eos_token_id is not None:
+        num_tokens -= input_ids[-1:] == [eos_token_id]
+        input_ids = [*input_ids[:num_tokens], eos_token_id]
+    spans = []
+    for passage in located.passages:
+        first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
+        end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
+        if first < end:
+            spans.append(TrainedSpan(first, end, passage.role, passage.weight))
+    return TokenizedChat(input_ids, spans, located.is_weighted)
+
+
+def find_token(encoding: Any, at: int, num_tokens: int) -> int:
+    """The first of the tokens that begins at character `at` or later.
+
+    Looks around the token that has the character; building the list of all offsets takes much longer.
+    """
+    if isinstance(encoding, ByteEncoding):
+        token = encoding.find_start(at)
+        if token is not None:
+            return min(token, num_tokens)
+        encoding = encoding.slow
+    token = encoding.char_to_token(at)
+    if token is None:  # a character that no token has
+        return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
+    while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
+        token -= 1
+    while token < num_tokens and encoding.token_to_chars(token)[0] < at:
+        token += 1
+    return token
+
+
+def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
+    """Token ids that follow each other and are trained, or not: (ids, are they trained)."""
+    pairs = zip(input_ids, labels, strict=True)
+    stretches = groupby(pairs, key=lambda pair: pair[1] != IGNORED)
+    return [([token for token, _ in stretch], is_trained) for is_trained, stretch in stretches]

@@ -1,0 +1,130 @@
+"""What the pages say of files, names and counts is there; and so is what the SLURM script asks the program for."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lifecycle.metrics import StepMetrics
+from osft import OSFT
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")] + sorted(DOCS.glob("*.md"))
+ARCHITECTURE = DOCS / "architecture.md"
+THREE_SCREENS = 120  # lines
+# In backquotes, but no names of our modules: words of Python and torch, the package, columns of a data set.
+NO_NAMES = {"None", "auto", "pass", "requires_grad", "mini_trainer"}
+NO_NAMES |= {"input_ids", "labels", "len", "num_loss_counted_tokens", "loss_weights"}
+
+
+def list_files() -> set[str]:
+    done = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    return {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+def find_headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def find_broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = page if path == "" else page.parent / path
+        if "://" not in target and not (file.exists() and (not anchor or anchor in find_headings(file))):
+            broken.append(target)
+    return broken
+
+
+def find_missing_modules(text: str, files: set[str]) -> list[str]:
+    """Modules named in backquotes, by their path or by their name alone, that are not there."""
+    names = {name.rpartition("/")[2] for name in files}
+    named = set(re.findall(r"`([\w/]+\.(?:py|sbatch|yaml|toml))`", text))
+    return sorted(name for name in named if name not in (files if "/" in name else names))
+
+
+def find_defined_names(sources: list[str]) -> set[str]:
+    """Whatever a module names: functions, classes, parameters, variables, attributes and fields."""
+    names = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            names |= {getattr(node, key) for key in ("name", "id", "attr", "arg") if hasattr(node, key)}
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_modules_of_a_page_are_there(page):
+    text = page.read_text()
+    assert find_broken_links(page, text) == []
+    assert find_missing_modules(text, list_files()) == []
+
+
+def test_a_broken_link_and_a_missing_module_are_found():
+    page = DOCS / "README.md"
+    text = (
+        "[a](data.md) [b](data.md#files) [c](gone.md) [d](data.md#gone) [e](https://x.y/z) `osft.py` `gone.py` `a/b.py`"
+    )
+    assert find_broken_links(page, text) == ["gone.md", "data.md#gone"]
+    assert find_missing_modules(text, {"osft.py", "c/b.py"}) == ["a/b.py", "gone.py"]
+    assert find_defined_names(["class A:\n    b: int\n\n    def c(self, d): self.e = 'f'"]) == set("Abcde") | {
+        "self",
+        "int",
+    }
+
+
+@pytest.mark.parametrize("index", [DOCS / "README.md", ROOT / "README.md"], ids=["docs", "root"])
+def test_an_index_has_every_page(index):
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+\.md)\)", index.read_text())}
+    assert sorted(set(DOCS.glob("*.md")) - {DOCS / "README.md"} - linked) == []
+
+
+def test_every_name_in_the_architecture_exists():
+    text = re.sub(r"```.*?```", "", ARCHITECTURE.read_text(), flags=re.DOTALL)
+    sources = [(ROOT / name).read_text() for name in list_files() if name.endswith(".py") and "tests/" not in name]
+    named = set(re.findall(r"`([A-Za-z_]\w+)(?:\([^`]*\))?`", text)) - NO_NAMES
+    assert {"Method", "what_is_due", "open_inputs", "MicroBatch"} <= named
+    assert sorted(named - find_defined_names(sources)) == []
+
+
+def test_the_first_page_fits_three_screens():
+    num_lines = len((ROOT / "README.md").read_text().splitlines())
+    assert num_lines <= THREE_SCREENS, f"README.md has {num_lines} lines"
+
+
+def test_the_training_path_is_as_long_as_it_is_told():
+    section = ARCHITECTURE.read_text().split("## The training path")[1]
+    *rows, (total_files, total) = [
+        (line.split("|")[2], int(line.split("|")[3].replace(",", "")))
+        for line in section.splitlines()
+        if re.search(r"\| [\d,]+ \|$", line)
+    ]
+    paths = [re.findall(r"`([\w/]+\.py)`", files) for files, _ in rows]
+    counts = [sum(len((ROOT / path).read_text().splitlines()) for path in group) for group in paths]
+    assert int(total_files.split()[0]) == sum(map(len, paths))
+    for group, told, count in zip(paths, [told for _, told in rows], counts, strict=True):
+        assert abs(count - told) <= 0.2 * told, f"{', '.join(group)}: {count} lines, docs/architecture.md says {told}"
+    assert abs(sum(counts) - total) <= 0.05 * total, f"{sum(counts)} lines, docs/architecture.md says {total}"
+
+
+def test_every_metric_is_explained():
+    told = re.findall(r"^\| `(\w+)` \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE)
+    assert told == [*(field.name for field in fields(StepMetrics)), *OSFT.metrics]
+
+
+def test_the_slurm_script_finds_the_output_directory():
+    lines = (ROOT / "slurm" / "multi_node.sbatch").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("READ_OUTPUT_DIR="))
+    last = next(i for i, line in enumerate(lines) if line.startswith("OUTPUT_DIR="))
+    script = "\n".join(["set -e", *lines[first : last + 1], 'echo "$OUTPUT_DIR"'])
+    words = ["--config", "recipes/quickstart.yaml", "--output-dir", "/shared/a run"]
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script, "sbatch", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == "/shared/a run\n", done.stderr

@@ -1,0 +1,416 @@
+"""Tool calls: the rule of masks (mask_oracle.py) over every template there is x kinds of conversations.
+
+python -m pytest tests/test_tool_call_masks.py -s -k table     # prints the table
+"""
+
+import copy
+import json
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_oracle import find_faults, list_trained_texts
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from trait_templates import TRAITS
+from transformers import PreTrainedTokenizerFast
+
+from chat.masking import Chat, ChatMasker
+
+HERE = Path(__file__).parent / "chat_templates"
+TRL = find_spec("trl")
+
+# eos_token and generation_config.json's eos_token_id, by what a template's name begins with: the longest counts
+STOPS = {
+    "cohere": ("<|END_OF_TURN_TOKEN|>",),
+    "command_r": ("<|END_OF_TURN_TOKEN|>",),
+    "deepseek": ("<｜end▁of▁sentence｜>",),
+    "gemma": ("<eos>", "<end_of_turn>"),
+    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
+    "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
+    "glm4": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),
+    "idefics3": ("<end_of_utterance>",),
+    "smolvlm": ("<end_of_utterance>",),
+    "llama": ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+    "llama2": ("</s>",),
+    "llava_next": ("</s>",),
+    "muse_glimmer": ("<|eot|>", "<|eom|>"),
+    "phi3": ("<|endoftext|>", "<|assistant|>", "<|end|>"),
+    "phi4_mini": ("<|endoftext|>", "<|end|>"),
+    "qwen": ("<|im_end|>", "<|endoftext|>"),
+    "mistral": ("</s>",),
+    "nemotron_mini": ("</s>",),
+    "nemotron_super": ("<|eot_id|>", "<|end_of_text|>"),
+    "vicuna": ("</s>",),
+    "zephyr": ("</s>",),
+    "falcon": ("<|endoftext|>",),
+    "granite": ("<|end_of_text|>",),
+    "olmo": ("<|endoftext|>",),
+    "": ("<|im_end|>",),
+}
+SPECIAL = re.compile(
+    r"<\|[^|<>'\" ]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_[a-z]+>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]+\]|<SPECIAL_[0-9]+>"
+)
+
+USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
+ANSWER = {"role": "assistant", "content": "Five of them."}
+PARAMETERS = {"type": "object", "properties": {"terms": {"type": "string", "description": "Which ones."}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": PARAMETERS}}
+    for name in ("add", "look_up")
+]
+
+
+def call(arguments: dict | str, *, name: str = "add", id: str = "abc123def") -> dict:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict, **fields) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls), **fields}
+
+
+def result(text: str = "sum: 5 apples", *, name: str = "add", id: str = "abc123def") -> dict:
+    return {"role": "tool", "content": text, "tool_call_id": id, "name": name}
+
+
+def without_content(message: dict) -> dict:
+    return {key: value for key, value in message.items() if key != "content"}
+
+
+def in_parts(message: dict) -> dict:
+    """The message with OpenAI's list of parts as its content."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+TEXT, EMPTY = call({"terms": "two, three", "n": 2}), call({})
+FLAG = call({"deep": True})
+VALUES = call({"a": True, "b": False, "c": None, "d": "", "e": {}, "f": [], "g": 7, "h": -2.5})
+NESTED = call({"terms": "two, three", "where": {"in": ["a box", {"deep": False, "n": 3}], "of": {}}})
+SECOND = call({"terms": "four, five"}, name="look_up", id="ghi456jkl")
+SECOND_RESULT = result("a house", name="look_up", id="ghi456jkl")
+CASES = {
+    "text": [USER, calling(TEXT), result(), ANSWER],
+    "no arguments": [USER, calling(EMPTY), result(), ANSWER],
+    "a boolean": [USER, calling(FLAG), result(), ANSWER],
+    "values": [USER, calling(VALUES), result(), ANSWER],
+    "nested": [USER, calling(NESTED), result(), ANSWER],
+    "content": [USER, calling(TEXT, content="Let me see."), result(), ANSWER],
+    "content, no arguments": [USER, calling(EMPTY, content="Let me see."), result(), ANSWER],
+    "null content": [USER, calling(FLAG, content=None), result(), ANSWER],
+    "no content": [USER, without_content(calling(NESTED)), result(), ANSWER],
+    "two calls": [USER, calling(TEXT, SECOND), result(), SECOND_RESULT, ANSWER],
+    "two empty calls": [
+        USER, calling(EMPTY, call({}, name="look_up", id="ghi456jkl")), result(), SECOND_RESULT, ANSWER
+    ],
+    "two rounds": [
+        USER, calling(TEXT), result(), calling(SECOND), SECOND_RESULT, ANSWER, MORE, {**ANSWER, "content": "Six of us."}
+    ],
+    "same ids": [USER, calling(TEXT), result(), calling(FLAG), result("true enough"), ANSWER],
+    "reasoning": [
+        USER, calling(TEXT, reasoning_content="I have to add."), result(),
+        {**ANSWER, "reasoning_content": "That is it then."},
+    ],
+    "reasoning, no arguments": [USER, calling(EMPTY, reasoning_content="I have to add."), result(), ANSWER],
+    "call last": [USER, calling(FLAG)],
+    "content and call last": [USER, calling(EMPTY, content="Let me see.")],
+    "result last": [USER, calling(TEXT), result()],
+    "content and result last": [USER, calling(TEXT, content="Let me see."), result()],
+    "arguments as text": [USER, calling(call('{"terms": "two, three", "n": 2}')), result(), ANSWER],
+    "ids with names": [
+        USER, calling(call({"deep": True}, id="functions.add:0")), result(id="functions.add:0"), ANSWER
+    ],
+    "parts": [in_parts(USER), in_parts(ANSWER), in_parts(MORE), in_parts({**ANSWER, "content": "Six of us."})],
+    "parts and calls": [in_parts(USER), calling(FLAG), in_parts(result()), in_parts(ANSWER)],
+}  # fmt: skip
+
+
+def find_templates() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Every template: its text, and the stop tokens, of which the first is the tokenizer's."""
+    found = {}
+    folders = {"": HERE} | ({"trl:": Path(TRL.origin).parent / "chat_templates"} if TRL else {})
+    for prefix, folder in folders.items():
+        for path in sorted(folder.glob("*.jinja")):
+            stops = STOPS[max((start for start in STOPS if path.stem.startswith(start)), key=len)]
+            found[prefix + path.stem] = (path.read_text(), stops)
+    return found | TRAITS
+
+
+TEMPLATES = find_templates()
+
+
+@cache
+def train_base() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["How many? Five of them. Be brief. user assistant tool"] * 5, trainer)
+    return tokenizer
+
+
+def make_tokenizer(template: str, stops: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(train_base())
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=stops[0], bos_token="<s>")
+    special = sorted({*stops, *SPECIAL.findall(template)} - {"<s>"})
+    wrapped.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    wrapped.chat_template = template
+    return wrapped
+
+
+@cache
+def make_masker(name: str) -> ChatMasker:
+    template, stops = TEMPLATES[name]
+    tokenizer = make_tokenizer(template, stops)
+    return ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(stops)))
+
+
+@cache
+def look_at(name: str, case: str) -> list[str] | ValueError:
+    template, _ = TEMPLATES[name]
+    return find_faults(make_masker(name), copy.deepcopy(CASES[case]), TOOLS if "tools" in template else None)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_rule(name):
+    """What the assistant wrote is trained, whole, and nothing else is; or the row is refused."""
+    faults = {}
+    for case in CASES:
+        found = look_at(name, case)
+        if not isinstance(found, ValueError) and found:
+            faults[case] = found
+    assert not faults
+
+
+def test_table():
+    """Printed with -s: which conversations each template takes, and why it refuses the others."""
+    print("\n| template | " + " | ".join(CASES) + " |\n|" + "---|" * (len(CASES) + 1))
+    reasons: dict[str, int] = {}
+    counts = {"ok": 0, "refused": 0, "WRONG": 0}
+    for name in TEMPLATES:
+        cells = []
+        for case in CASES:
+            found = look_at(name, case)
+            if isinstance(found, ValueError):
+                reason = re.sub(r"'.*'", "'...'", str(found), flags=re.DOTALL)[:160]
+                number = reasons.setdefault(reason, len(reasons) + 1)
+                cells.append(f"[{number}]")
+                counts["refused"] += 1
+            else:
+                cells.append("WRONG" if found else "ok")
+                counts[cells[-1]] += 1
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    print("\n".join(f"[{number}] {reason}" for reason, number in reasons.items()))
+    print(counts)
+    assert counts["WRONG"] == 0
+
+
+IN_PARTS = {"parts", "parts and calls"}
+WITH_CONTENT = {"content", "content, no arguments", "content and call last", "content and result last"}
+TWO = {"two calls", "two empty calls"}
+NULL = {"null content", "no content"}
+AS_TEXT = {"arguments as text"}
+REFUSED = {
+    "trl:qwen3": IN_PARTS,
+    "trl:qwen3_training": IN_PARTS,
+    "trl:qwen2_5": IN_PARTS,
+    "trl:glm4moe": AS_TEXT | {"parts and calls"},
+    "trl:gptoss": TWO | IN_PARTS,
+    "trl:gemma4": set(),
+    "trl:gemma4_v5": AS_TEXT | {"content", "content, no arguments"},
+    "trl:muse_glimmer": WITH_CONTENT | AS_TEXT,
+    "trl:llama3_1": WITH_CONTENT | TWO | IN_PARTS,
+    "trl:lfm2_2_5": AS_TEXT,
+    "trl:nemotron_3_nano": AS_TEXT | IN_PARTS,
+    "trl:nemotron_3_nano_training": AS_TEXT | IN_PARTS,
+    "trl:deepseekv3_training": NULL | IN_PARTS,
+    "mistral_tekken": WITH_CONTENT | IN_PARTS | {"ids with names"},
+    "mistral_v3": WITH_CONTENT | IN_PARTS | {"ids with names"},
+    "a result before the content": IN_PARTS | WITH_CONTENT - {"content and result last"},
+    "the first call in its own turn": TWO | IN_PARTS,
+    "the last call in its own turn": IN_PARTS,
+    "closed by the next turn": IN_PARTS,
+    "closed on a new line": IN_PARTS,
+    "a line break before the next turn": IN_PARTS,
+    "reasoning ends with a stop": WITH_CONTENT | IN_PARTS,
+    "only with tools": AS_TEXT | IN_PARTS,
+    "marks with the header": IN_PARTS,
+    "an id in place of the name": set(CASES) - {"ids with names"},
+    "CDATA around some arguments": AS_TEXT | IN_PARTS,
+    "calls only without content": WITH_CONTENT | IN_PARTS,
+    "content that may not be null": NULL | IN_PARTS,
+    "arguments in the order of their keys": AS_TEXT | IN_PARTS,
+    "the name is written with the result": WITH_CONTENT | TWO | IN_PARTS,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name in TEMPLATES])
+def test_nothing_is_refused_without_need(name):
+    assert {case for case in CASES if isinstance(look_at(name, case), ValueError)} == REFUSED[name]
+
+
+REASONS = {
+    ("trl:gptoss", "two calls"): "writes the tool calls of message 2 (assistant) 0 times",
+    ("calls only without content", "content, no arguments"): "writes the tool calls of message 2 (assistant) 0 times",
+    ("an id in place of the name", "text"): "writes the id of a call of message 2, which is 'abc123def', in place of",
+    ("only arguments that are text", "a boolean"): "leaves the key 'deep' out of a call of message 2",
+    ("arguments without keys", "a boolean"): "leaves the key 'deep' out of a call of message 2",
+    ("content that may not be null", "no content"): 'it takes messages with calls whose content is "", not null or',
+    ("a result before the content", "content"): "writes what others say within an assistant's turn",
+    ("the names of tools are looked up", "text"): "tried with other texts and names",
+    ("trl:gemma", "parts"): "knows no contents that are lists of parts",
+}
+
+
+@pytest.mark.parametrize(("name", "case"), [pair for pair in REASONS if pair[0] in TEMPLATES])
+def test_reasons_are_true(name, case):
+    assert REASONS[name, case] in str(look_at(name, case))
+
+
+def trained(name: str, messages: list[dict]) -> list[str]:
+    masker = make_masker(name)
+    (masked,) = masker.mask([Chat(messages, tools=TOOLS)])
+    if isinstance(masked, ValueError):
+        raise masked
+    return list_trained_texts(masked, masker)
+
+
+def test_someone_elses_words_within_a_turn():
+    """The result stands between the call and the content that belong to one message."""
+    name = "a result before the content"
+    call_text = '<|tool_call>add{"terms": "two, three", "n": 2}<tool_call|><|tool_response>'
+    expected = [call_text, "Let me see.<turn|>\n".removesuffix("\n")]
+    assert trained(name, CASES["content and result last"]) == expected
+
+
+def test_calls_without_text():
+    name = "the first call in its own turn"
+    text = '<|end|>\n\nfunction call<|sep|>\n{"name": "add", "arguments": {}}<|end|>'
+    assert trained(name, CASES["no arguments"]) == [text, "Five of them.<|end|>"]
+    assert trained(name, CASES["content and call last"]) == ["Let me see." + text]
+    name = "reasoning ends with a stop"
+    text = ' to=self<|message|>I have to add.<|eom|><|start|>assistant to=add<|message|><invoke name="add">{}<|eot|>'
+    assert trained(name, CASES["reasoning, no arguments"])[0] == text
+
+
+def test_ids_that_are_names_and_arguments_in_cdata():
+    text = '<call>functions.add:0<|args|>{"deep": true}</call><|im_end|>'
+    assert trained("an id in place of the name", CASES["ids with names"])[0] == text
+    messages = [USER, calling(call({"a": "x < y\n", "b": "z"})), result("1 < 2"), ANSWER]
+    text = "<call name=add><arg name=a><![CDATA[x < y\n]]></arg><arg name=b>z</arg></call><|im_end|>"
+    assert trained("CDATA around some arguments", messages) == [text, "Five of them.<|im_end|>"]
+
+
+def test_templates_that_work_only_with_tools_or_parts():
+    for name in ("only with tools", "a line break before the next turn"):
+        (note,) = make_masker(name).check_template()
+        assert "works only with tools" in note
+    for name in ("trl:idefics3", "trl:llava_next", "trl:smolvlm_training"):
+        if name in TEMPLATES:
+            (note,) = make_masker(name).check_template()
+            assert "works only with contents that are lists of parts" in note
+
+
+def test_a_stop_token_that_only_the_next_turn_brings():
+    for name, stop in (("closed by the next turn", "<|im_end|>"), ("closed on a new line", "<|end|>")):
+        masker = make_masker(name)
+        (note,) = masker.check_template()
+        assert "stopping is trained only where another turn follows" in note
+        assert masker.tokenizer.convert_ids_to_tokens(masker.find_stop_token()) == stop
+        first, last = trained(name, [USER, ANSWER, MORE, ANSWER])
+        assert first.startswith("Five of them.") and first.endswith(stop) and last == "Five of them."
+
+
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [
+        ("trl:gptoss", "<|return|>"),
+        ("trl:glm4moe", "<|user|>"),
+        ("trl:gemma4", "<turn|>"),
+        ("trl:smolvlm", "<end_of_utterance>"),
+        ("only with tools", "<end_of_turn>"),
+        ("falcon_7b", None),
+    ],
+)
+def test_the_token_at_which_generation_stops(name, stop):
+    if name in TEMPLATES:
+        masker = make_masker(name)
+        found = masker.find_stop_token()
+        assert (None if found is None else masker.tokenizer.convert_ids_to_tokens(found)) == stop
+
+
+def test_long_conversations_cost_few_renderings():
+    """Each of these rows has an outline of its own; what turns look like is learned once."""
+    masker, rendered = make_masker("trl:qwen3" if TRL else "content that may not be null"), []
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(tokenizer, name)
+
+        def apply_chat_template(self, conversations: list, **options: object) -> object:
+            rendered.extend(conversations)
+            return tokenizer.apply_chat_template(conversations, **options)
+
+    def make_row(num_rounds: int) -> Chat:
+        messages = [USER]
+        for i in range(num_rounds):
+            arguments = {"terms": f"{i}"} | ({"n": i} if i % 3 else {}) | ({"deep": i % 2 == 0} if i % 5 else {})
+            messages += [calling(call(arguments, id=f"abc{i:06}")), result(f"{i}", id=f"abc{i:06}")]
+        return Chat([*messages, ANSWER], tools=TOOLS)
+
+    masker.mask([make_row(30)])
+    tokenizer, masker.tokenizer = masker.tokenizer, Counting()
+    try:
+        results = masker.mask([make_row(num_rounds) for num_rounds in (20, 60, 100)])
+    finally:
+        masker.tokenizer = tokenizer
+    assert not any(isinstance(found, ValueError) for found in results)
+    assert len(rendered) < 3 * 3
+
+
+words = st.text("ab \n<\"'é", min_size=1, max_size=6).map(lambda text: f"v{text}v")
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | words | st.just(""),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("cdef"), inner, max_size=2),
+    max_leaves=5,
+)
+arguments = st.dictionaries(st.sampled_from(["terms", "n", "deep"]), values, max_size=3)
+spoken = st.fixed_dictionaries({}, optional={"content": words | st.none() | st.just(""), "reasoning_content": words})
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> list[dict]:
+    """A message with one or two calls, and some of their results."""
+    ids = draw(st.sampled_from([("abc123def", "ghi456jkl"), ("abc123def", "abc123def")]))
+    calls = [call(draw(arguments), name=draw(st.sampled_from(["add", "look_up"])), id=id) for id in ids]
+    calls = calls[: draw(st.integers(1, 2))]
+    results = [result(draw(words), name=c["function"]["name"], id=c["id"]) for c in calls]
+    return [{"role": "assistant", **draw(spoken), "tool_calls": calls}, *results[: draw(st.integers(0, 2))]]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict]:
+    messages = [{"role": "user", "content": draw(words)}]
+    for _ in range(draw(st.integers(1, 3))):
+        messages += draw(rounds())
+        if draw(st.booleans()):
+            messages += [{**ANSWER, "content": draw(words)}, {"role": "user", "content": draw(words)}]
+    return messages + ([ANSWER] if draw(st.booleans()) else [])
+
+
+DRAWN = [
+    "trl:qwen3", "trl:glm4moe", "trl:gemma4", "trl:gemma4_v5", "trl:gptoss", "trl:muse_glimmer", "trl:qwen3_5_think",
+    "trl:nemotron_3_nano_training", "trl:lfm2_2_5", "mistral_v3", *TRAITS,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWN if name in TEMPLATES])
+@settings(max_examples=10, deadline=None)
+@given(messages=conversations())
+def test_the_rule_for_any_conversation(name, messages):
+    found = find_faults(make_masker(name), messages, TOOLS)
+    assert isinstance(found, ValueError) or not found, json.dumps(messages)
