@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
-from processes import ENV, ROOT, flags, free_port, run, torchrun, torchrun_node
+from processes import ENV, ROOT, flags, free_port, torchrun_node
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -56,13 +56,12 @@ def read_rows(output_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def runs(inputs) -> dict[str, Path]:
-    """The same training in every layout, and on two nodes of one process each."""
+    """The same training in every layout, and on two nodes of one process each, under torchrun."""
     output_dirs = {}
     for layout, (num_ranks, cap, options) in LAYOUTS.items():
         output_dirs[layout] = inputs["root"] / layout.replace(" ", "_").replace(",", "")
         argv = train_command(inputs, output_dirs[layout], cap, **options)
-        # One as users start it; the other layouts' processes are forked.
-        result = run(torchrun(num_ranks, *argv)) if layout == "2 ranks" else run_forked(num_ranks, *argv)
+        result = run_forked(num_ranks, *argv)
         assert result.returncode == 0, result.stderr
     output_dirs["2 nodes"] = inputs["root"] / "two_nodes"
     command = torchrun_node(2, free_port(), *train_command(inputs, output_dirs["2 nodes"], 60))
