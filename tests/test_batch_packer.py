@@ -35,18 +35,19 @@ def solve_by_brute_force(lengths, cap, num_ranks, attention_cost):
     best = (inf, inf)
     costs = [length + attention_cost * length**2 for length in lengths]
 
-    def place(i, bins):
+    def place(i, bins):  # (tokens, cost) of each bin
         nonlocal best
+        steps = -(-len(bins) // num_ranks)
+        if steps > best[0]:
+            return  # what is still to be placed makes no step less
         if i == len(lengths):
-            loads = sorted((sum(costs[j] for j in b) for b in bins), reverse=True)
-            best = min(best, (-(-len(bins) // num_ranks), sum(loads[::num_ranks])))
+            loads = sorted((cost for _, cost in bins), reverse=True)
+            best = min(best, (steps, sum(loads[::num_ranks])))
             return
-        for b in bins:
-            if sum(lengths[j] for j in b) + lengths[i] <= cap:
-                b.append(i)
-                place(i + 1, bins)
-                b.pop()
-        place(i + 1, [*bins, [i]])
+        for k, (tokens, cost) in enumerate(bins):
+            if tokens + lengths[i] <= cap:
+                place(i + 1, [*bins[:k], (tokens + lengths[i], cost + costs[i]), *bins[k + 1 :]])
+        place(i + 1, [*bins, (lengths[i], costs[i])])
 
     place(0, [])
     return best
