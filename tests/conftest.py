@@ -3,11 +3,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from turns import take_floor
+from turns import Floor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would make every test crawl
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +18,8 @@ ALONE = {"test_faults.py", "test_lifeline.py", "test_run_control.py", "test_stor
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("-m"):  # exactness is tested on the CPU, also where there is a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hasattr(config, "workerinput"):  # of pytest-xdist, which `pytest_configure_node` has filled
+        config.floor = Floor(Path(config.workerinput["turns"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,12 +48,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test's fixtures and the test, in its turn."""
-    worker = getattr(item.config, "workerinput", None)
-    is_alone = item.path.name in ALONE
-    with take_floor(Path(worker["turns"]), is_alone=is_alone) if worker else nullcontext():
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """A test and its fixtures in their turn; those that run alone follow one another."""
+    floor = getattr(item.config, "floor", None)
+    if floor is None:
         return (yield)
+    is_alone = item.path.name in ALONE
+    floor.take(is_alone=is_alone)
+    try:
+        return (yield)
+    finally:
+        if not is_alone or nextitem is None or nextitem.path.name not in ALONE:
+            floor.give_back()
 
 
 @pytest.fixture(scope="session")

@@ -1,29 +1,39 @@
-"""Who may run at a time where pytest-xdist shares the tests out: a test with promises about seconds runs alone.
+"""Who may run at a time where pytest-xdist shares the tests out: tests with promises about seconds run alone.
 
-Two locks of files: whoever wants to run takes the turn, then the floor, and gives the turn back; a test that shares
-the floor holds it together with others, one that runs alone holds both. So nobody waits for ever.
+Two locks of files: whoever wants to run takes the turn, then the floor. A test that shares the floor holds it together
+with others and gives the turn back at once; one that runs alone keeps both. So nobody waits for ever.
 """
 
 import contextlib
 import fcntl
-from collections.abc import Iterator
 from pathlib import Path
 
 
-@contextlib.contextmanager
-def hold(path: Path, kind: int) -> Iterator[None]:
-    """Holds a lock of `kind`, fcntl.LOCK_SH or LOCK_EX, which ends with the process at the latest."""
-    with path.open("a") as file:
+class Floor:
+    """One worker's hold on the floor, which all workers that use the same directory share. It ends with the process."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.held: contextlib.ExitStack | None = None
+        self.is_alone = False
+
+    def take(self, *, is_alone: bool) -> None:
+        """Waits until no other worker runs a test, or none that must be alone; at once for whoever is alone already."""
+        if self.held is not None and self.is_alone and is_alone:
+            return
+        self.give_back()
+        with contextlib.ExitStack() as turn, contextlib.ExitStack() as floor:
+            self._lock(turn, "turn", fcntl.LOCK_EX)
+            self._lock(floor, "floor", fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+            if is_alone:
+                floor.push(turn.pop_all())
+            self.held, self.is_alone = floor.pop_all(), is_alone
+
+    def give_back(self) -> None:
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+
+    def _lock(self, stack: contextlib.ExitStack, name: str, kind: int) -> None:
+        file = stack.enter_context((self.directory / name).open("a"))
         fcntl.flock(file, kind)
-        yield
-
-
-@contextlib.contextmanager
-def take_floor(directory: Path, *, is_alone: bool) -> Iterator[None]:
-    """While it is entered no test of another worker runs, or none that must be alone."""
-    with contextlib.ExitStack() as held, contextlib.ExitStack() as turn:
-        turn.enter_context(hold(directory / "turn", fcntl.LOCK_EX))
-        held.enter_context(hold(directory / "floor", fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH))
-        if not is_alone:
-            turn.close()
-        yield
