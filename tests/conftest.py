@@ -11,8 +11,10 @@ from turns import Floor
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would make every test crawl
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Modules with promises about seconds, which hold only where nothing else wants the cores.
-ALONE = {"test_faults.py", "test_lifeline.py", "test_run_control.py", "test_storage_faults.py"}
+# Several ranks that have to be somewhere, or gone, within seconds: nothing else may want the cores.
+ALONE = {"test_faults.py", "test_storage_faults.py"}
+# Takes long, mostly asleep, and keeps its promises beside any other test.
+SLEEPING = {"test_run_control.py"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that take long come first, whole, so that two workers have done everything at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in ALONE, item.path not in slow))
+    items.sort(key=lambda item: (item.path.name not in ALONE, item.path not in slow and item.path.name not in SLEEPING))
 
 
 def pytest_collection_finish() -> None:
