@@ -22,7 +22,7 @@ from objectives.causal_lm import CausalLM
 from objectives.micro_batch import MicroBatch, pack_samples
 from objectives.objective import PackedModel
 from optim.optimizers import build_optimizer
-from options import TrainOptions, group_options
+from options import TrainOptions, group_options, replace_options
 from ranks.world import World
 from sampler import Batch
 
@@ -34,13 +34,15 @@ def make_options(**options: object) -> TrainOptions:
 
 def build(model_dir: str | Path, options: TrainOptions, world: World, *, method: Method | None = None) -> PackedModel:
     """The model at `model_dir` as train.py builds it; all of it trains if no method is given."""
-    objective = CausalLM()
+    objective, method = CausalLM(), method or Full()
+    plain = replace_options(options, compile=False, activation_checkpointing="none")
+    method.study(lambda: build(model_dir, plain, world), objective=objective, world=world)
     return build_model(
         ModelSource(str(model_dir), load_config(str(model_dir), objective)),
         options.compute,
         options.sharding,
         objective=objective,
-        method=method or Full(),
+        method=method,
         weights_dtype=getattr(torch, options.optimization.master_weights),
         world=world,
     )
@@ -56,7 +58,7 @@ def build_state(
 
 
 def make_batch(rows: list[list[np.ndarray]], *, step: int = 0, world: World) -> Batch:
-    """The batch of one step: of every rank the same micro-batches, of the token ids in `rows`, all trained."""
+    """The batch of one step, with micro-batches of the token ids in `rows`, all trained, and as long on every rank."""
     micro_batches = [pack_samples([(ids, ids, None) for ids in row]).to(world.device) for row in rows]
     lengths = np.array([len(ids) for row in rows for ids in row] * world.world_size)
     ids = np.arange(len(lengths))
