@@ -43,10 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--num-layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer for a quick look")
     parser.add_argument("--machine", default="unnamed", help="what this machine is, for the report")
     args = parser.parse_args()
     model_dir = args.work_dir / "model"
-    num_bytes, num_params = write_model(model_dir)
+    num_bytes, num_params = write_model(model_dir, num_layers=args.num_layers)
     lines = [
         f"Loading {num_params:,} parameters, {num_bytes:,} bytes in {NUM_FILES} files, on {args.num_ranks} gloo ranks",
         f"$ python {shlex.join(sys.argv)}",
@@ -82,9 +83,9 @@ def main() -> None:
     (Path(__file__).parent / "results" / "loading.txt").write_text(report)
 
 
-def write_model(path: Path) -> tuple[int, int]:
+def write_model(path: Path, *, num_layers: int) -> tuple[int, int]:
     """Writes the random model, a file at a time; its bytes and number of parameters."""
-    config = Qwen2Config(**SHAPE, dtype="bfloat16")
+    config = Qwen2Config(**SHAPE | dict(num_hidden_layers=num_layers), dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     path.mkdir(parents=True, exist_ok=True)
