@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-NUM_ROUNDS = 8  # of exchanges between pairs of bins; later ones gain less than 0.02 %
-MAX_EXCHANGES = 4  # per pair of bins and round
-SEARCH_WIDTH = 32  # second samples tried per bin when first-fit decreasing needs too many bins
-ROUNDING = 2.0**-30  # of a load; smaller gaps stay. A power of two, so the product is exact
-CLOSE_ENOUGH = 1 + 1e-5  # times the lower bound of the cost: no further plan is tried
+NUM_ROUNDS = 8  # rounds of exchanges between pairs of bins; later ones gain less than 0.02 %
+MAX_EXCHANGES = 4  # the most exchanges of a pair of bins in one round
+SEARCH_WIDTH = 32  # second samples to try in a bin when first-fit decreasing needs too many bins
+LEAST_GAP = 2.0**-30  # share of a load below which a gap stays; a power of two, so the product is exact
+CLOSE_ENOUGH = 1 + 1e-5  # no further plan is tried below this multiple of the cost's lower bound
 
 compiled = njit(nogil=True)  # nogil: a prefetch thread runs it
 
@@ -291,7 +291,7 @@ def _find_exchange(lengths, weights, cap, bins, heavy, light):
     The wanted difference is half the gap. Both lists descend, so one walk over the two finds it.
     """
     wanted = (bins.load[heavy] - bins.load[light]) / 2
-    least_error = wanted - ROUNDING * bins.load[heavy]
+    least_error = wanted - LEAST_GAP * bins.load[heavy]
     give, take = -1, -1
     mine, theirs = bins.head[heavy], bins.head[light]
     while mine != -1:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 # Schedules that fall towards the end of the run, so the end has to be known.
@@ -135,6 +134,11 @@ class ExportOptions:
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
 
+    @property
+    def on_the_way(self) -> bool:
+        """Whether the model is exported before the run's end."""
+        return self.checkpoint_at_epoch or self.min_samples_per_checkpoint is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class OSFTOptions:
@@ -252,6 +256,8 @@ class TrainOptions:
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8")
 IDENTIFYING_GROUPS = (OptimizationOptions, OSFTOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics")
+# Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
+UNCHANGEABLE_GROUPS = (OSFTOptions,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +308,12 @@ def list_identifying_options() -> list[str]:
     return [*IDENTIFYING_OPTIONS, *(name for name in of_groups if name not in PLACES)]
 
 
+def list_unchangeable_options() -> list[str]:
+    """Those of them that even --allow-changed-options cannot change."""
+    of_groups = [option.name for group in UNCHANGEABLE_GROUPS for option in dataclasses.fields(group)]
+    return [name for name in of_groups if name not in PLACES]
+
+
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
     """Every option's field, in the order of --help, with the name of its group; None for those in no group."""
     for entry in dataclasses.fields(options_class):
@@ -317,6 +329,12 @@ def flatten_options(options: Any) -> dict[str, Any]:
         option.name: getattr(options if group is None else getattr(options, group), option.name)
         for option, group in iterate_fields(type(options))
     }
+
+
+def list_defaults() -> dict[str, Any]:
+    """The default of every identifying option that has one."""
+    defaults = {option.name: option.default for option, _ in iterate_fields(TrainOptions)}
+    return {name: defaults[name] for name in list_identifying_options()}
 
 
 def group_options(options_class: type[Options], **values: Any) -> Options:
@@ -335,180 +353,6 @@ def group_options(options_class: type[Options], **values: Any) -> Options:
 def replace_options(options: Options, **changes: Any) -> Options:
     """The same options with some values changed, by name."""
     return group_options(type(options), **(flatten_options(options) | changes))
-
-
-def find_problems(options: Any) -> list[str]:
-    """Everything wrong with the options that needs no file to see, each as one line."""
-    return find_train_problems(options) if isinstance(options, TrainOptions) else find_data_problems(options)
-
-
-def find_train_problems(options: TrainOptions) -> list[str]:
-    """Values out of range, options without effect, and options that contradict each other."""
-    return [
-        *find_numbers_out_of_range(flatten_options(options)),
-        *find_optimization_problems(options),
-        *find_compute_problems(options),
-        *find_osft_problems(options.osft),
-        *find_ending_problems(options),
-    ]
-
-
-def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
-    """Of single options, by name."""
-    problems = []
-
-    def require(condition: bool, name: str, allowed: str) -> None:
-        if not condition:
-            problems.append(f"{flag_name(name)} {values[name]}: {allowed}")
-
-    for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
-                 "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
-                 "hang_timeout", "plan_world_size", "prefetch_blocks"):  # fmt: skip
-        require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
-    for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
-        require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
-    for name in ("adam_beta1", "adam_beta2"):
-        require(0 <= values[name] < 1, name, "must be at least 0 and below 1")
-    require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
-    norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
-    require(norm is None or norm > 0, "max_grad_norm", "must be above 0; None turns clipping off")
-    require(ratio is None or 0 <= ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
-    minutes, budget = values["checkpoint_every_minutes"], values["memory_budget_gb"]
-    require(minutes is None or 0 < minutes < math.inf, "checkpoint_every_minutes",
-            "must be above 0; None turns it off")  # fmt: skip
-    require(budget is None or 0 < budget < math.inf, "memory_budget_gb", "must be above 0, and finite")
-    try:
-        parse_duration(values["max_time"])
-    except ValueError as error:
-        problems.append(f"--max-time {error}")
-    return problems
-
-
-def find_optimization_problems(options: TrainOptions) -> list[str]:
-    """Of the schedule and the optimizer."""
-    problems, o = [], options.optimization
-    decays = o.lr_scheduler in SCHEDULES_WITH_END
-    if decays and not options.end.is_given:
-        problems.append(
-            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
-            " add --max-steps, --max-epochs, --max-samples or --max-tokens"
-        )
-    if o.min_lr_ratio is not None and not decays:
-        problems.append(f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}: it never decays")
-    if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
-        problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")
-    if o.num_warmup_steps != 0 and o.lr_scheduler == "constant":
-        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
-    if options.osft.osft and o.master_weights != "float32":
-        problems.append(
-            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
-            " use float32"
-        )
-    return problems
-
-
-def find_compute_problems(options: TrainOptions) -> list[str]:
-    """Of what a rank computes, how that is sharded, and what is auto."""
-    problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
-    if sharding.shard_size is not None and sharding.sharding != "hybrid":
-        problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
-    if sharding.cpu_offload and osft:
-        problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
-    if compute.float8 and osft:
-        problems.append("--float8: --osft's layers are products of their own, which are not in fp8")
-    if compute.float8 and compute.compute_dtype == "float32":
-        problems.append("--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")
-    is_auto = options.data.max_tokens_per_gpu == "auto"
-    if is_auto and options.data.drop_overlong:
-        problems.append(
-            "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
-            " drop long samples with process_data.py --max-sample-num-tokens, or give a number"
-        )
-    has_use = is_auto or compute.activation_checkpointing == "auto" or options.plan.dry_run
-    if compute.memory_budget_gb is not None and not has_use:
-        problems.append(
-            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
-            " --dry-run"
-        )
-    if compute.compile and compute.activation_checkpointing == "auto":
-        problems.append(
-            "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
-            " selective or full"
-        )
-    return problems
-
-
-def find_ending_problems(options: TrainOptions) -> list[str]:
-    """Of what a run goes on from, leaves behind, and only plans."""
-    problems, exports, plan = [], options.exports, options.plan
-    if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
-        problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
-    given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
-    if given and not plan.dry_run:
-        problems.append(f"{', '.join(given)}: no effect without --dry-run")
-    exports_on_the_way = exports.checkpoint_at_epoch or exports.min_samples_per_checkpoint is not None
-    if not exports_on_the_way and not (exports.save_final_checkpoint and options.end.is_given):
-        problems.append(
-            "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
-            " or an end (--max-steps, ...) together with --save-final-checkpoint"
-        )
-    return problems
-
-
-def find_osft_problems(o: OSFTOptions) -> list[str]:
-    """OSFT's options: without effect, missing, or out of range."""
-    given = [flag_name(option.name) for option in dataclasses.fields(o) if getattr(o, option.name) != option.default]
-    if not o.osft:
-        return [f"{', '.join(given)}: no effect without --osft"] if given else []
-    problems = []
-    ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
-    uses_activations = o.osft_basis == "activations"
-    needs_statistics = uses_activations or o.osft_rank_allocation == "importance"
-    has_statistics = o.osft_calibration_data is not None or o.osft_statistics is not None
-    if ratio is None and (energy is None or not uses_activations):
-        problems.append("--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1")
-    if ratio is not None and not 0 <= ratio <= 1:
-        problems.append(f"--osft-unfreeze-rank-ratio {ratio}: must be from 0 to 1")
-    if ratio == 0 and not o.osft_train_others:
-        problems.append(f"--osft-unfreeze-rank-ratio {ratio} without --osft-train-others trains nothing")
-    if energy is not None and not 0 < energy <= 1:
-        problems.append(f"--osft-keep-energy {energy}: must be above 0 and at most 1")
-    if energy is not None and not uses_activations:
-        problems.append("--osft-keep-energy has no effect with --osft-basis weights: it belongs to activations")
-    if energy is not None and ratio is not None:
-        problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both say how much to keep: give one")
-    if energy is not None and o.osft_rank_allocation == "importance":
-        problems.append("--osft-rank-allocation importance has no effect with --osft-keep-energy")
-    if needs_statistics and not has_statistics:
-        problems.append(
-            "--osft-basis activations and --osft-rank-allocation importance need --osft-calibration-data,"
-            " --osft-statistics, or both"
-        )
-    if has_statistics and not needs_statistics:
-        problems.append(
-            "--osft-calibration-data and --osft-statistics have no effect with --osft-basis weights and"
-            " --osft-rank-allocation uniform"
-        )
-    return problems
-
-
-def find_data_problems(o: ProcessDataOptions) -> list[str]:
-    """Values out of range, endings that name no format, options without effect."""
-    problems = []
-    if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
-        problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
-    # a block is cut one token short where the next would begin with an end-of-text token, and two make a target
-    for name, least in {"max_sample_num_tokens": 1, "block_size": 3, "preview": 0, "num_proc": 1}.items():
-        value = getattr(o, name)
-        if value is not None and value < least:
-            problems.append(f"{flag_name(name)} {value}: must be at least {least}")
-    if o.block_size is not None and o.max_sample_num_tokens is not None:
-        problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
-    if o.block_size is not None and o.format not in (None, "messages", "document"):
-        problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
-    if o.string_for_printing_masks is not None and o.preview == 0:
-        problems.append("--string-for-printing-masks has no effect with --preview 0")
-    return problems
 
 
 def parse_duration(text: str | None) -> float | None:

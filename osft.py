@@ -18,8 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
+from disk import hash_file
 from methods.full import gather_parameters
-from methods.osft_calibration import Statistics, check_statistics, open_calibration_data, prepare_statistics
+from methods.osft_calibration import (
+    Statistics,
+    check_statistics,
+    open_calibration_data,
+    prepare_statistics,
+    read_statistics,
+)
 from methods.osft_subspaces import (
     count_kept,
     find_targets,
@@ -38,9 +45,9 @@ from ranks.world import World, broadcast_from_rank0, call_on_rank0
 
 # Singular values below this share of the largest are taken for zero: rounding of the weight itself.
 NULL = 1e-10
-BUCKET_NUMEL = 2**24  # most numbers in one all-reduce of a projection
-MIN_RETENTION = 0.1  # of --osft-rank-allocation importance: the share that every layer keeps (the paper's mrr)
-UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio to plan with where --osft-keep-energy will decide
+BUCKET_NUMEL = 2**24  # the most numbers in one all-reduce of a projection
+MIN_RETENTION = 0.1  # every layer keeps this share with --osft-rank-allocation importance (the paper's mrr)
+UNKNOWN_ENERGY_RATIO = 0.5  # plans take this unfreeze rank ratio where --osft-keep-energy will decide
 
 
 class OSFT:
@@ -72,6 +79,14 @@ class OSFT:
             self.calibration_data = open_calibration_data(
                 path, tokenizer, max_tokens_per_gpu=data_options.max_tokens_per_gpu
             )
+
+    def list_data_hashes(self) -> list[str]:
+        if not self.needs_statistics:
+            return []
+        path = self.options.osft_statistics
+        known = read_statistics(Path(path)).data_hashes if path is not None and Path(path).exists() else []
+        own = [] if self.calibration_data is None else [hash_file(self.calibration_data.path)["sha256"]]
+        return sorted({*known, *own})
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         if self.needs_statistics:

@@ -9,71 +9,42 @@ aside and renamed when whole; the sidecar OUTPUT.meta.json says what the data wa
 
 import json
 import os
-import platform
-import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from chat.labels import IGNORED
-from chat.masking import (
-    Chat,
-    ChatMasker,
-    Document,
-    fingerprint_chat_template,
-    fingerprint_tokenizer,
-    load_stop_token_ids,
-)
+from chat.masking import ChatMasker, load_stop_token_ids
 from chat.templates import change_tokenizer, load_tokenizer
 from command_line import exit_with_message, parse_options
-from corpus.files import Chunk, Row, Source, TooLong, find_sources, iterate_rows, read_chunks
-from corpus.formats import detect_format, one_line, read_examples
+from corpus.files import Source, find_sources
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from corpus.report import DROPPED, Totals, describe_sources, print_report, report_progress
+from corpus.rows import count_blocks, process_chunk, read_formatted_chunks, write_rejected
+from corpus.sidecar import describe_data_set
 from corpus.worker_pool import run_in_order
-from corpus.writer import BlockCutter, Outputs, Payload, Sample, SampleWriter, encode_samples
+from corpus.writer import BlockCutter, Outputs, encode_samples, open_output
 from disk import written_aside
 from model.files import find_model
 from options import ProcessDataOptions
 from ranks.ending import ExitCode
 
-FORMAT_VERSION = 2
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10
-SEED = 42  # of the choice of samples shown
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 
 
-@dataclass(frozen=True)
-class Task:
-    """A chunk, and what its rows should be; None as long as no row of the file has shown it."""
-
-    chunk: Chunk
-    data_format: str | None
-
-
-@dataclass(frozen=True)
-class ChunkResult:
-    """What a worker makes of a chunk."""
-
-    payload: Payload | np.ndarray  # the samples, in the output's format; where they are cut later, their token ids
-    has_weights: bool
-    totals: Totals
-    rejected: dict[int, str]  # number of the row -> reason
-
-
 def process_data(options: ProcessDataOptions) -> None:
     """Writes the data set and its sidecar, prints the report. Raises ValueError or OSError for what a user can mend."""
+    # What can be refused is refused before any row is read.
     sources = find_sources(options.input_file)
     outputs = Outputs(Path(options.output_file), None if options.preview_html is None else Path(options.preview_html))
     outputs.check([source.path for source in sources])
@@ -87,11 +58,12 @@ def process_data(options: ProcessDataOptions) -> None:
         allow_missing_stop_token=options.allow_missing_stop_token,
     )
     notes = check_template(masker, options)
+    # Everything is written under hidden names, which become the outputs' names when all of it is there.
     start = time.perf_counter()
     with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
         with open(aside[outputs.rejected], "wb") as rejected_rows:
-            totals, reasons, has_weights = write_data(
+            totals, reasons = write_data(
                 aside[outputs.data], sources=sources, masker=masker, options=options, rejected_rows=rejected_rows
             )
         check_interrupt()
@@ -100,13 +72,19 @@ def process_data(options: ProcessDataOptions) -> None:
             aside[outputs.rejected].unlink()
         if changes_tokenizer(options):
             tokenizer.save_pretrained(aside[outputs.tokenizer])
-        sidecar = describe(totals, options=options, sources=sources, masker=masker)
-        sidecar |= {"has_loss_weights": has_weights, "added_special_tokens": added_tokens}
-        sidecar |= {"tokenizer_dir": outputs.tokenizer.name if changes_tokenizer(options) else None}
+        sidecar = describe_data_set(
+            totals,
+            options=options,
+            sources=sources,
+            masker=masker,
+            added_tokens=added_tokens,
+            tokenizer_dir=outputs.tokenizer.name if changes_tokenizer(options) else None,
+        )
         aside[outputs.sidecar].write_text(json.dumps(sidecar, indent=2) + "\n")
         if outputs.page is not None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
             write_page(aside[outputs.page], totals, tokenizer=tokenizer, title=title)
+    # What was made of the rows is said last, below anything that libraries may print.
     print_report(totals, seconds=time.perf_counter() - start, sources=sources)
     for note in notes:
         print(f"note: {note}")
@@ -144,8 +122,9 @@ def write_data(
     masker: ChatMasker,
     options: ProcessDataOptions,
     rejected_rows: BinaryIO,
-) -> tuple[Totals, list[str], bool]:
-    """Writes samples and rejected rows as they come. Returns the sums, the first reasons, and if there are weights."""
+) -> tuple[Totals, list[str]]:
+    """Writes samples and rejected rows as they come. Returns the sums, and the first reasons why rows are rejected."""
+    # Workers read, tokenize and mask; the files are read, and the samples written, here.
     ending = Path(options.output_file).suffix
     process = partial(
         process_chunk,
@@ -158,123 +137,37 @@ def write_data(
     )
     num_bytes = sum(source.num_bytes for source in sources)
     num_workers = min(options.num_proc, 1 + num_bytes // BYTES_PER_WORKER)
+    chunks = read_formatted_chunks(sources, options.format)
+    cutter = None if options.block_size is None else BlockCutter(options.block_size, masker.tokenizer.eos_token_id)
     totals, reasons = Totals(num_samples_shown(options)), []
     with (
-        closing(run_in_order(process, read_tasks(sources, options.format), num_workers=num_workers)) as results,
-        closing(SampleWriter(path, ending)) as writer,
+        closing(run_in_order(process, chunks, num_workers=num_workers)) as results,
+        open_output(path, ending) as write,
         report_progress(num_bytes) as advance,
     ):
-        write_blocks = None
-        if options.block_size is not None:
-            cutter = BlockCutter(options.block_size, masker.tokenizer.eos_token_id)
-            write_blocks = partial(cut_and_write, cutter=cutter, writer=writer, totals=totals, ending=ending)
-        for task, result in results:
+        # A block can hold documents of several chunks, so that blocks are cut here, too.
+        def write_blocks(ids: np.ndarray, *, is_last: bool = False) -> None:
+            if blocks := cutter.cut(ids, is_last=is_last):
+                count_blocks(totals, blocks)
+                write(encode_samples(blocks, ending))
+
+        for (chunk, _), result in results:
             check_interrupt()
             totals.add(result.totals)
-            if write_blocks is not None:
-                write_blocks(result.payload)
+            if cutter is not None:
+                write_blocks(result.samples)
             elif result.totals.rows["kept"]:
-                writer.write(result.payload, has_weights=result.has_weights)
-            new_reasons = write_rejected(task.chunk, result.rejected, file=rejected_rows)
+                write(result.samples)
+            new_reasons = write_rejected(chunk, result.rejected, file=rejected_rows)
             reasons += new_reasons[: NUM_REASONS_SHOWN - len(reasons)]
-            advance(result.totals.rows["in"], task.chunk.num_bytes)
-        if write_blocks is not None:
+            advance(result.totals.rows["in"], chunk.num_bytes)
+        if cutter is not None:
             write_blocks(np.empty(0, np.int32), is_last=True)
-        return totals, reasons, writer.has_weights
+    return totals, reasons
 
 
 def num_samples_shown(options: ProcessDataOptions) -> int:
     return max(options.preview, NUM_PAGE_SAMPLES if options.preview_html is not None else 0)
-
-
-def read_tasks(sources: Sequence[Source], data_format: str | None) -> Iterator[Task]:
-    """The chunks of all files, with the format that was given, or that the file's first row shows."""
-    for source in sources:
-        source.format = data_format
-        for chunk in read_chunks(source):
-            if source.format is None:
-                source.format = detect_format(chunk)
-            yield Task(chunk, source.format)
-
-
-def process_chunk(
-    task: Task,
-    *,
-    masker: ChatMasker,
-    ending: str,
-    num_shown: int,
-    format_is_given: bool,
-    max_sample_num_tokens: int | None,
-    cuts_blocks: bool,
-) -> ChunkResult:
-    """Reads, tokenizes and masks the rows of a chunk. Raises ValueError for what is wrong with more than a row."""
-    chunk, totals, rejected = task.chunk, Totals(num_shown), {}
-    rows, examples = [], []
-    for row, example in read_examples(chunk, task.data_format, is_given=format_is_given):
-        totals.rows["blank_lines" if example is None else "in"] += 1
-        if cuts_blocks and not isinstance(example, Document | ValueError | None):
-            example = ValueError("no document: --block-size cuts documents, and nothing else")
-        if isinstance(example, ValueError):
-            rejected[row.number] = one_line(example)
-        elif example is not None:
-            rows.append(row)
-            examples.append(example)
-    samples = []
-    draw = random.Random(f"{SEED} {chunk.file} {chunk.first_row}").random
-    for row, tokens in zip(rows, masker.mask(examples), strict=True):
-        if isinstance(tokens, ValueError):
-            rejected[row.number] = one_line(tokens)
-            continue
-        num_targets = tokens.num_loss_counted_tokens
-        if max_sample_num_tokens is not None and len(tokens.input_ids) > max_sample_num_tokens:
-            totals.rows["too_long"] += 1
-        elif num_targets == 0:
-            totals.rows["nothing_trained"] += 1
-        else:
-            totals.rows["kept"] += 1
-            for run in tokens.runs:
-                totals.trained_by_role[run.role] += run.num_targets
-            sample = Sample(f"{chunk.file}:{row.place}", tokens)
-            samples.append(sample)
-            if not cuts_blocks:
-                totals.add_sample(sample, draw())
-    for reason in rejected.values():
-        totals.add_invalid(reason)
-    totals.rows["invalid"] += len(rejected)
-    has_weights = any(sample.tokens.is_weighted for sample in samples)
-    if cuts_blocks:
-        payload = np.array([token for sample in samples for token in sample.tokens.input_ids], np.int32)
-    else:
-        payload = encode_samples(samples, ending, has_weights=has_weights)
-    return ChunkResult(payload, has_weights, totals, rejected)
-
-
-def cut_and_write(
-    ids: np.ndarray, *, cutter: BlockCutter, writer: SampleWriter, totals: Totals, ending: str, is_last: bool = False
-) -> None:
-    """Writes the blocks that are full now."""
-    blocks = cutter.cut(ids, is_last=is_last)
-    for block in blocks:
-        totals.add_sample(block, random.Random(f"{SEED} {block.place}").random())
-    if blocks:
-        writer.write(encode_samples(blocks, ending, has_weights=False), has_weights=False)
-
-
-def write_rejected(chunk: Chunk, rejected: dict[int, str], *, file: BinaryIO) -> list[str]:
-    """Writes the rows with their reasons, and returns these with their places."""
-    rows = [row for row in iterate_rows(chunk) if row.number in rejected] if rejected else []
-    for row in rows:
-        entry = {"file": chunk.file, "line": row.line, "reason": rejected[row.number], "row": show_row(row)}
-        file.write(json.dumps(entry).encode() + b"\n")
-    return [f"{chunk.file}:{row.place}: {rejected[row.number]}" for row in rows]
-
-
-def show_row(row: Row) -> str:
-    """The row as text; of one that was passed over, the beginning."""
-    if isinstance(row.value, dict):
-        return json.dumps(row.value, default=repr)
-    raw = row.value.beginning + b"..." if isinstance(row.value, TooLong) else row.value
-    return raw.decode(errors="backslashreplace").rstrip("\r\n")
 
 
 def check_totals(totals: Totals, reasons: list[str], *, sources: Sequence[Source], skip_invalid: bool) -> None:
@@ -291,54 +184,6 @@ def check_totals(totals: Totals, reasons: list[str], *, sources: Sequence[Source
     if totals.rows["kept"] == 0:
         dropped = ", ".join(f"{totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
         raise ValueError(f"{where}: no row is left of {totals.rows['in']:,}: {dropped}{shown}")
-
-
-def describe(
-    totals: Totals, *, options: ProcessDataOptions, sources: Sequence[Source], masker: ChatMasker
-) -> dict[str, Any]:
-    """The sidecar: what the data was made from, how, and for which tokenizer. The same for every --num-proc."""
-    import tokenizers
-    import transformers
-
-    model = Path(options.model_name_or_path)
-    named = None if options.chat_template is None else Path(options.chat_template).name
-    return {
-        "format_version": FORMAT_VERSION,
-        "tokenizer_fingerprint": fingerprint_tokenizer(masker.tokenizer),
-        "chat_template_fingerprint": fingerprint_chat_template(masker.tokenizer),
-        "stop_token_id": find_stop_token(masker),
-        "max_token_id": totals.max_token_id,
-        "num_samples": totals.num_samples,
-        "num_tokens": totals.num_tokens,
-        "num_loss_counted_tokens": totals.num_loss_counted_tokens,
-        "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
-        "max_len": max(totals.lengths),
-        "rows": {key: totals.rows[key] for key in ("blank_lines", "in", "kept", *DROPPED)},
-        "sources": [{"file": source.name, "format": source.format, "sha256": source.sha256} for source in sources],
-        "options": {
-            "model_name_or_path": model.resolve().name if model.is_dir() else options.model_name_or_path,
-            "format": options.format,
-            "chat_template": named,
-            "add_special_tokens": list(options.add_special_tokens),
-            "max_sample_num_tokens": options.max_sample_num_tokens,
-            "block_size": options.block_size,
-            "skip_invalid": options.skip_invalid,
-            "allow_missing_stop_token": options.allow_missing_stop_token,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-        },
-    }
-
-
-def find_stop_token(masker: ChatMasker) -> int | None:
-    """The token that ends an assistant's turn, where generation has to stop; None if there is none."""
-    if masker.tokenizer.chat_template is None or masker.stops.may_be_missing:
-        return None
-    (masked,) = masker.mask([Chat([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])])
-    return None if isinstance(masked, ValueError) else [label for label in masked.labels if label != IGNORED][-1]
 
 
 def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:

@@ -55,7 +55,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start)
     for warning in inputs.warnings:
         log.warning(f"warning: {warning}")
-    inputs.raise_errors()
+    inputs.errors.raise_all()
     call_on_rank0(world, lambda: find_weights(options.model.model_name_or_path, inputs.model_dir))
     run.claim(inputs)
 

@@ -20,6 +20,8 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from objectives.columns import SCHEMA
+
 VOCAB_SIZE = 32_000
 
 
@@ -35,8 +37,9 @@ def write_data(path: Path, num_samples: int) -> None:
             lists = pa.ListArray.from_arrays(offsets, tokens)
             columns = dict(input_ids=lists, labels=lists, len=pa.array(lengths))
             columns["num_loss_counted_tokens"] = pa.array(lengths - 1)
-            batch = pa.record_batch(columns)
-            writer = writer or pa.ipc.new_file(file, batch.schema)
+            columns["loss_weights"] = pa.nulls(len(lengths), SCHEMA.field("loss_weights").type)
+            batch = pa.record_batch(columns, schema=SCHEMA)
+            writer = writer or pa.ipc.new_file(file, SCHEMA)
             writer.write_batch(batch)
         writer.close()
 
@@ -45,8 +48,10 @@ def measure(path: str) -> None:
     """Prints the measurements of this process as JSON."""
     from batch_packer import pack_batch
     from corpus.reader import TokenizedData
+    from corpus.reader import TokenizedData
     from objectives.causal_lm import CausalLM
     from options import DataOptions
+    from sampler import iterate_batches, prefetch
     from sampler import iterate_batches, prefetch
 
     pack_batch([1, 2], 4, 1)

@@ -19,6 +19,7 @@ from model.build import build_model
 from model.config import ModelSource, load_config
 from model.method import Method
 from objectives.causal_lm import CausalLM
+from objectives.columns import SCHEMA, WEIGHTS_COLUMN
 from objectives.micro_batch import MicroBatch, pack_samples
 from objectives.objective import PackedModel
 from optim.optimizers import build_optimizer
@@ -80,12 +81,13 @@ def write_random_data(path: Path, lengths: np.ndarray, *, shares: tuple[float, f
     firsts = [max(1, round(len(ids) * (1 - random.uniform(*shares)))) for ids in input_ids]
     labels = [np.where(np.arange(len(ids)) < k, IGNORED, ids) for ids, k in zip(input_ids, firsts, strict=True)]
     columns = {
-        "input_ids": pa.array(input_ids, pa.list_(pa.int32())),
-        "labels": pa.array(labels, pa.list_(pa.int32())),
-        "len": pa.array(lengths, pa.int32()),
-        "num_loss_counted_tokens": pa.array([np.count_nonzero(row[1:] != IGNORED) for row in labels], pa.int32()),
+        "input_ids": input_ids,
+        "labels": labels,
+        "len": lengths,
+        "num_loss_counted_tokens": [np.count_nonzero(row[1:] != IGNORED) for row in labels],
+        WEIGHTS_COLUMN: [None] * len(lengths),
     }
-    table = pa.table(columns)
+    table = pa.table(columns, schema=SCHEMA)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
 

@@ -1,7 +1,7 @@
 """Samples to look at, with what is trained made visible: in the terminal, or as one page for a browser.
 
-The page needs no network and holds everything. All text of the data is escaped; besides, the page's policy lets no
-script run but its own, which is named by its hash.
+The page is put together from preview.html, preview.css and preview.js; it is one file that needs no network. All text
+of the data is escaped; besides, the page's policy lets no script run but its own, which is named by its hash.
 """
 
 import base64
@@ -19,12 +19,13 @@ from typing import Any
 from chat.labels import IGNORED
 from chat.masking import TokenizedChat
 from corpus.report import DROPPED, Totals, percentile
-from corpus.writer import Sample
+from corpus.writer import TokenizedSample
 
+FOLDER = Path(__file__).parent
 NUM_PAGE_SAMPLES = 200
-MAX_PAGE_SEGMENT_CHARS = 8_000  # on the page, of a run
-MAX_PAGE_CHARS = 40_000  # and of a sample
-MAX_SEGMENT_CHARS = 800  # in the terminal, of a run of tokens that are trained, or not
+MAX_PAGE_SEGMENT_CHARS = 8_000  # A longer segment loses its middle on the page.
+MAX_PAGE_CHARS = 40_000  # A longer sample loses its end on the page.
+MAX_SEGMENT_CHARS = 800  # A longer segment loses its middle in the terminal.
 NUM_BINS = 36
 NUM_REASONS_ON_PAGE = 20
 
@@ -90,7 +91,7 @@ def fold(text: str, limit: int) -> str:
     return f"{head} … ({len(text) - len(head) - len(tail):,} characters) … {tail}"
 
 
-def print_samples(samples: Iterable[Sample], tokenizer: Any, *, mask: str | None) -> None:
+def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: str | None) -> None:
     """Prints each sample: in colours on a terminal, else with brackets; with `mask` for what is not trained."""
     in_colour = sys.stdout.isatty()
     for sample in samples:
@@ -125,25 +126,28 @@ def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
 
 def write_page(path: Path, totals: Totals, *, tokenizer: Any, title: str) -> None:
     """Writes the page: the report, and the samples of `totals`."""
-    script_hash = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    page, style, script = (
+        (FOLDER / name).read_text(encoding="utf-8") for name in ("preview.html", "preview.css", "preview.js")
+    )
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
     parts = {
         "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script_hash}'",
         "TITLE": html.escape(title),
-        "STYLE": STYLE,
+        "STYLE": style,
         "FIGURES": format_figures(totals),
         "ROWS": format_rows(totals),
         "LENGTHS": format_histogram(totals),
         "ROLES": format_roles(totals),
         "NUM_SAMPLES": f"{len(samples):,} of {totals.num_samples:,}",
         "SAMPLES": escape_json(samples),
-        "SCRIPT": SCRIPT,
+        "SCRIPT": script,
     }
-    page = re.sub(r"\$([A-Z_]+)\$", lambda name: parts[name[1]], PAGE)  # once, so that data cannot name a part
-    path.write_text(page, encoding="utf-8")
+    filled = re.sub(r"\$([A-Z_]+)\$", lambda name: parts[name[1]], page)  # once, so that data cannot name a part
+    path.write_text(filled, encoding="utf-8")
 
 
-def describe_sample(sample: Sample, tokenizer: Any) -> dict[str, Any]:
+def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
     """A sample for the page; of each part the text, if it is trained, if it is special, and its weight."""
     parts, num_chars = [], 0
     for segment in split_segments(sample.tokens, tokenizer):
@@ -237,191 +241,3 @@ def format_histogram(totals: Totals) -> str:
     shares = {"5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
     listed = "".join(f"<span>{name} <b>{percentile(lengths, at):,}</b></span>" for name, at in shares.items())
     return f"{picture}{axis}<p class=note>tokens per sample{beyond}</p><p class=shares>{listed}</p>"
-
-
-PAGE = """<!doctype html>
-<html lang=en>
-<meta charset=utf-8>
-<meta http-equiv=Content-Security-Policy content="$POLICY$">
-<meta name=viewport content="width=device-width, initial-scale=1">
-<title>$TITLE$ · what is trained</title>
-<style>$STYLE$</style>
-<header>
-  <div><p class=kicker>What is trained</p><h1>$TITLE$</h1></div>
-  <button id=theme type=button title="light or dark" aria-label="light or dark">◐</button>
-</header>
-<main>
-<dl class=figures>$FIGURES$</dl>
-<div class=panels>
-  <section><h2>Rows</h2>$ROWS$</section>
-  <section><h2>Length</h2>$LENGTHS$</section>
-  <section><h2>Tokens by role</h2>$ROLES$</section>
-</div>
-<section class=browser>
-  <div class=tools>
-    <h2>Samples</h2>
-    <input id=search type=search placeholder="Search" aria-label="search in samples" autocomplete=off spellcheck=false>
-    <span id=position role=status></span>
-    <button id=previous type=button title="previous (←)" aria-label=previous>←</button>
-    <button id=next type=button title="next (→)" aria-label=next>→</button>
-  </div>
-  <p class=meta><b id=place></b><span id=counts></span><span class=legend>
-    <span class=t>trained</span><span>not trained</span><span class=s>special token</span></span></p>
-  <div id=text></div>
-</section>
-<p class=note>$NUM_SAMPLES$ samples, drawn at random. Keys: ← → to turn the pages, / to search.</p>
-</main>
-<script id=samples type=application/json>$SAMPLES$</script>
-<script>$SCRIPT$</script>
-"""
-
-STYLE = """
-:root { color-scheme: light dark; --serif: "Iowan Old Style", Charter, Georgia, serif;
-  --sans: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
-  --mono: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  --back: #f7f5f0; --panel: #fffefb; --ink: #23211d; --soft: #716c62; --line: #e4dfd4; --track: #eeeae1;
-  --good: #1d7a55; --good-back: #d5f0e0; --good-ink: #0d4a32; --bad: #c2552d; --rest: #b9b2a4;
-  --special: #7a4fb5; --special-back: #efe7fa; --found: #ffd75e; --found-ink: #3a2c00 }
-:root[data-theme=light] { color-scheme: light }
-:root[data-theme=dark] { color-scheme: dark; DARK }
-@media (prefers-color-scheme: dark) { :root:not([data-theme=light]) { DARK } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--back); color: var(--ink); font: 15px/1.5 var(--sans) }
-header, main { max-width: 1180px; margin: 0 auto; padding: 0 28px }
-header { display: flex; justify-content: space-between; align-items: flex-start; padding-top: 36px }
-h1 { font: 600 30px/1.25 var(--serif); margin: 0; overflow-wrap: anywhere }
-h2 { font: 600 19px/1.3 var(--serif); margin: 0 0 14px }
-h3 { font: 600 13px/1.4 var(--sans); margin: 18px 0 6px; color: var(--soft) }
-.kicker { margin: 0 0 2px; color: var(--good); font-weight: 600; font-size: 13px }
-.note { color: var(--soft); font-size: 13px }
-button, input { font: inherit; color: inherit; background: var(--panel); border: 1px solid var(--line);
-  border-radius: 8px; height: 36px; padding: 0 12px }
-button { cursor: pointer; min-width: 40px } button:hover { border-color: var(--good) }
-:focus-visible { outline: 2px solid var(--good); outline-offset: 2px }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); margin: 26px 0;
-  border-top: 1px solid var(--line); border-bottom: 1px solid var(--line) }
-.figures div { padding: 14px 0 }
-dt { color: var(--soft); font-size: 13px } dd { margin: 0; font: 600 25px/1.25 var(--serif);
-  font-variant-numeric: lining-nums tabular-nums }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 18px; margin-bottom: 18px }
-section { background: var(--panel); border: 1px solid var(--line); border-radius: 14px;
-  padding: 20px 22px; min-width: 0 }
-.bar { display: grid; grid-template-columns: 1fr auto 58px; gap: 1px 8px; font-size: 14px; margin-bottom: 11px;
-  font-variant-numeric: tabular-nums }
-.bar i { font-style: normal; color: var(--soft); text-align: right }
-.bar > div { grid-column: 1 / -1; height: 7px; border-radius: 4px; background: var(--track); overflow: hidden }
-.bar > div > div { height: 100%; border-radius: 4px }
-.good { background: var(--good) } .bad { background: var(--bad) } .rest { background: var(--rest) }
-table { border-collapse: collapse; font-size: 13px; width: 100% }
-td { padding: 3px 0; vertical-align: top; overflow-wrap: anywhere }
-td:first-child { white-space: nowrap; width: 1%; text-align: right; padding-right: 12px; font-weight: 600;
-  font-variant-numeric: tabular-nums }
-svg { display: block; width: 100%; height: 128px; border-bottom: 1px solid var(--line) }
-rect { fill: var(--good) } rect:hover { fill: var(--special) }
-.axis { display: flex; justify-content: space-between; color: var(--soft); font-size: 12px; margin-top: 3px;
-  font-variant-numeric: tabular-nums }
-.shares { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--soft); margin-bottom: 0 }
-.shares b { color: var(--ink); font-variant-numeric: tabular-nums }
-.tools { display: flex; flex-wrap: wrap; align-items: center; gap: 8px }
-.tools h2 { margin: 0 auto 0 0 } #search { width: min(300px, 100%) }
-#position { min-width: 92px; text-align: center; color: var(--soft); font-variant-numeric: tabular-nums }
-.meta { display: flex; flex-wrap: wrap; gap: 4px 18px; align-items: baseline; font-size: 13px; color: var(--soft);
-  margin: 14px 0 10px; padding-top: 12px; border-top: 1px solid var(--line) }
-.meta b { color: var(--ink); font-family: var(--mono); overflow-wrap: anywhere }
-.legend { margin-left: auto; display: flex; gap: 12px; align-items: baseline }
-#text { font: 14px/1.75 var(--mono); white-space: pre-wrap; overflow-wrap: anywhere; color: var(--soft);
-  max-height: 68vh; min-height: 260px; overflow-y: auto; unicode-bidi: isolate }
-.t { background: var(--good-back); color: var(--good-ink); border-radius: 3px; padding: 2px 0;
-  -webkit-box-decoration-break: clone; box-decoration-break: clone }
-.s { color: var(--special); background: var(--special-back); font-size: 12px; border-radius: 5px; padding: 1px 5px }
-.s.t { color: var(--good-ink); background: var(--good-back); box-shadow: inset 0 0 0 1.5px var(--good) }
-.legend .t { padding: 1px 6px } .legend .s { margin: 0 }
-.w { font: 600 11px/1 var(--sans); color: var(--good); margin: 0 4px; vertical-align: 1px }
-mark { background: var(--found); color: var(--found-ink); border-radius: 2px }
-.nl { opacity: .38; user-select: none }
-@media (max-width: 640px) { header, main { padding: 0 16px } header { padding-top: 22px } .legend { margin-left: 0 } }
-""".replace(
-    "DARK",
-    """--back: #131416; --panel: #1b1d20; --ink: #ece9e2; --soft: #a09b90; --line: #303338; --track: #2a2d31;
-  --good: #4fc08d; --good-back: #153d2c; --good-ink: #b5f0d0; --bad: #e5845c; --rest: #6a675f;
-  --special: #c5a5f0; --special-back: #2f2640; --found: #8a6a00; --found-ink: #fff3c9""",
-)
-
-SCRIPT = r"""
-"use strict";
-const byId = id => document.getElementById(id);
-const samples = JSON.parse(byId("samples").textContent);
-const texts = samples.map(sample => sample.parts.map(part => part[0]).join("").toLowerCase());
-let found = samples.map((_, i) => i), at = 0;
-
-function make(kind, className, text) {
-  const node = document.createElement(kind);
-  node.className = className;
-  node.textContent = text;
-  return node;
-}
-
-// Text is only ever put in as text. Line breaks are made visible, and so is what was searched for.
-function fill(node, text, wanted) {
-  const lower = text.toLowerCase(), same = lower.length === text.length;
-  for (let from = 0; from < text.length;) {
-    const hit = wanted && same ? lower.indexOf(wanted, from) : -1;
-    const end = hit < 0 ? text.length : hit;
-    text.slice(from, end).split("\n").forEach((line, i) => {
-      if (i) node.append(make("span", "nl", "↵"), "\n");
-      node.append(line);
-    });
-    if (hit >= 0) node.append(make("mark", "", text.slice(hit, hit + wanted.length)));
-    from = hit < 0 ? end : hit + wanted.length;
-  }
-}
-
-function show() {
-  const sample = samples[found[at]], box = byId("text"), wanted = byId("search").value.toLowerCase();
-  byId("position").textContent = found.length ? `${at + 1} of ${found.length}` : "none";
-  byId("previous").disabled = byId("next").disabled = found.length < 2;
-  box.replaceChildren();
-  byId("place").textContent = sample ? sample.place : "";
-  byId("counts").textContent = sample
-    ? `${sample.tokens.toLocaleString("en")} tokens, ${sample.trained.toLocaleString("en")} trained` : "";
-  if (!sample) { box.textContent = "Nothing found."; return; }
-  let weightBefore = null;
-  for (const [text, trained, special, weight] of sample.parts) {
-    if (trained && weight !== null && weight !== weightBefore) box.append(make("span", "w", "×" + weight));
-    weightBefore = trained ? weight : null;
-    const node = make("span", (trained ? "t" : "") + (special ? " s" : ""), "");
-    fill(node, text, wanted);
-    box.append(node);
-  }
-  const first = box.querySelector("mark");
-  box.scrollTop = first ? first.offsetTop - box.offsetTop - 60 : 0;
-}
-
-function turn(by) {
-  if (!found.length) return;
-  at = (at + by + found.length) % found.length;
-  show();
-}
-
-byId("search").addEventListener("input", event => {
-  const wanted = event.target.value.toLowerCase();
-  found = samples.map((_, i) => i).filter(i => texts[i].includes(wanted));
-  at = 0;
-  show();
-});
-byId("previous").addEventListener("click", () => turn(-1));
-byId("next").addEventListener("click", () => turn(1));
-byId("theme").addEventListener("click", () => {
-  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const now = root.dataset.theme || (dark ? "dark" : "light");
-  root.dataset.theme = now === "dark" ? "light" : "dark";
-});
-addEventListener("keydown", event => {
-  if (event.target === byId("search")) { if (event.key === "Enter") turn(1); return; }
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "ArrowLeft") turn(-1);
-  if (event.key === "ArrowRight") turn(1);
-  if (event.key === "/") { event.preventDefault(); byId("search").focus(); }
-});
-show();
-"""

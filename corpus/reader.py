@@ -1,5 +1,6 @@
 """A tokenized data set on disk, read back: mapped into memory, checked row by row as it is read."""
 
+import io
 import json
 import math
 import mmap
@@ -9,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.json
 
 from chat.labels import IGNORED
+from objectives.columns import LIST_COLUMNS, REQUIRED_COLUMNS, SCHEMA, WEIGHTS_COLUMN, Sample
 
-COLUMNS = ("input_ids", "labels", "len", "num_loss_counted_tokens")
-WEIGHTS_COLUMN = "loss_weights"  # only in data sets that use weights
-
-Sample = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, labels, weights: (len,) each
+INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and of which types
 
 
 class TokenizedData:
@@ -30,18 +30,18 @@ class TokenizedData:
         self._input_ids = [list_views(chunk) for chunk in table.column("input_ids").chunks]
         self._labels = [list_views(chunk) for chunk in table.column("labels").chunks]
         self.vocab_size: float = math.inf  # the model's, once it is known: what reaches beyond it is refused
-        self._weights = None
-        if WEIGHTS_COLUMN in table.column_names:
-            self._weights = [list_views(chunk) for chunk in table.column(WEIGHTS_COLUMN).chunks]
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
+        self._weights = table.column(WEIGHTS_COLUMN).chunks if WEIGHTS_COLUMN in table.column_names else []
+        self.has_weights = any(chunk.null_count < len(chunk) for chunk in self._weights)
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
+        if self.lengths.min() < 1:
+            row = int(np.argmin(self.lengths))
+            raise ValueError(
+                f"{path}: row {row + 1}: len is {self.lengths[row]}, and a sample has at least one token; leave the"
+                " row out, or tokenize the data again with process_data.py"
+            )
         self.release_pages()
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the tokens' losses are weighted."""
-        return self._weights is not None
 
     @property
     def longest(self) -> int:
@@ -57,24 +57,33 @@ class TokenizedData:
         """`input_ids`, `labels` and weights of a row; ValueError naming the row if they break the contract."""
         chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
         i = row - int(self._starts[chunk])
-        input_ids, labels, weights = (
-            None if column is None else column[chunk][1][column[chunk][0][i] : column[chunk][0][i + 1]]
-            for column in (self._input_ids, self._labels, self._weights)
-        )
+        input_ids, labels = slice_list(self._input_ids[chunk], i), slice_list(self._labels[chunk], i)
         where = f"{self.path}: row {row + 1}"
         if not len(input_ids) == len(labels) == self.lengths[row]:
             raise ValueError(f"{where}: {len(input_ids)} input_ids, {len(labels)} labels and len {self.lengths[row]}")
-        if weights is not None and not (len(weights) == len(labels) and weights.min() >= 0 and weights.max() <= 1):
-            raise ValueError(f"{where}: {WEIGHTS_COLUMN} has to hold {len(labels)} numbers from 0 to 1")
         if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= self.vocab_size:
             raise ValueError(f"{where}: token ids beyond the model's vocabulary of {self.vocab_size}")
+        no_labels = labels[(labels < 0) & (labels != IGNORED)]
+        if len(no_labels):
+            raise ValueError(
+                f"{where}: a label is {no_labels[0]}; allowed are token ids, and {IGNORED} where nothing is trained"
+            )
         num_targets = np.count_nonzero(labels[1:] != IGNORED)
         if num_targets != self.num_loss_tokens[row]:
             raise ValueError(
                 f"{where}: num_loss_counted_tokens is {self.num_loss_tokens[row]}, but {num_targets} labels after the"
-                " first are not -100: tokenize the data again with process_data.py"
+                f" first are not {IGNORED}: tokenize the data again with process_data.py"
             )
-        return input_ids, labels, weights
+        return input_ids, labels, self._read_weights(chunk, i, len(labels), where=where) if self.has_weights else None
+
+    def _read_weights(self, chunk: int, i: int, length: int, *, where: str) -> np.ndarray:  # (length,)
+        """A row's weights: all 1 where they are null, as where a data set has none."""
+        if not self._weights[chunk][i].is_valid:
+            return np.ones(length, np.float32)
+        weights = slice_list(list_views(self._weights[chunk]), i)
+        if not (len(weights) == length and weights.min() >= 0 and weights.max() <= 1):
+            raise ValueError(f"{where}: {WEIGHTS_COLUMN} has to hold {length} numbers from 0 to 1")
+        return weights
 
     def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
         """Takes samples longer than `max_tokens_per_gpu` out of the stream and counts them; refuses unless told to."""
@@ -104,22 +113,32 @@ def open_table(path: Path) -> tuple[pa.Table, list[mmap.mmap]]:
         table = pa.concat_tables(tables)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"--data-path {path}: cannot be read as a data set of process_data.py: {error}") from None
-    missing = [name for name in COLUMNS if name not in table.column_names]
+    missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(
             f"--data-path {path}: no column {', '.join(missing)}; found {', '.join(table.column_names)}."
             " Tokenize the data with process_data.py"
         )
-    for name in COLUMNS:
-        column = table.column(name)
-        kind = column.type.value_type if name in COLUMNS[:2] and pa.types.is_list(column.type) else column.type
-        if not pa.types.is_integer(kind) or column.null_count:
-            raise ValueError(f"--data-path {path}: column {name} is {column.type} with {column.null_count} nulls")
-    if WEIGHTS_COLUMN in table.column_names:
-        column = table.column(WEIGHTS_COLUMN)
-        if not pa.types.is_list(column.type) or not pa.types.is_floating(column.type.value_type) or column.null_count:
-            raise ValueError(f"--data-path {path}: column {WEIGHTS_COLUMN} is {column.type}, expected a list of floats")
+    for name in SCHEMA.names:
+        if name in table.column_names:
+            check_column(table.column(name), name, path=path)
     return table, list(maps)
+
+
+def check_column(column: pa.ChunkedArray, name: str, *, path: Path) -> None:
+    """Raises ValueError for another type than SCHEMA's, but for the width of numbers, and for nulls in the wrong place.
+
+    Where the column has lists, `null_count` is of the lists; the numbers in them are never null.
+    """
+    is_list = name in LIST_COLUMNS and pa.types.is_list(column.type)
+    kind = column.type.value_type if is_list else column.type
+    if name == WEIGHTS_COLUMN:
+        if not is_list or not pa.types.is_floating(kind):
+            raise ValueError(f"--data-path {path}: column {name} is {column.type}, expected a list of floats")
+    elif is_list != (name in LIST_COLUMNS) or not pa.types.is_integer(kind) or column.null_count:
+        raise ValueError(f"--data-path {path}: column {name} is {column.type} with {column.null_count} nulls")
+    if is_list and any(chunk.values.null_count for chunk in column.chunks):
+        raise ValueError(f"--data-path {path}: column {name} has lists that hold null, where numbers are expected")
 
 
 def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:
@@ -137,11 +156,26 @@ def convert_to_arrow(path: Path) -> list[Path]:
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         datasets.disable_progress_bars()
-    read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
     try:
-        return [Path(file["filename"]) for file in read(str(path)).cache_files]
-    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException) as error:
+        if path.suffix == ".parquet":
+            data = datasets.Dataset.from_parquet(str(path))
+        else:
+            data = datasets.Dataset.from_json(
+                str(path), features=datasets.Features.from_arrow_schema(infer_schema(path))
+            )
+        return [Path(file["filename"]) for file in data.cache_files]
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
         raise OSError(str(error.__cause__ or error)) from None
+
+
+def infer_schema(path: Path) -> pa.Schema:
+    """The columns of JSON lines, as the first of them show, and weights, which may come later."""
+    with open(path, "rb") as file:
+        lines = file.read(INFERRED_BYTES) + file.readline()
+    read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
+    table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
+    others = [field for field in table.schema if field.name != WEIGHTS_COLUMN]
+    return pa.schema([*others, SCHEMA.field(WEIGHTS_COLUMN)])
 
 
 def read_column(table: pa.Table, name: str) -> np.ndarray:  # (rows,) int32
@@ -156,6 +190,11 @@ def view(array: pa.Array) -> np.ndarray:
 def list_views(chunk: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """(offsets, values) of a list column's chunk as views into the mapped file: nothing is read yet."""
     return view(chunk.offsets), view(chunk.values)
+
+
+def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:
+    offsets, values = views
+    return values[offsets[i] : offsets[i + 1]]
 
 
 def read_sidecar(data_path: str | Path, *, num_samples: int) -> dict[str, Any] | None:

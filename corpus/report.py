@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from corpus.files import Source
-from corpus.writer import Sample
+from corpus.writer import TokenizedSample
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
-SECONDS_PER_LINE = 10  # of progress, where there is no terminal
-MAX_REASON_KINDS = 200  # counted apart; the rest together
+SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
+MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 
 
@@ -23,13 +23,16 @@ class Totals:
     """Counts over rows, of a chunk or of all files; its size does not grow with the rows."""
 
     num_shown: int  # samples to keep for a look at them
-    rows: Counter[str] = field(default_factory=Counter)  # by what became of them
+    rows: Counter[str] = field(default_factory=Counter)  # rows by what became of them
     lengths: Counter[int] = field(default_factory=Counter)  # samples by number of tokens
-    trained_by_role: Counter[str] = field(default_factory=Counter)  # tokens
-    reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by why
+    trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by who says them
+    reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
-    shown: list[tuple[float, Sample]] = field(default_factory=list)  # with the lots drawn; the lowest stay
+    has_weights: bool = False  # whether some sample has loss weights
+    shown: list[tuple[float, TokenizedSample]] = field(
+        default_factory=list
+    )  # by the lots drawn for them; the lowest stay
 
     @property
     def num_samples(self) -> int:
@@ -40,13 +43,14 @@ class Totals:
         return sum(length * count for length, count in self.lengths.items())
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[TokenizedSample]:
         return [sample for _, sample in self.shown]
 
-    def add_sample(self, sample: Sample, lot: float) -> None:
+    def add_sample(self, sample: TokenizedSample, lot: float) -> None:
         self.lengths[len(sample.tokens.input_ids)] += 1
         self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
         self.max_token_id = max(self.max_token_id, max(sample.tokens.input_ids))
+        self.has_weights |= sample.tokens.is_weighted
         self.shown.append((lot, sample))
         if len(self.shown) > 2 * self.num_shown:
             self.keep_shown()
@@ -67,6 +71,7 @@ class Totals:
             self.count_reason(kind, count)
         self.num_loss_counted_tokens += other.num_loss_counted_tokens
         self.max_token_id = max(self.max_token_id, other.max_token_id)
+        self.has_weights |= other.has_weights
         self.shown += other.shown
         self.keep_shown()
 

@@ -1,4 +1,10 @@
-"""Runs a function over a stream of items in worker processes, in order, and ends cleanly."""
+"""Runs a function over a stream of items in worker processes, in order, and ends cleanly.
+
+Each worker has a pipe and a thread of this process of its own, which sends it an item and waits for the result. A
+worker that dies closes its pipe, so its thread hears of it at once, whatever else is in the queue. The standard
+library's ProcessPoolExecutor has one queue for all workers; in Python 3.11.2, which Debian 12 comes with, it waits for
+ever if a worker dies while that queue is full.
+"""
 
 import gc
 import multiprocessing
@@ -6,14 +12,21 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class WorkerDied(Exception):
+    """A worker ended without a result."""
 
 
 def run_in_order(
@@ -23,48 +36,82 @@ def run_in_order(
     if num_workers == 1:
         yield from ((item, run_without_collector(process, item)) for item in items)
         return
-    pool = ProcessPoolExecutor(
-        num_workers,
-        # forked workers share the tokenizer that is already loaded; elsewhere than on Linux forking is not safe
-        mp_context=multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn"),
-        initializer=start_worker,
-        initargs=(process,),
-    )
     pending: deque[tuple[Item, Future[Result]]] = deque()
     try:
-        for item in items:
-            pending.append((item, pool.submit(run_in_worker, item)))
-            if len(pending) > 2 * num_workers:  # enough to keep all busy; more would only fill memory
+        with start_workers(process, num_workers) as submit:
+            for item in items:
+                pending.append((item, submit(item)))
+                if len(pending) > 2 * num_workers:  # enough to keep all busy; more would only fill memory
+                    item, future = pending.popleft()
+                    yield item, future.result()
+            while pending:
                 item, future = pending.popleft()
                 yield item, future.result()
-        while pending:
-            item, future = pending.popleft()
-            yield item, future.result()
-    except BrokenProcessPool:
+    except WorkerDied:
         raise ValueError(
             "a worker process was killed, perhaps for want of memory: nothing was written; try a smaller --num-proc"
         ) from None
+
+
+@contextmanager
+def start_workers(process: Callable[[Any], Any], num_workers: int) -> Iterator[Callable[[Any], Future[Any]]]:
+    """A function that gives an item to the next free worker. Afterwards no worker is left, whatever it was doing."""
+    # Forked workers share the tokenizer that is already loaded. Elsewhere than on Linux forking is not safe.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    workers, free = [], SimpleQueue()
+    threads = ThreadPoolExecutor(num_workers)
+    try:
+        for _ in range(num_workers):
+            ours, theirs = context.Pipe()
+            with closing(theirs):  # a worker's end is open in that worker only, or its death would not be heard
+                workers.append(context.Process(target=serve, args=(process, theirs)))
+                workers[-1].start()
+            free.put(ours)
+        yield lambda item: threads.submit(exchange, item, free)
     finally:
-        pool.shutdown(cancel_futures=True)
+        started = [worker for worker in workers if worker.pid is not None]
+        for worker in started:
+            worker.kill()  # it holds nothing that has to be saved; its thread, if it waits for a result, hears of it
+        threads.shutdown(cancel_futures=True)
+        for worker in started:
+            worker.join()
 
 
-def start_worker(process: Callable[[Any], Any]) -> None:
-    """Called once in each worker. The parent alone hears Ctrl-C, and ends the workers; they end with it."""
-    global process_in_worker
-    process_in_worker = process
+def exchange(item: Item, free: "SimpleQueue[Connection]") -> Any:
+    """The item's result, from a worker that is free. Raises what the worker raised, and WorkerDied if it ended."""
+    connection = free.get()
+    try:
+        connection.send(item)
+        result, error = connection.recv()
+    except (EOFError, OSError):
+        raise WorkerDied from None
+    finally:
+        free.put(connection)
+    if error is not None:
+        raise error
+    return result
+
+
+def serve(process: Callable[[Any], Any], connection: Connection) -> None:
+    """A worker's life. The parent alone hears Ctrl-C and SIGTERM, and ends the workers; they end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
+    with suppress(EOFError, ConnectionError):  # the parent is gone
+        while True:
+            item = connection.recv()
+            try:
+                answer = run_without_collector(process, item), None
+            except Exception as error:
+                error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+                answer = None, error
+            connection.send(answer)
 
 
 def end_with_parent() -> None:
     """A parent that is killed cannot end its workers, which would wait for items for ever."""
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def run_in_worker(item: Any) -> Any:
-    return run_without_collector(process_in_worker, item)
 
 
 def run_without_collector(process: Callable[[Item], Result], item: Item) -> Result:

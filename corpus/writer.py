@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,49 +15,45 @@ import pyarrow.parquet as pq
 
 from chat.labels import IGNORED
 from chat.masking import Run, TokenizedChat
+from objectives.columns import SCHEMA, WEIGHTS_COLUMN
 
-SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),
-        "labels": pa.list_(pa.int32()),
-        "len": pa.int32(),
-        "num_loss_counted_tokens": pa.int32(),
-    }
-)
-LOSS_WEIGHTS = pa.field("loss_weights", pa.list_(pa.float32()))
-
-Payload = pa.RecordBatch | bytes  # samples in the output's format; of JSON lines the text
+EncodedSamples = pa.RecordBatch | bytes  # in the output's format; of JSON lines the text
 
 
 @dataclass(frozen=True)
-class Sample:
+class TokenizedSample:
     """What becomes of a row, or of a block of documents."""
 
     place: str  # where it comes from, as messages say it: file:line
     tokens: TokenizedChat
 
 
-def encode_samples(samples: Sequence[Sample], ending: str, *, has_weights: bool) -> Payload:
-    """The samples as SCHEMA says, with a column `loss_weights` if any row has some."""
+def encode_samples(samples: Sequence[TokenizedSample], ending: str) -> EncodedSamples:
+    """The samples with the columns of SCHEMA; as JSON lines, `loss_weights` only where a sample has some."""
     if ending == ".jsonl":
-        return "".join(
-            json.dumps(make_json_row(sample.tokens, has_weights=has_weights)) + "\n" for sample in samples
-        ).encode()
-    bounds = np.cumsum([0, *(len(sample.tokens.input_ids) for sample in samples)], dtype=np.int32)
+        return "".join(json.dumps(make_json_row(sample.tokens)) + "\n" for sample in samples).encode()
+    lengths = np.array([len(sample.tokens.input_ids) for sample in samples], np.int32)
+    bounds = np.cumsum([0, *lengths], dtype=np.int32)
     input_ids = np.fromiter(chain.from_iterable(sample.tokens.input_ids for sample in samples), np.int32)
     labels, weights = np.full_like(input_ids, IGNORED), np.zeros(len(input_ids), np.float32)
     for start, sample in zip(bounds.tolist(), samples, strict=False):
         for run in sample.tokens.runs:
             trained = slice(start + run.start, start + run.end)
             labels[trained], weights[trained] = input_ids[trained], run.weight
-    lists = [input_ids, labels, weights] if has_weights else [input_ids, labels]
-    input_ids, labels, *weights = (pa.ListArray.from_arrays(bounds, values) for values in lists)
-    num_targets = pa.array([sample.tokens.num_loss_counted_tokens for sample in samples], pa.int32())
-    columns = [input_ids, labels, pa.array(np.diff(bounds)), num_targets, *weights]
-    return pa.RecordBatch.from_arrays(columns, schema=schema_for(has_weights=has_weights))
+    num_targets = [sample.tokens.num_loss_counted_tokens for sample in samples]
+    is_weighted = np.array([sample.tokens.is_weighted for sample in samples], bool)
+    weight_bounds = np.cumsum([0, *np.where(is_weighted, lengths, 0)], dtype=np.int32)  # a null takes no room
+    columns = [
+        pa.ListArray.from_arrays(bounds, input_ids),
+        pa.ListArray.from_arrays(bounds, labels),
+        pa.array(lengths),
+        pa.array(num_targets, pa.int32()),
+        pa.ListArray.from_arrays(weight_bounds, weights[np.repeat(is_weighted, lengths)], mask=pa.array(~is_weighted)),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def make_json_row(tokens: TokenizedChat, *, has_weights: bool) -> dict[str, Any]:
+def make_json_row(tokens: TokenizedChat) -> dict[str, Any]:
     labels = tokens.labels
     row = {
         "input_ids": tokens.input_ids,
@@ -65,82 +61,21 @@ def make_json_row(tokens: TokenizedChat, *, has_weights: bool) -> dict[str, Any]
         "len": len(labels),
         "num_loss_counted_tokens": tokens.num_loss_counted_tokens,
     }
-    return row | {"loss_weights": tokens.loss_weights or default_weights(labels)} if has_weights else row
-
-
-def schema_for(*, has_weights: bool) -> pa.Schema:
-    return SCHEMA.append(LOSS_WEIGHTS) if has_weights else SCHEMA
-
-
-def default_weights(labels: Sequence[int]) -> list[float]:
-    """What a sample without weights has where others have some."""
-    return [float(label != IGNORED) for label in labels]
-
-
-def add_default_weights(payload: Payload) -> Payload:
-    """The same samples with the column `loss_weights`."""
-    if isinstance(payload, bytes):
-        rows = [json.loads(line) for line in payload.splitlines()]
-        weighted = (row | {"loss_weights": default_weights(row["labels"])} for row in rows)
-        return "".join(json.dumps(row) + "\n" for row in weighted).encode()
-    labels = payload.column("labels")
-    weights = (labels.flatten().to_numpy() != IGNORED).astype(np.float32)
-    lengths = np.concatenate([[0], payload.column("len").to_numpy()])
-    column = pa.ListArray.from_arrays(pa.array(np.cumsum(lengths), pa.int32()), pa.array(weights))
-    return pa.RecordBatch.from_arrays([*payload.columns, column], schema=schema_for(has_weights=True))
-
-
-class SampleWriter:
-    """Appends payloads to a file. Invariant: all samples in it have the same columns.
-
-    Whether any row has weights is known at the end of the input only, so at the first one the file is written anew,
-    with their default for the samples so far.
-    """
-
-    def __init__(self, path: Path, ending: str) -> None:
-        self.path, self.ending, self.has_weights = path, ending, False
-        self.append, self.close = open_output(path, ending, schema_for(has_weights=False))
-
-    def write(self, payload: Payload, *, has_weights: bool) -> None:
-        if has_weights and not self.has_weights:
-            self.add_weights()
-        self.append(add_default_weights(payload) if self.has_weights > has_weights else payload)
-
-    def add_weights(self) -> None:
-        self.close()
-        with open_payloads(self.path, self.ending) as payloads:
-            self.path.unlink()  # what is open stays readable
-            self.append, self.close = open_output(self.path, self.ending, schema_for(has_weights=True))
-            self.has_weights = True
-            for payload in payloads:
-                self.append(add_default_weights(payload))
-
-
-def open_output(path: Path, ending: str, schema: pa.Schema) -> tuple[Callable[[Any], Any], Callable[[], None]]:
-    """Functions that append a payload to a new file, and that finish it."""
-    stack = ExitStack()
-    if ending == ".jsonl":
-        return stack.enter_context(open(path, "wb")).write, stack.close
-    if ending == ".arrow":
-        file = stack.enter_context(pa.OSFile(str(path), "wb"))
-        return stack.enter_context(pa.ipc.new_file(file, schema)).write_batch, stack.close
-    return stack.enter_context(pq.ParquetWriter(path, schema)).write_batch, stack.close
+    return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
 
 
 @contextmanager
-def open_payloads(path: Path, ending: str) -> Iterator[Iterable[Payload]]:
-    """What was appended to a file, in the same pieces but for JSON lines, which come one by one."""
+def open_output(path: Path, ending: str) -> Iterator[Callable[[EncodedSamples], Any]]:
+    """A function that appends samples to a new file, which is finished when the block ends."""
     if ending == ".jsonl":
-        with open(path, "rb") as lines:
-            yield lines
+        with open(path, "wb") as file:
+            yield file.write
     elif ending == ".arrow":
-        with pa.memory_map(str(path)) as file:
-            reader = pa.ipc.open_file(file)
-            yield (reader.get_batch(i) for i in range(reader.num_record_batches))
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            yield writer.write_batch
     else:
-        with pq.ParquetFile(path) as reader:
-            groups = (reader.read_row_group(i).combine_chunks().to_batches() for i in range(reader.num_row_groups))
-            yield (batch for batches in groups for batch in batches)
+        with pq.ParquetWriter(path, SCHEMA) as writer:
+            yield writer.write_batch
 
 
 @dataclass(frozen=True)
@@ -199,7 +134,7 @@ class BlockCutter:
         self.rest = np.empty(0, np.int32)
         self.num_blocks = 0
 
-    def cut(self, ids: np.ndarray, *, is_last: bool = False) -> list[Sample]:
+    def cut(self, ids: np.ndarray, *, is_last: bool = False) -> list[TokenizedSample]:
         """The blocks that are full now that `ids` follow; with `is_last` also the remainder."""
         stream, start, blocks = np.concatenate([self.rest, ids]), 0, []
         while len(stream) - start > self.block_size:  # one more token shows whether it may begin a block
@@ -213,6 +148,6 @@ class BlockCutter:
             self.rest = stream[:0]
         return [self.make_sample(block.tolist()) for block in blocks]
 
-    def make_sample(self, ids: list[int]) -> Sample:
+    def make_sample(self, ids: list[int]) -> TokenizedSample:
         self.num_blocks += 1
-        return Sample(f"block {self.num_blocks:,}", TokenizedChat(ids, [Run(0, len(ids), "document")]))
+        return TokenizedSample(f"block {self.num_blocks:,}", TokenizedChat(ids, [Run(0, len(ids), "document")]))

@@ -16,8 +16,9 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -68,10 +69,10 @@ def write_json(path: Path, value: Any) -> dict[str, Any]:
 class HashingWriter:
     """Writes to an open file, and knows size and SHA-256 of what was written."""
 
-    def __init__(self, file: Any):
+    def __init__(self, file: BinaryIO):
         self.file, self.sha256, self.size = file, hashlib.sha256(), 0
 
-    def write(self, data: Any) -> None:
+    def write(self, data: bytes | np.ndarray) -> None:
         self.sha256.update(data)
         self.file.write(data)
         self.size += len(data)

@@ -50,6 +50,19 @@ def export_model(
     )
 
 
+def follow_tokenizer(
+    config: PreTrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
+) -> None:
+    """Gives `config` the tokenizer's ids for beginning and padding, where it has some that the model has, too.
+
+    Only in an export: a model's embedding does not train at the padding id that its config names.
+    """
+    for name in ("bos_token_id", "pad_token_id"):
+        token_id = getattr(tokenizer, name)
+        if token_id is not None and token_id < vocab_size:
+            setattr(config, name, token_id)
+
+
 def write_export(
     weights: dict[str, Tensor],
     export_dir: Path,
@@ -70,7 +83,9 @@ def write_export(
     try:
         with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
             shell = objective.make_model(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-        shell.generation_config = generation_config
+        shell.generation_config = copy.deepcopy(generation_config)
+        for written in (shell.config, shell.generation_config):
+            follow_tokenizer(written, tokenizer, vocab_size=config.vocab_size)
         shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
         tokenizer.save_pretrained(aside)
         method.write_extras(aside)

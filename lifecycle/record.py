@@ -17,12 +17,20 @@ from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.reader import TokenizedData
 from disk import written_aside
 from lifecycle.fingerprints import fingerprint_data, fingerprint_model
-from options import TrainOptions, flatten_options, iterate_fields, list_identifying_options
+from options import (
+    TrainOptions,
+    flatten_options,
+    iterate_fields,
+    list_defaults,
+    list_identifying_options,
+    list_unchangeable_options,
+)
 from ranks.devices import describe_device
 from ranks.lock import EXIT_FILE, OWN_FILES
 from ranks.world import World
 
 PARAMS_FILE = "training_params.json"
+OF_METHOD = "data of the method"  # in a run's identity
 
 
 def identify_run(
@@ -32,13 +40,14 @@ def identify_run(
     data: TokenizedData,
     data_source: Any,
     tokenizer: PreTrainedTokenizerBase,
+    method_data: list[str],
     compute_dtype: torch.dtype,
     num_steps: int | None,
 ) -> dict[str, Any]:
     """Whatever decides what a run computes: a checkpoint only fits a run that has the same.
 
-    `data_source` is what the sidecar says of the file that the data was made from; `num_steps` is None unless the
-    learning rate depends on it.
+    `data_source` is what the sidecar says of the file that the data was made from, `method_data` the digests of what
+    the method reads beside it; `num_steps` is None unless the learning rate depends on it.
     """
     values = flatten_options(options)
     return {
@@ -48,7 +57,8 @@ def identify_run(
         "model": fingerprint_model(model_dir),
         "compute-dtype": str(compute_dtype).removeprefix("torch."),
         "number of steps": num_steps,
-        **{name.replace("_", "-"): to_json(values[name]) for name in list_identifying_options()},
+        OF_METHOD: method_data,
+        **{name_in_identity(name): to_json(values[name]) for name in list_identifying_options()},
     }
 
 
@@ -86,7 +96,7 @@ def check_unused(output_dir: Path, identity: dict[str, Any], *, resume: str) -> 
     if changes:
         raise ValueError(
             f"--output-dir {output_dir} is not an empty directory: it holds a run without a checkpoint, and other"
-            f" {', '.join(changes)}: {advice}"
+            f" {', '.join(changes.values())}: {advice}"
         )
 
 
@@ -105,23 +115,42 @@ def check_same_run(
 ) -> list[str]:
     """What differs from the run that wrote the checkpoint; ValueError if something does that is not allowed to."""
     changes = find_changes(state["identity"], identity)
+    fixed = [
+        changes[name] for name in (OF_METHOD, *map(name_in_identity, list_unchangeable_options())) if name in changes
+    ]
+    if fixed and allow_changes:
+        raise ValueError(
+            f"{checkpoint} was made with other {', '.join(fixed)}: it holds what was made by them, so not even"
+            " --allow-changed-options changes them: give what it was made with, or start from an export in a new"
+            " --output-dir"
+        )
     if changes and not allow_changes:
         raise ValueError(
-            f"{checkpoint} was made with other {', '.join(changes)}: give what it was made with, name a new"
+            f"{checkpoint} was made with other {', '.join(changes.values())}: give what it was made with, name a new"
             " --output-dir, or go on all the same with --allow-changed-options"
         )
-    return changes
+    return list(changes.values())
 
 
-def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of a run's identity is no longer as it was, in words."""
-    changes = []
+def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """What of a run's identity is no longer as it was, in words by name.
+
+    What an older version did not note down counts as the options' defaults, and cannot be compared if it is no option.
+    """
+    defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()}
+    changes = {}
     for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
+        if name not in before and name not in defaults:
+            continue
+        old, new = before.get(name, defaults.get(name)), now.get(name)
         if old != new:
-            is_digest = isinstance(old, str) and len(old) == 64
-            changes.append(name if is_digest else f"{name} ({old} before, now {new})")
+            is_digest = name == OF_METHOD or (isinstance(old, str) and len(old) == 64)
+            changes[name] = name if is_digest else f"{name} ({old} before, now {new})"
     return changes
+
+
+def name_in_identity(option: str) -> str:
+    return option.replace("_", "-")
 
 
 def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, Any], start: dict[str, Any]) -> None:

@@ -42,6 +42,26 @@ def choose_method(options: TrainOptions) -> Method:
     return OSFT(options.osft) if options.osft.osft else Full()
 
 
+class Errors(list[ValueError | OSError]):
+    """What is wrong with a run, as far as it can be seen."""
+
+    def attempt(self, function: Callable[[], Result]) -> Result | None:
+        """The function's result, or None and one error more."""
+        try:
+            return function()
+        except (ValueError, OSError) as error:
+            self.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        """Raises the one error there is, or a ValueError that names them all."""
+        if len(self) == 1:
+            raise self[0]
+        if self:
+            listed = "".join(f"\n  - {error}" for error in self)
+            raise ValueError(f"{len(self)} problems:{listed}")
+
+
 @dataclass
 class RunInputs:
     """What a run reads before anything large is loaded; None in the place of what cannot be read.
@@ -60,24 +80,8 @@ class RunInputs:
     generation_config: GenerationConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     num_steps: int | None = None  # None: no end
-    errors: list[ValueError | OSError] = field(default_factory=list)
+    errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
-
-    def attempt(self, function: Callable[[], Result]) -> Result | None:
-        """The function's result, or None and one error more."""
-        try:
-            return function()
-        except (ValueError, OSError) as error:
-            self.errors.append(error)
-            return None
-
-    def raise_errors(self) -> None:
-        """Raises the one error there is, or a ValueError that names them all."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            listed = "".join(f"\n  - {error}" for error in self.errors)
-            raise ValueError(f"{len(self.errors)} problems:{listed}")
 
     def source(self, *, trust_remote_code: bool) -> ModelSource:
         return ModelSource(self.model_dir, self.config, trust_remote_code)
@@ -91,6 +95,7 @@ class RunInputs:
             data=self.data,
             data_source=self.sidecar and self.sidecar.get("source"),
             tokenizer=self.tokenizer,
+            method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if ends else None,
         )
@@ -104,10 +109,10 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     num_dropped = open_data(inputs, options)
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
-        inputs.attempt(lambda: check_rope(inputs.config, longest=inputs.data.longest))
+        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.data.longest))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None:
-        inputs.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
+        inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
     if inputs.data is not None:
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
         describe_data(inputs, num_dropped=num_dropped or 0, start=start)
@@ -118,14 +123,14 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
 def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
     """The data set and its sidecar; returns how many samples are too long."""
     path, cap = options.data.data_path, options.data.max_tokens_per_gpu
-    inputs.data = data = inputs.attempt(lambda: TokenizedData(path))
+    inputs.data = data = inputs.errors.attempt(lambda: TokenizedData(path))
     if data is None:
         return None
     if cap == "auto":  # until the model is there to choose it
         cap = int(data.lengths.max())
     inputs.data_options = replace(options.data, max_tokens_per_gpu=cap)
-    num_dropped = inputs.attempt(lambda: data.fit_to(cap, drop_overlong=options.data.drop_overlong))
-    inputs.sidecar = inputs.attempt(lambda: read_sidecar(path, num_samples=len(data.lengths)))
+    num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=options.data.drop_overlong))
+    inputs.sidecar = inputs.errors.attempt(lambda: read_sidecar(path, num_samples=len(data.lengths)))
     return num_dropped
 
 
@@ -135,9 +140,11 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
         options.model.model_revision,
         options.model.trust_remote_code,
     )
-    inputs.model_dir = inputs.attempt(lambda: find_model(name, revision=revision, trust_remote_code=trust))
+    inputs.model_dir = inputs.errors.attempt(lambda: find_model(name, revision=revision, trust_remote_code=trust))
     if inputs.model_dir is not None:
-        inputs.config = inputs.attempt(lambda: load_config(inputs.model_dir, inputs.objective, trust_remote_code=trust))
+        inputs.config = inputs.errors.attempt(
+            lambda: load_config(inputs.model_dir, inputs.objective, trust_remote_code=trust)
+        )
     if inputs.config is not None:
         inputs.generation_config = load_generation_config(inputs.model_dir, inputs.config)
 
@@ -145,7 +152,7 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     """The tokenizer that made the data; the config learns how many embeddings it needs, and what ends a turn."""
     config, sidecar = inputs.config, inputs.sidecar
-    found = inputs.attempt(
+    found = inputs.errors.attempt(
         lambda: choose_tokenizer(
             inputs.model_dir,
             options.data.data_path,
@@ -156,9 +163,28 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     )
     inputs.tokenizer, config.vocab_size = found or (None, config.vocab_size)
     inputs.data.vocab_size = config.vocab_size
-    if sidecar is not None and sidecar.get("tokenizer_dir") and sidecar.get("stop_token_id") is not None:
-        # The data's chat template decides what a turn ends with.
-        config.eos_token_id = inputs.generation_config.eos_token_id = sidecar["stop_token_id"]
+    if inputs.tokenizer is not None and sidecar is not None and sidecar.get("stop_token_id") is not None:
+        replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template is not the model's
+        end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
+
+
+def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> None:
+    """Makes the token that ends the data's turns one that ends generation: the first, and with `replaces` the only one.
+
+    What the model was published with may name others alone, and generate() would run on past every turn's end.
+    """
+    for config in (inputs.config, inputs.generation_config):
+        known = config.eos_token_id
+        known = known if isinstance(known, list) else [] if known is None else [known]
+        if replaces:
+            config.eos_token_id = stop_token_id
+        elif stop_token_id not in known:
+            config.eos_token_id = [stop_token_id, *known] if known else stop_token_id
+            if config is inputs.generation_config:
+                token = inputs.tokenizer.convert_ids_to_tokens(stop_token_id)
+                log.info(
+                    f"exports: generation ends with {token!r}, too, which ends the data's turns (id {stop_token_id})"
+                )
 
 
 def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
@@ -181,6 +207,8 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) 
         inputs.warnings.append(
             f"--batch-size {batch_size} is smaller than the {world_size} ranks: some have nothing to do"
         )
+    if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
+        inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
     if num_steps is not None and num_warmup_steps >= num_steps:
         inputs.warnings.append(
             f"--num-warmup-steps {num_warmup_steps}: the run of {num_steps} steps ends before its peak learning rate"

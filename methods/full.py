@@ -24,6 +24,9 @@ class Full:
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         pass
 
+    def list_data_hashes(self) -> list[str]:
+        return []
+
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         pass
 

@@ -131,6 +131,7 @@ def prepare_statistics(
     `data` is added to what the file holds, once: the file knows which data it has seen. `build_plain` gives the
     model that the data is shown to; of `options` the seed and the cap count.
     """
+    # What the file knows, and whether it has seen this data.
     statistics = Statistics()
 
     def read() -> list[str]:
@@ -142,6 +143,7 @@ def prepare_statistics(
     data_hash = None if data is None else call_on_rank0(world, lambda: hash_file(data.path)["sha256"])
     if data_hash is None or data_hash in known_hashes:
         return statistics
+    # What the data adds, and the file with both.
     model = build_plain()
     data.vocab_size = model.model.config.vocab_size
     batch = next(
@@ -174,6 +176,7 @@ def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str
 
     All tokens count, trained or not; those of micro-batches that only keep a rank busy do not. Sums are in fp64.
     """
+    # Hooks that add up what every layer is given, and how far every block turns it.
     device = world.device
     names = {module: name for name, module in packed_model.model.named_modules()}
     block_modules = find_blocks(packed_model.model)
@@ -202,6 +205,7 @@ def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str
             cosines = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
             similarities[names[module]] += cosines.sum(dtype=torch.float64)
 
+    # One forward pass.
     handles = []
     for module, name in names.items():
         if name in layers:
@@ -217,6 +221,7 @@ def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str
     for handle in handles:
         handle.remove()
 
+    # The means over all ranks.
     dist.all_reduce(num_tokens)
     statistics = Statistics(data_hashes=[data_hash])
     for name in list(covariances):

@@ -131,6 +131,7 @@ def prepare_subspaces(
     if they are covariances. Layers are dealt out by size, one to each rank at a time; rank 0 sends each matrix to the
     rank that decomposes it, receives the result, and writes it.
     """
+    # What is not in the cache.
     files: dict[str, Path] = {}
 
     def find_missing() -> list[str]:
@@ -151,6 +152,7 @@ def prepare_subspaces(
     log.info(
         f"OSFT: directions of {len(shapes)} layers: {len(missing)} matrices to decompose, the rest is in {cache_dir}"
     )
+    # Decompose it, one matrix a rank at a time.
     is_shown = world.rank == 0 and sys.stderr.isatty()
     bar = tqdm(total=len(missing), desc="OSFT: decomposing", unit="layer", disable=not is_shown)
     for start in range(0, len(missing), world.world_size):

@@ -13,7 +13,7 @@ from model.method import Method
 from objectives.objective import PackedModel
 
 # What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
-GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # of a layer's experts
+GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # products of all experts of a layer in one
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"}) | GROUPED_PRODUCTS
 ATTENTION = frozenset({
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",

@@ -7,12 +7,13 @@ to transformers; a model then calls the one that its config names, once a layer,
 import importlib.util
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
+
+from objectives.micro_batch import MicroBatch
 
 # In the order of preference: what each backend honours beyond causal attention with sliding windows.
 BACKENDS: dict[str, set[str]] = {
@@ -21,8 +22,8 @@ BACKENDS: dict[str, set[str]] = {
     "sdpa": {"dropout"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
 }
-UNCOMPILED = frozenset({"sdpa", "eager"})  # whose loop over sequences torch.compile leaves out
-MAX_HEAD_SIZE = 256  # of FlashAttention's kernels
+UNCOMPILED = frozenset({"sdpa", "eager"})  # torch.compile leaves their loop over sequences out
+MAX_HEAD_SIZE = 256  # the largest that FlashAttention's kernels take
 
 
 def registered_name(backend: str) -> str:
@@ -46,7 +47,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         value: Tensor,  # (1, Hkv, T, D)
         attention_mask: None,
         *,
-        micro_batch: Any = None,
+        micro_batch: MicroBatch | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
@@ -72,7 +73,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
 
 
 def attend_flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
     dropout: float = 0.0, softcap: float = 0.0,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """FlashAttention-2's variable-length kernel (package flash-attn)."""
@@ -88,7 +89,7 @@ def attend_flash_attn(
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None
 ) -> Tensor:  # (1, T, Hq, D)
     """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""
     from torch.nn.attention.varlen import varlen_attn
@@ -106,7 +107,7 @@ def attend_varlen(
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
 def attend_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
     dropout: float = 0.0,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """torch's scaled_dot_product_attention, one sequence at a time: bitwise what the sequence alone would get."""
@@ -124,7 +125,7 @@ def attend_sdpa(
 
 @torch.compiler.disable
 def attend_eager(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: Any, *, scaling: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
     dropout: float = 0.0, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """Attention written out, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""

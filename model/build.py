@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -150,7 +149,7 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
     convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
 
 
-def apply_compile(blocks: nn.ModuleList, *, backend: Any = "inductor") -> None:
+def apply_compile(blocks: nn.ModuleList, *, backend: str | Callable = "inductor") -> None:
     """Compiles each block by itself, for any number of tokens and sequences; `backend` is torch.compile's.
 
     All blocks of a kind share one compiled code, and no micro-batch compiles again, since none has a dimension or a

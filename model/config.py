@@ -62,6 +62,7 @@ def choose_tokenizer(
     It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
     export carries it.
     """
+    # The tokenizer that made the data: the model's, or its extension beside the data.
     model_tokenizer = tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
     if sidecar is None:
         log.warning(f"warning: no {data_path}.meta.json: cannot tell whether the data fits this tokenizer")
@@ -81,6 +82,7 @@ def choose_tokenizer(
                 f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens, each new one the mean"
             )
             vocab_size = grown
+    # It has to be the one that the sidecar names, and the model has to have an embedding for every token.
     extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
     if not extends or sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
         raise ValueError(

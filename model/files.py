@@ -15,7 +15,7 @@ from ranks.ending import log
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "processor_config.json")
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]  # of a repository: config and tokenizer
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]  # config and tokenizer of a repository
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 COMMIT = re.compile("[0-9a-f]{40}")
 

@@ -28,9 +28,9 @@ class MetaModel:
 class Method(Protocol):
     """What of a model trains, and what that asks of the run. All ranks call every function.
 
-    In the order of a run: `open_files`, `study`, `choose_layers`, `prepare`, `fill`, then `constrain_gradients` and `constrain_weights`
-    in every step, `measure` and `gather_weights` where the model is exported. A plan calls `lay_out` and
-    `give_memory` in the place of `prepare` and `fill`.
+    In the order of a run: `open_files`, `list_data_hashes`, `study`, `choose_layers`, `prepare`, `fill`; in every step
+    `constrain_gradients` and `constrain_weights`; where the model is exported `measure`, `gather_weights` and
+    `write_extras`. A plan calls `lay_out` and `give_memory` in the place of `prepare` and `fill`.
     """
 
     title: str  # as reports name it; empty: nothing is out of the ordinary
@@ -41,6 +41,10 @@ class Method(Protocol):
 
         Of `data_options` the cap is a number of tokens, auto or not.
         """
+        ...
+
+    def list_data_hashes(self) -> list[str]:
+        """SHA-256, in a fixed order, of whatever it reads that decides what the run computes. On rank 0."""
         ...
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:

@@ -91,6 +91,7 @@ def plan_reading(
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     wanted = model.state_dict()
 
+    # Which stored tensors go where, by transformers' own rules.
     sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or the first of a conversion's -> keys and patterns
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
@@ -116,6 +117,7 @@ def plan_reading(
         enable_progress_bar()
     info = model._finalize_model_loading(model, loading, info)
 
+    # A function for every tensor: read as it is, or converted from several that are stored apart.
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from chat.labels import IGNORED
-
-Sample = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, labels, weights: (len,) each
+from objectives.columns import Sample
 
 
 @dataclass  # not frozen: of those, torch.compile would compile again for each new value of each field

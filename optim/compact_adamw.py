@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BLOCK_SIZE = 256
-MIN_BLOCK_SIZE = 32  # fewer would cost more for their scales than the codes save; such a parameter stays in fp32
-ROUNDING = 1  # tells these random numbers from dropout's of the same seed, step and rank
+MIN_BLOCK_SIZE = 32  # smaller blocks would cost more for their scales than the codes save: their moments stay in fp32
+ROUNDING_STREAM = 1  # tells these random numbers from dropout's of the same seed, step and rank
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def make_generator(seed: int, step: int, param: DTensor) -> torch.Generator:
     """Random numbers of one step, others on every shard and the same on every copy of it."""
     dims = [i for i, placement in enumerate(param.placements) if placement.is_shard()]
     shards = [param.device_mesh.get_local_rank(i) for i in dims]
-    state = np.random.SeedSequence([seed, step, *shards, ROUNDING]).generate_state(1)
+    state = np.random.SeedSequence([seed, step, *shards, ROUNDING_STREAM]).generate_state(1)
     return torch.Generator(param.device).manual_seed(int(state[0]))
 
 

@@ -30,7 +30,7 @@ DECIDING_OPTIONS = (
     "shard_size", "reshard_after_forward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload",
     "use_liger_kernels",
 )  # fmt: skip
-PLENTY = 0.5  # share of the memory that nobody would need: no more has to be tried
+PLENTY = 0.5  # with this share of the memory left over no more has to be tried
 SHORT_QUANTILE = 0.1  # samples up to this quantile of the lengths count as short
 
 

@@ -9,7 +9,6 @@ machine, else from FLOPs.
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import check_state
 from lifecycle.due import is_export_due
 from lifecycle.record import check_output_dir, check_same_run, check_unused, is_checkpoint_of
-from lifecycle.start import RunInputs, keeps_to_budget, open_inputs
+from lifecycle.start import Errors, RunInputs, keeps_to_budget, open_inputs
 from model.files import find_weights
 from options import ComputeOptions, TrainOptions, replace_options
 from plan.choice import MODES, Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
@@ -36,11 +35,11 @@ from ranks.memory import GIB, MARGIN, memory_limit, resident_memory
 from ranks.world import call_on_rank0, count_shards, init_world, setup_logging
 from sampler import RunPosition
 
-RANKS_PER_NODE = 8  # of machines that are not this one, for --sharding hybrid
-ENOUGH_TOKENS = 4096  # of a micro-batch: with more, its fixed costs are small
-ASSUMED_MFU = 0.4  # where nothing can be measured
+RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
+ENOUGH_TOKENS = 4096  # in a micro-batch of this size the fixed costs are small
+ASSUMED_MFU = 0.4  # what a step's time is planned with where nothing can be measured
 
-KINDS = {  # of StepMemory.peak, in words
+KINDS = {  # the kinds of StepMemory.peak in words
     "weights": "weights that train, sharded",
     "frozen": "weights and buffers that do not train",
     "gradients": "gradients, sharded",
@@ -58,15 +57,10 @@ class Findings:
 
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: Errors = field(default_factory=Errors)
 
-    def attempt(self, function: Callable[[], Result]) -> Result | None:
-        """The function's result, or None and one problem more."""
-        try:
-            return function()
-        except (ValueError, OSError) as error:
-            self.problems.append(str(error))
-            return None
+    def add_problem(self, text: str) -> None:
+        self.problems.append(ValueError(text))
 
     def print(self) -> None:
         count = len(self.problems)
@@ -128,7 +122,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
                 speed = measure_speed(options, world)
             dist.destroy_process_group()
         except (ValueError, OSError) as error:  # of the model itself, on every rank
-            findings.problems.append(str(error))
+            findings.problems.append(error)
     if is_rank0:
         plan_time(target, run, packing, speed, findings)
         findings.print()
@@ -148,14 +142,14 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
     name = given or describe_device(device)
     peak = find_peak_flops(name)
     if given is not None and peak is None:
-        findings.problems.append(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
+        findings.add_problem(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
     num_shards, shard_size = world_size, options.sharding.shard_size
     if options.sharding.sharding == "hybrid":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
         found = findings if not is_here else Findings()  # init_world says it, too
-        num_shards = found.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
+        num_shards = found.problems.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
     offloads = options.sharding.cpu_offload and device.type == "cuda"
     gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
@@ -172,21 +166,21 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
 def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
     """Reads what a run reads, in the same order, and goes on after what is wrong."""
     name, num_before = options.model.model_name_or_path, len(findings.problems)
-    findings.attempt(lambda: check_output_dir(Path(options.output_dir)))
+    findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
     resumes = options.checkpoints.resume != "none"
-    checkpoint = findings.attempt(lambda: find_checkpoint(options)) if resumes else None
+    checkpoint = findings.problems.attempt(lambda: find_checkpoint(options)) if resumes else None
     start = checkpoint.position if checkpoint else RunPosition()
     inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start)
-    findings.problems += map(str, inputs.errors)
+    findings.problems += inputs.errors
     findings.warnings += inputs.warnings
     if inputs.model_dir is not None and Path(name).is_dir():  # from the hub the weights would be downloaded
-        findings.attempt(lambda: find_weights(name, inputs.model_dir))
+        findings.problems.attempt(lambda: find_weights(name, inputs.model_dir))
         if len(findings.problems) == num_before:
-            findings.attempt(lambda: check_identity(options, checkpoint, inputs))
+            findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
     if inputs.config is None:
         return PlannedRun(inputs, start, None)
     compute = simulated_compute(options, target, inputs)
-    return PlannedRun(inputs, start, findings.attempt(lambda: lay_out_model(options, inputs, compute)))
+    return PlannedRun(inputs, start, findings.problems.attempt(lambda: lay_out_model(options, inputs, compute)))
 
 
 def simulated_compute(options: TrainOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
@@ -319,7 +313,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     autos = [("max-tokens-per-gpu", given), ("activation-checkpointing", mode)]
     if target.limit is None:
         for name in (name for name, value in autos if value == "auto"):
-            findings.problems.append(f"--{name} auto cannot be planned without --memory-budget-gb")
+            findings.add_problem(f"--{name} auto cannot be planned without --memory-budget-gb")
     if target.limit is None or "auto" not in (given, mode):
         return options
     data = run.inputs.data
@@ -343,7 +337,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     if given == "auto":
         cap = room.num_tokens or longest
         if room.num_tokens == 0:
-            findings.problems.append(refuse_longest(data, room))
+            findings.add_problem(refuse_longest(data, room))
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap)
 
 
@@ -396,7 +390,7 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
     if target.limit is None:
         findings.lines.append("  whether that fits is not known: give --memory-budget-gb")
     elif needed > target.limit:
-        findings.problems.append(
+        findings.add_problem(
             f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
             f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
             " --activation-checkpointing full, or more GPUs"
@@ -423,7 +417,7 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
         f" {free / 1e9:,.2f} GB free at {existing}"
     )
     if needed > free + used:
-        findings.problems.append(
+        findings.add_problem(
             f"--output-dir {output_dir}: checkpoints and exports need {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB"
             " are free: free some, lower --keep-checkpoints, or export less often"
         )

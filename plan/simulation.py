@@ -35,7 +35,7 @@ from options import ComputeOptions, TrainOptions
 from ranks.memory import MemoryCounter, memory_kind
 from ranks.world import World, make_mesh
 
-SHARDED = ("weights", "frozen", "gradients", "optimizer")  # kinds of memory that --cpu-offload takes elsewhere
+SHARDED = ("weights", "frozen", "gradients", "optimizer")  # --cpu-offload takes these kinds of memory elsewhere
 # Where FSDP's code is entered from the model's and autograd's: whatever it allocates there is for its collectives.
 FSDP_HOOKS = {
     FSDPState: ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),

@@ -288,6 +288,12 @@ JSON = st.recursive(
 )
 
 
+def test_elements_of_many_strings_and_strings_of_many_escapes(tmp_path):
+    values = [["a"] * 1000, '\\"[{,\n' * 1000, "a", {"a" * i: "]" for i in range(300)}]
+    (tmp_path / "in.json").write_text(json.dumps(values, indent=0))
+    assert [json.loads(value) for _, value in read_values(tmp_path / "in.json")] == values
+
+
 @given(st.lists(JSON, min_size=1), st.sampled_from([None, 1]), st.booleans(), st.integers(1, 50))
 def test_a_list_is_split_as_it_would_be_parsed(values, indent, ascii_only, block_bytes):
     class Blocks(io.BytesIO):

@@ -26,7 +26,7 @@ from corpus.preview import (
     write_page,
 )
 from corpus.report import MAX_REASON_KINDS, Totals
-from corpus.writer import Sample
+from corpus.writer import TokenizedSample
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $SCRIPT$ & \u2028 \x1b[31m \u202e"
 
@@ -36,13 +36,13 @@ def tokenizer():
     return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
 
 
-def make_sample(tokenizer, question: str, answer: str, *, place: str = "in.jsonl:1", **extra) -> Sample:
+def make_sample(tokenizer, question: str, answer: str, *, place: str = "in.jsonl:1", **extra) -> TokenizedSample:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **extra}]
     (tokens,) = ChatMasker(tokenizer).mask([Chat(messages)])
-    return Sample(place, tokens)
+    return TokenizedSample(place, tokens)
 
 
-def make_totals(samples: list[Sample], **rows: int) -> Totals:
+def make_totals(samples: list[TokenizedSample], **rows: int) -> Totals:
     totals = Totals(num_shown=50)
     totals.rows.update({"in": len(samples) + sum(rows.values()), "kept": len(samples)} | rows)
     for i, sample in enumerate(samples):

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma3TextConfig,
     GPTJConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -202,6 +203,18 @@ def test_rotary_embeddings_that_look_at_the_whole_row_are_refused_beyond_their_l
     else:
         with pytest.raises(ValueError, match=f"one sequence is longer than {limit}; the longest sample has 257"):
             check_rope(config, longest=limit + 1)
+
+
+def test_rotary_embeddings_of_a_layer_type_are_looked_at(world):
+    """Gemma 3's way: parameters by the type of layer."""
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+    }
+    config = Gemma3TextConfig(**SHAPE, rope_parameters=rope)
+    check_rope(config, longest=256)
+    with pytest.raises(ValueError, match=r"dynamic rotary embeddings, .* one sequence is longer than 256"):
+        check_rope(config, longest=257)
 
 
 def test_transformers_takes_every_backend_by_its_name(world, tmp_path):

@@ -17,12 +17,13 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from command_line import find_problems
 from lifecycle.start import RunInputs, choose_method
 from model.sharding import set_gradient_sync
 from objectives.causal_lm import CausalLM
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
-from options import TrainOptions, find_problems, group_options
+from options import TrainOptions, group_options
 from plan.planner import plan_run
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from ranks.ending import ExitCode

@@ -22,10 +22,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chat.labels import IGNORED
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
-from command_line import parse_options
+from command_line import find_problems, parse_options
 from corpus.files import MAX_ROW_BYTES
+from corpus.reader import TokenizedData
 from corpus.report import percentile
-from options import ProcessDataOptions, find_problems
+from options import ProcessDataOptions
 from process_data import BYTES_PER_WORKER, process_data
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +73,18 @@ def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_arrow(path: Path) -> list[dict]:
+    with pa.OSFile(str(path)) as file:
+        return pa.ipc.open_file(file).read_all().to_pylist()
+
+
+READERS = {
+    ".jsonl": lambda path: [{"loss_weights": None} | sample for sample in read_jsonl(path)],
+    ".arrow": read_arrow,
+    ".parquet": lambda path: pq.read_table(path).to_pylist(),
+}
+
+
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
@@ -95,8 +108,10 @@ def test_formats_hold_the_same_samples(model, tokenizer, tmp_path):
         table = reader.read_all()
         assert table.schema.field("input_ids").type == table.schema.field("labels").type == pa.list_(pa.int32())
         assert table.schema.field("len").type == table.schema.field("num_loss_counted_tokens").type == pa.int32()
-        assert table.to_pylist() == samples
-    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == samples
+        assert table.schema.field("loss_weights").type == pa.list_(pa.float32())
+        without_weights = [sample | {"loss_weights": None} for sample in samples]
+        assert table.to_pylist() == without_weights
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == without_weights
 
 
 def test_sidecar(model, tokenizer, tmp_path):
@@ -353,11 +368,7 @@ def test_blocks_are_cut_within_the_stream_of_documents(model, tokenizer, tmp_pat
     texts = ["How many are 12 and 30? 42", "a", "user assistant" * 30, "system " * 5] * 9
     source = write_rows(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     process_data(options_for(model, source, tmp_path / f"out{ending}", block_size=block_size))
-    if ending == ".jsonl":
-        samples = read_jsonl(tmp_path / "out.jsonl")
-    else:
-        with pa.OSFile(str(tmp_path / "out.arrow")) as file:
-            samples = pa.ipc.open_file(file).read_all().to_pylist()
+    samples = READERS[ending](tmp_path / f"out{ending}")
     eos = tokenizer.eos_token_id
     stream = [token for text in texts for token in [*tokenizer.encode(text), eos]]
     assert [token for sample in samples for token in sample["input_ids"]] == stream
@@ -379,9 +390,10 @@ def test_only_documents_are_cut(model, tmp_path):
         process_data(options_for(model, source, tmp_path / "out.jsonl", block_size=8))
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".arrow", ".parquet"])
-def test_weights_are_a_column_where_some_row_has_them(model, tmp_path, monkeypatch, ending):
+@pytest.mark.parametrize("ending", READERS)
+def test_only_samples_of_rows_with_weights_have_some(model, tmp_path, monkeypatch, ending):
     monkeypatch.setattr("corpus.files.CHUNK_ROWS", 2)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [chat(i) for i in range(7)]
     rows[4]["messages"][1]["weight"] = 0.25
     for name, some in {"without": rows[:4], "with": rows}.items():
@@ -389,26 +401,24 @@ def test_weights_are_a_column_where_some_row_has_them(model, tmp_path, monkeypat
         process_data(options_for(model, tmp_path / f"{name}.jsonl", tmp_path / f"{name}.out{ending}"))
         sidecar = json.loads((tmp_path / f"{name}.out{ending}.meta.json").read_text())
         assert sidecar["has_loss_weights"] is (name == "with")
-    read = {".jsonl": read_jsonl, ".arrow": read_arrow, ".parquet": lambda path: pq.read_table(path).to_pylist()}[
-        ending
-    ]
-    samples = read(tmp_path / f"with.out{ending}")
-    plain = [{key: value for key, value in sample.items() if key != "loss_weights"} for sample in samples]
-    assert read(tmp_path / f"without.out{ending}") == plain[:4]
-    assert len(samples) == 7
+    samples = READERS[ending](tmp_path / f"with.out{ending}")
+    assert READERS[ending](tmp_path / f"without.out{ending}") == samples[:4]
+    assert [sample["loss_weights"] is not None for sample in samples] == [False] * 4 + [True] + [False] * 2
+    assert samples[4]["loss_weights"] == [0.0 if label == IGNORED else 0.25 for label in samples[4]["labels"]]
+    data = TokenizedData(tmp_path / f"with.out{ending}")
+    assert data.has_weights and not TokenizedData(tmp_path / f"without.out{ending}").has_weights
     for i, sample in enumerate(samples):
-        weight = 0.25 if i == 4 else 1.0
-        assert sample["loss_weights"] == [0.0 if label == IGNORED else weight for label in sample["labels"]]
+        weights = data.read(i, vocab_size=300)[2].tolist()
+        assert weights == (sample["loss_weights"] or [1.0] * sample["len"])
+    if ending == ".jsonl":
+        assert [("loss_weights" in sample) for sample in read_jsonl(tmp_path / "with.out.jsonl")] == [
+            sample["loss_weights"] is not None for sample in samples
+        ]
     if ending == ".arrow":
         with pa.OSFile(str(tmp_path / "with.out.arrow")) as file:
             reader = pa.ipc.open_file(file)
             assert reader.schema.field("loss_weights").type == pa.list_(pa.float32())
             assert [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)] == [2, 2, 2, 1]
-
-
-def read_arrow(path: Path) -> list[dict]:
-    with pa.OSFile(str(path)) as file:
-        return pa.ipc.open_file(file).read_all().to_pylist()
 
 
 @pytest.fixture(scope="module")

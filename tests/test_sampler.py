@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from tiny_data import make_samples, to_row, write_rows, write_samples
+from tiny_data import make_samples, write_samples
 
 from chat.labels import IGNORED
 from corpus.reader import TokenizedData
@@ -97,34 +97,17 @@ def test_a_micro_batch_predicts_within_each_sequence_only():
     assert packed.target_weights is None
 
 
-def test_weights_move_with_the_targets_they_belong_to(tmp_path):
-    rows = [
-        to_row(([5, 6, 7], [IGNORED, 6, 7])) | {"loss_weights": [0.0, 0.5, 1.0]},
-        to_row(([8, 9], [IGNORED, 9])) | {"loss_weights": [0.0, 0.25]},
-    ]
-    data = TokenizedData(write_rows(tmp_path / "data.arrow", rows))
-    assert data.has_weights
-    packed = pack_samples([data.read(row) for row in (0, 1)])
+def test_weights_move_with_the_targets_they_belong_to():
+    ids, labels = np.array([5, 6, 7]), np.array([IGNORED, 6, 7])
+    first = ids, labels, np.array([0.0, 0.5, 1.0], dtype=np.float32)
+    second = ids[:2], labels[:2], np.array([0.0, 0.25], dtype=np.float32)
+    packed = pack_samples([first, second])
     assert packed.target_weights.tolist() == [0.5, 1.0, 0.0, 0.25, 0.0]
-    assert packed.targets.tolist() == [6, 7, IGNORED, 9, IGNORED]
-    rows[1]["loss_weights"] = [0.0, 1.5]
-    data = TokenizedData(write_rows(tmp_path / "bad.arrow", rows))
-    with pytest.raises(ValueError, match="row 2: loss_weights has to hold 2 numbers from 0 to 1"):
-        data.read(1)
+    assert packed.targets.tolist() == [6, 7, IGNORED, 6, IGNORED]
 
 
 def test_an_idle_rank_trains_nothing():
     assert len(pack_samples([make_idle_sample()]).trained_index) == 0
-
-
-def test_every_format_gives_the_same_batches(samples, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    for name in ("data.jsonl", "data.parquet"):
-        other = TokenizedData(write_samples(tmp_path / name, samples))
-        for batch, expected in zip(batches_of(other), batches_of(data), strict=True):
-            for micro_batch, expected_micro_batch in zip(batch.micro_batches, expected.micro_batches, strict=True):
-                assert torch.equal(micro_batch.input_ids, expected_micro_batch.input_ids)
-                assert torch.equal(micro_batch.targets, expected_micro_batch.targets)
 
 
 @pytest.mark.parametrize(
@@ -154,70 +137,11 @@ def test_max_tokens_ends_at_the_step_that_reaches_it(data, max_tokens):
     assert num_steps == 1 or tokens[-2] < max_tokens
 
 
-def test_overlong_samples_are_refused_or_dropped_and_counted(samples, tmp_path):
+def test_samples_that_are_dropped_are_never_drawn(samples, tmp_path):
     data = TokenizedData(write_samples(tmp_path / "data.arrow", samples))
-    lengths = [len(input_ids) for input_ids, _ in samples]
-    longest = lengths.index(max(lengths)) + 1
-    num_overlong = sum(length > 30 for length in lengths)
-    with pytest.raises(ValueError, match=rf"{num_overlong} of 50 .*30; the longest, row {longest}, has {max(lengths)}"):
-        data.fit_to(30, drop_overlong=False)
-    assert data.fit_to(max(lengths), drop_overlong=False) == 0
-    assert data.fit_to(30, drop_overlong=True) == num_overlong
+    num_overlong = data.fit_to(30, drop_overlong=True)
     drawn = draw_samples(data, seed=0, start=0, count=NUM_SAMPLES - num_overlong)
-    assert sorted(drawn) == [i for i, length in enumerate(lengths) if length <= 30]
-    with pytest.raises(ValueError, match="every sample is longer"):
-        data.fit_to(2, drop_overlong=True)
-
-
-ROW = to_row(([5, 6, 7], [IGNORED, 6, 7]))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"input_ids": [5, VOCAB_SIZE, 7]}, "row 4: token ids beyond the model's vocabulary of 160"),
-        ({"input_ids": [5, -1, 7]}, "row 4: token ids beyond"),
-        ({"labels": [IGNORED, 6]}, "row 4: 3 input_ids, 2 labels"),
-        ({"len": 4}, "row 4: 3 input_ids, 3 labels and len 4"),
-        ({"num_loss_counted_tokens": 3}, "row 4: num_loss_counted_tokens is 3, but 2 labels"),
-    ],
-)
-def test_a_row_that_breaks_the_contract_is_named(change, reason, tmp_path):
-    data = TokenizedData(write_rows(tmp_path / "data.arrow", [ROW, ROW, ROW, ROW | change]))
-    with pytest.raises(ValueError, match=reason):
-        batches_of(data, batch_size=4, num_steps=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("missing.arrow", None, "No such file"),
-        ("missing.jsonl", None, "No such file"),
-        ("data.txt", b"x", "must end in .arrow, .parquet or .jsonl"),
-        ("empty.arrow", b"", "holds no samples"),
-        ("garbage.arrow", b"garbage" * 100, "cannot be read"),
-        ("empty.jsonl", b"", "holds no samples"),
-        ("garbage.jsonl", b'{"input_ids": [1', "cannot be read"),
-        ("garbage.parquet", b"garbage" * 100, "cannot be read"),
-        ("messages.jsonl", b'{"messages": []}\n', "no column input_ids, labels"),
-        (
-            "text.jsonl",
-            b'{"input_ids": "x", "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
-            "column input_ids",
-        ),
-    ],
-)
-def test_a_file_that_is_no_data_set_is_refused(name, content, reason, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=reason):
-        TokenizedData(tmp_path / name)
-
-
-def test_a_data_set_without_samples_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no samples"):
-        TokenizedData(write_rows(tmp_path / "data.arrow", []))
+    assert sorted(drawn) == [i for i, (input_ids, _) in enumerate(samples) if len(input_ids) <= 30]
 
 
 def test_prefetch_keeps_the_order_and_ends():

@@ -7,19 +7,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-Sample = tuple[list[int], list[int]]  # input_ids, labels
+from objectives.columns import SCHEMA
 
-SCHEMA = pa.schema(
-    [
-        ("input_ids", pa.list_(pa.int32())),
-        ("labels", pa.list_(pa.int32())),
-        ("len", pa.int32()),
-        ("num_loss_counted_tokens", pa.int32()),
-    ]
-)
+Tokens = tuple[list[int], list[int]]  # input_ids, labels
 
 
-def make_samples(num_samples: int, *, vocab_size: int, max_len: int = 40, seed: int = 0) -> list[Sample]:
+def make_samples(num_samples: int, *, vocab_size: int, max_len: int = 40, seed: int = 0) -> list[Tokens]:
     """Random samples whose numbers of trained tokens differ widely: from one token to nearly all."""
     random = np.random.default_rng(seed)
     samples = []
@@ -32,7 +25,7 @@ def make_samples(num_samples: int, *, vocab_size: int, max_len: int = 40, seed: 
     return samples
 
 
-def to_row(sample: Sample) -> dict:
+def to_row(sample: Tokens) -> dict:
     input_ids, labels = sample
     num_targets = sum(label != -100 for label in labels[1:])
     return dict(input_ids=input_ids, labels=labels, len=len(input_ids), num_loss_counted_tokens=num_targets)
@@ -43,16 +36,14 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
-    weights = [pa.field("loss_weights", pa.list_(pa.float32()))] if "loss_weights" in (rows or [{}])[0] else []
-    schema = pa.schema([*SCHEMA, *weights])
-    table = pa.Table.from_pylist(rows, schema=schema)
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=7)
     else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
             writer.write_table(table, max_chunksize=7)
     return path
 
 
-def write_samples(path: Path, samples: list[Sample]) -> Path:
+def write_samples(path: Path, samples: list[Tokens]) -> Path:
     return write_rows(path, [to_row(sample) for sample in samples])

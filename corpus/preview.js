@@ -1,0 +1,76 @@
+"use strict";
+const byId = id => document.getElementById(id);
+const samples = JSON.parse(byId("samples").textContent);
+const texts = samples.map(sample => sample.parts.map(part => part[0]).join("").toLowerCase());
+let found = samples.map((_, i) => i), at = 0;
+
+function make(kind, className, text) {
+  const node = document.createElement(kind);
+  node.className = className;
+  node.textContent = text;
+  return node;
+}
+
+// Text is only ever put in as text. Line breaks are made visible, and so is what was searched for.
+function fill(node, text, wanted) {
+  const lower = text.toLowerCase(), same = lower.length === text.length;
+  for (let from = 0; from < text.length;) {
+    const hit = wanted && same ? lower.indexOf(wanted, from) : -1;
+    const end = hit < 0 ? text.length : hit;
+    text.slice(from, end).split("\n").forEach((line, i) => {
+      if (i) node.append(make("span", "nl", "↵"), "\n");
+      node.append(line);
+    });
+    if (hit >= 0) node.append(make("mark", "", text.slice(hit, hit + wanted.length)));
+    from = hit < 0 ? end : hit + wanted.length;
+  }
+}
+
+function show() {
+  const sample = samples[found[at]], box = byId("text"), wanted = byId("search").value.toLowerCase();
+  byId("position").textContent = found.length ? `${at + 1} of ${found.length}` : "none";
+  byId("previous").disabled = byId("next").disabled = found.length < 2;
+  box.replaceChildren();
+  byId("place").textContent = sample ? sample.place : "";
+  byId("counts").textContent = sample
+    ? `${sample.tokens.toLocaleString("en")} tokens, ${sample.trained.toLocaleString("en")} trained` : "";
+  if (!sample) { box.textContent = "Nothing found."; return; }
+  let weightBefore = null;
+  for (const [text, trained, special, weight] of sample.parts) {
+    if (trained && weight !== null && weight !== weightBefore) box.append(make("span", "w", "×" + weight));
+    weightBefore = trained ? weight : null;
+    const node = make("span", (trained ? "t" : "") + (special ? " s" : ""), "");
+    fill(node, text, wanted);
+    box.append(node);
+  }
+  const first = box.querySelector("mark");
+  box.scrollTop = first ? first.offsetTop - box.offsetTop - 60 : 0;
+}
+
+function turn(by) {
+  if (!found.length) return;
+  at = (at + by + found.length) % found.length;
+  show();
+}
+
+byId("search").addEventListener("input", event => {
+  const wanted = event.target.value.toLowerCase();
+  found = samples.map((_, i) => i).filter(i => texts[i].includes(wanted));
+  at = 0;
+  show();
+});
+byId("previous").addEventListener("click", () => turn(-1));
+byId("next").addEventListener("click", () => turn(1));
+byId("theme").addEventListener("click", () => {
+  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const now = root.dataset.theme || (dark ? "dark" : "light");
+  root.dataset.theme = now === "dark" ? "light" : "dark";
+});
+addEventListener("keydown", event => {
+  if (event.target === byId("search")) { if (event.key === "Enter") turn(1); return; }
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "ArrowLeft") turn(-1);
+  if (event.key === "ArrowRight") turn(1);
+  if (event.key === "/") { event.preventDefault(); byId("search").focus(); }
+});
+show();

@@ -1,0 +1,234 @@
+"""A data set read back: the same from every kind of file, with weights where it has some, and refused by its rows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_data import make_samples, to_row, write_rows, write_samples
+
+from chat.labels import IGNORED
+from corpus.reader import INFERRED_BYTES, TokenizedData
+from objectives.columns import REQUIRED_COLUMNS, SCHEMA, WEIGHTS_COLUMN
+from objectives.micro_batch import pack_samples
+
+VOCAB_SIZE = 160
+ENDINGS = (".arrow", ".parquet", ".jsonl")
+ROW = to_row(([5, 6, 7], [IGNORED, 6, 7]))
+WEIGHTED = ROW | {"loss_weights": [0.0, 0.5, 1.0]}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Where .parquet and .jsonl are converted."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def read_all(data: TokenizedData) -> list[tuple]:
+    """Every row, as lists."""
+    rows = [data.read(row) for row in range(len(data.lengths))]
+    return [tuple(None if part is None else part.tolist() for part in row) for row in rows]
+
+
+def write_table(path: Path, table: pa.Table) -> Path:
+    """A table as it is, whatever its columns; record batches of 2 rows."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return path
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_kind_of_file_holds_the_same_samples(ending, tmp_path):
+    samples = make_samples(50, vocab_size=VOCAB_SIZE)
+    data = TokenizedData(write_samples(tmp_path / f"data{ending}", samples))
+    assert read_all(data) == [(*sample, None) for sample in samples]
+    assert data.lengths.tolist() == [len(input_ids) for input_ids, _ in samples]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_weights_are_all_1_where_a_sample_has_none(ending, tmp_path):
+    """In whichever record batch the first weights are: the first, the last, or all."""
+    for name, rows in {
+        "first": [WEIGHTED] + [ROW] * 15,
+        "last": [ROW] * 15 + [WEIGHTED],
+        "mixed": [ROW, WEIGHTED] * 8,
+        "all": [WEIGHTED] * 16,
+    }.items():
+        data = TokenizedData(write_rows(tmp_path / f"{name}{ending}", rows))
+        assert data.has_weights
+        expected = [[0.0, 0.5, 1.0] if "loss_weights" in row else [1.0, 1.0, 1.0] for row in rows]
+        assert [weights for _, _, weights in read_all(data)] == expected
+        pack_samples([data.read(row) for row in range(len(rows))])
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_data_set_in_which_no_sample_has_weights_has_none(ending, tmp_path):
+    data = TokenizedData(write_rows(tmp_path / f"data{ending}", [ROW] * 9))
+    assert not data.has_weights
+    assert pack_samples([data.read(row) for row in range(9)]).target_weights is None
+
+
+@pytest.mark.parametrize("ending", [".arrow", ".parquet"])
+def test_older_data_sets_have_the_column_for_all_samples_or_not_at_all(ending, tmp_path):
+    without = pa.Table.from_pylist([ROW] * 5, schema=SCHEMA).select(REQUIRED_COLUMNS)
+    data = TokenizedData(write_table(tmp_path / f"without{ending}", without))
+    assert not data.has_weights and read_all(data) == [(ROW["input_ids"], ROW["labels"], None)] * 5
+    for kind in (pa.float32(), pa.float64()):
+        column = pa.array([[0.0, 1.0, 1.0], [0.0, 0.5, 1.0]] * 2, pa.list_(kind))
+        table = without.slice(0, 4).append_column(WEIGHTS_COLUMN, column)
+        data = TokenizedData(write_table(tmp_path / f"{kind}{ending}", table))
+        assert data.has_weights
+        assert [weights for _, _, weights in read_all(data)] == column.to_pylist()
+
+
+def test_a_null_may_have_numbers_beneath_it(tmp_path):
+    """Arrow lets a list that is null take room; what is there has no meaning."""
+    weights = pa.ListArray.from_arrays(
+        pa.array([0, 3, 6, 9], pa.int32()),
+        pa.array([9.0, 9.0, 9.0, 0.0, 0.5, 1.0, 7.0, 7.0, 7.0], pa.float32()),
+        mask=pa.array([True, False, True]),
+    )
+    table = pa.Table.from_pylist([ROW] * 3, schema=SCHEMA).select(REQUIRED_COLUMNS)
+    table = table.append_column(WEIGHTS_COLUMN, weights)
+    with pa.OSFile(str(tmp_path / "data.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    data = TokenizedData(tmp_path / "data.arrow")
+    assert [weights for _, _, weights in read_all(data)] == [[1.0] * 3, [0.0, 0.5, 1.0], [1.0] * 3]
+
+
+def test_weights_far_behind_in_json_lines_and_columns_of_ones_own(tmp_path):
+    rows = [ROW | {"source": "book", "page": i} for i in range(10)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    num_repeats = INFERRED_BYTES // len(text) + 2
+    path = tmp_path / "data.jsonl"
+    path.write_text(text * num_repeats + json.dumps(WEIGHTED | {"page": 1}) + "\n")
+    data = TokenizedData(path)
+    last = num_repeats * len(rows)
+    assert data.has_weights and len(data.lengths) == last + 1
+    assert data.read(last)[2].tolist() == [0.0, 0.5, 1.0]
+    assert data.read(0)[2].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("weights", [[0.0, 1.5, 1.0], [0.0, -0.5, 1.0], [0.0, 1.0], [], [0.0, float("nan"), 1.0]])
+def test_weights_out_of_range_are_named(weights, tmp_path):
+    data = TokenizedData(write_rows(tmp_path / "data.arrow", [ROW, WEIGHTED | {"loss_weights": weights}]))
+    with pytest.raises(ValueError, match=r"data\.arrow: row 2: loss_weights has to hold 3 numbers from 0 to 1"):
+        data.read(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"input_ids": [5, VOCAB_SIZE, 7]}, "token ids beyond the model's vocabulary of 160"),
+        ({"input_ids": [5, -1, 7]}, "token ids beyond"),
+        ({"labels": [IGNORED, 6, VOCAB_SIZE]}, "token ids beyond"),
+        ({"labels": [IGNORED, 6, -1]}, "a label is -1; allowed are token ids, and -100 where nothing is trained"),
+        ({"labels": [-101, 6, 7]}, "a label is -101; allowed are"),
+        ({"labels": [IGNORED, 6]}, "3 input_ids, 2 labels"),
+        ({"input_ids": [], "labels": []}, "0 input_ids, 0 labels and len 3"),
+        ({"len": 4}, "3 input_ids, 3 labels and len 4"),
+        ({"num_loss_counted_tokens": 3}, "num_loss_counted_tokens is 3, but 2 labels"),
+    ],
+)
+def test_a_row_that_breaks_the_contract_is_named(change, reason, tmp_path):
+    rows = [ROW] * 9
+    rows[8] = ROW | change  # in the second record batch
+    data = TokenizedData(write_rows(tmp_path / "data.arrow", rows))
+    data.vocab_size = VOCAB_SIZE
+    data.read(7)
+    with pytest.raises(ValueError, match=rf"data\.arrow: row 9: {reason}"):
+        data.read(8)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_row_without_tokens_is_named_when_the_data_set_is_opened(ending, tmp_path):
+    empty = dict(input_ids=[], labels=[], len=0, num_loss_counted_tokens=0)
+    with pytest.raises(ValueError, match=rf"data\{ending}: row 3: len is 0, and a sample has at least one token"):
+        TokenizedData(write_rows(tmp_path / f"data{ending}", [ROW, ROW, empty, ROW]))
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("name", ["input_ids", "labels", "loss_weights"])
+def test_numbers_that_are_null_are_refused(ending, name, tmp_path):
+    values = [None, *WEIGHTED[name][1:]]
+    path = write_rows(tmp_path / f"data{ending}", [WEIGHTED, WEIGHTED | {name: values}])
+    with pytest.raises(ValueError, match=f"column {name} has lists that hold null"):
+        TokenizedData(path)
+
+
+def test_overlong_samples_are_refused_or_dropped_and_counted(tmp_path):
+    samples = make_samples(50, vocab_size=VOCAB_SIZE)
+    data = TokenizedData(write_samples(tmp_path / "data.arrow", samples))
+    lengths = [len(input_ids) for input_ids, _ in samples]
+    longest = lengths.index(max(lengths)) + 1
+    num_overlong = sum(length > 30 for length in lengths)
+    with pytest.raises(ValueError, match=rf"{num_overlong} of 50 .*30; the longest, row {longest}, has {max(lengths)}"):
+        data.fit_to(30, drop_overlong=False)
+    assert data.fit_to(max(lengths), drop_overlong=False) == 0
+    assert data.fit_to(30, drop_overlong=True) == num_overlong
+    assert data.kept.tolist() == [i for i, length in enumerate(lengths) if length <= 30]
+    assert data.longest == max(length for length in lengths if length <= 30)
+    with pytest.raises(ValueError, match="every sample is longer"):
+        data.fit_to(2, drop_overlong=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("missing.arrow", None, "No such file"),
+        ("missing.jsonl", None, "No such file"),
+        ("data.txt", b"x", "must end in .arrow, .parquet or .jsonl"),
+        ("empty.arrow", b"", "holds no samples"),
+        ("garbage.arrow", b"garbage" * 100, "cannot be read"),
+        ("empty.jsonl", b"", "holds no samples"),
+        ("blank.jsonl", b"\n\n", "cannot be read"),
+        ("garbage.jsonl", b'{"input_ids": [1', "cannot be read"),
+        ("garbage.parquet", b"garbage" * 100, "cannot be read"),
+        ("messages.jsonl", b'{"messages": []}\n', "no column input_ids, labels"),
+        (
+            "text.jsonl",
+            b'{"input_ids": "x", "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
+            "column input_ids is string",
+        ),
+        (
+            "number.jsonl",
+            b'{"input_ids": 1, "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
+            "column input_ids is int64",
+        ),
+        (
+            "weights.jsonl",
+            b'{"input_ids": [1], "labels": [1], "len": 1, "num_loss_counted_tokens": 0, "loss_weights": "all"}\n',
+            "cannot be read",
+        ),
+    ],
+)
+def test_a_file_that_is_no_data_set_is_refused(name, content, reason, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        TokenizedData(tmp_path / name)
+
+
+def test_weights_of_another_type_are_refused(tmp_path):
+    table = pa.Table.from_pylist([ROW] * 2, schema=SCHEMA).select(REQUIRED_COLUMNS)
+    for column in (pa.array([1.0, 1.0]), pa.array([[1, 1, 1]] * 2)):
+        path = write_table(tmp_path / "data.arrow", table.append_column(WEIGHTS_COLUMN, column))
+        with pytest.raises(ValueError, match=r"column loss_weights is .*, expected a list of floats"):
+            TokenizedData(path)
+
+
+def test_a_data_set_without_samples_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no samples"):
+        TokenizedData(write_rows(tmp_path / "data.arrow", []))
+
+
+def test_nothing_is_held_but_lengths_and_the_order(tmp_path):
+    data = TokenizedData(write_rows(tmp_path / "data.arrow", [ROW] * 10))
+    input_ids, labels, _ = data.read(4)
+    assert not input_ids.flags.owndata and not labels.flags.owndata, "views into the file"
+    assert not np.shares_memory(input_ids, labels)
