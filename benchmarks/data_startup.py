@@ -48,10 +48,8 @@ def measure(path: str) -> None:
     """Prints the measurements of this process as JSON."""
     from batch_packer import pack_batch
     from corpus.reader import TokenizedData
-    from corpus.reader import TokenizedData
     from objectives.causal_lm import CausalLM
     from options import DataOptions
-    from sampler import iterate_batches, prefetch
     from sampler import iterate_batches, prefetch
 
     pack_batch([1, 2], 4, 1)
