@@ -77,7 +77,7 @@ WARMUP = 0.1  # share of a run's steps
 
 def prepare(args: argparse.Namespace, work: Path) -> None:
     """Writes the tokenized data of all tasks, and a random model whose tokenizer knows task A's text alone."""
-    tasks = make_tasks(num_held_out=args.num_held_out, num_problems=4000)
+    tasks = make_tasks(num_held_out=args.num_held_out, num_problems=args.num_problems)
     for task, file in (("a", args.task_a), ("b", args.task_b), ("c", args.task_c)):
         if file is not None:
             chats = [json.loads(line) for line in Path(file).read_text().splitlines()]
@@ -331,6 +331,7 @@ def main() -> None:
     for task in "abc":
         parser.add_argument(f"--task-{task}", help="chats (messages JSONL) in place of the project's own task")
     parser.add_argument("--num-held-out", type=int, default=96)
+    parser.add_argument("--num-problems", type=int, default=4000, help="chats of the project's own tasks B and C")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--num-layers", type=int, default=4)
