@@ -71,9 +71,10 @@ def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
 @pytest.mark.slow
 def test_continual_learning_trains_with_every_method_and_goes_on_from_its_exports(tmp_path: Path):
     done = run([sys.executable, ROOT / "benchmarks/continual_learning.py", "--output-dir", tmp_path, "--num-held-out",
-                "4", "--num-problems", "60", "--vocab-size", "300", "--hidden-size", "32", "--num-layers", "2", "--steps-a", "2", "--steps",
-                "2", "--batch-size", "2", "--learning-rates", "1e-3", "--num-workers", "1", "--methods", "full",
-                "full linear", "LoRA 32", "OSFT weights 0.25", "OSFT activations 0.5"])  # fmt: skip
+                "4", "--num-problems", "60", "--vocab-size", "300", "--hidden-size", "32", "--num-layers", "2",
+                "--steps-a", "2", "--steps", "2", "--batch-size", "2", "--learning-rates", "1e-3", "--num-workers", "1",
+                "--methods", "full", "full linear", "LoRA 32", "OSFT weights 0.25",
+                "OSFT activations 0.5"])  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(read_table((tmp_path / "results.md").read_text(), "method")) == 5
     assert (tmp_path / "LoRA 32 @ 1e-3 @ c" / "model.safetensors").exists(), "no third task from LoRA's export"
