@@ -16,40 +16,35 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
+import numpy as np
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from torch import nn
-from transformers import Qwen3Config
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from harness import build_state, make_batch, make_options
 
 from lifecycle.checkpointing import Checkpointer
-from model.build import build_model, load_config
-from objectives.micro_batch import pack_samples
-from optim.optimizers import build_optimizer
+from lifecycle.step import TrainState, train_step
+from options import TrainOptions
 from ranks.world import call_on_rank0, init_world
+
+VOCAB_SIZE = 32_000
 
 
 def write_model(path: Path, hidden_size: int, num_layers: int) -> None:
-    from transformers import AutoModelForCausalLM
-
     config = Qwen3Config(
-        vocab_size=32_000, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
+        vocab_size=VOCAB_SIZE, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 64, num_key_value_heads=hidden_size // 128, head_dim=64,
         tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, num_tokens: int = 256) -> float:
+def take_step(state: TrainState, options: TrainOptions, num_tokens: int = 256) -> float:
     """One small training step; returns its seconds."""
     start = time.perf_counter()
-    ids = torch.randint(0, 32_000, (num_tokens,)).numpy()
-    (model(pack_samples([(ids, ids, None)])) / num_tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, num_tokens)
+    train_step(state, make_batch([[ids]], world=state.world), options, lr=options.optimization.learning_rate)
     return time.perf_counter() - start
 
 
@@ -58,30 +53,28 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=768)
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    args = parser.parse_args()
     world = init_world()
     root = Path(call_on_rank0(world, lambda: tempfile.mkdtemp(prefix="checkpointing_")))
-    call_on_rank0(world, lambda: write_model(root / "model", options.hidden_size, options.num_layers))
-    model = build_model(
-        str(root / "model"), load_config(str(root / "model")), world=world, compute_dtype=torch.float32,
-        attention="auto", activation_checkpointing="none", compile=False, use_liger_kernels=False,
-    )  # fmt: skip
-    optimizer = build_optimizer(model, learning_rate=1e-5, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
-    step_seconds = statistics.median(step(model, optimizer) for _ in range(options.repeats + 1))
+    call_on_rank0(world, lambda: write_model(root / "model", args.hidden_size, args.num_layers))
+    options = make_options(compute_dtype="float32", activation_checkpointing="none")
+    state = build_state(root / "model", options, world)
+    model, optimizer = state.model, state.optimizer
+    step_seconds = statistics.median(take_step(state, options) for _ in range(args.repeats + 1))
     stalls, writes, steps_meanwhile = {False: [], True: []}, [], []
     for is_async in (False, True):
         checkpointer = Checkpointer(root / str(is_async), world=world, num_kept=1, is_async=is_async)
-        for number in range(options.repeats + 1):
+        for number in range(args.repeats + 1):
             start = time.perf_counter()
             position = {"step": number, "num_samples": 0, "num_tokens": 0}
             checkpointer.save(model, optimizer, step=number, state={"position": position, "identity": {}})
             stalls[is_async].append(time.perf_counter() - start)
             if is_async:
                 while checkpointer.is_writing and world.world_size == 1:
-                    steps_meanwhile.append(step(model, optimizer))
+                    steps_meanwhile.append(take_step(state, options))
                 checkpointer.finish()
                 writes.append(time.perf_counter() - start)
-    size = sum(file.stat().st_size for file in (root / "True" / f"step_{options.repeats}").iterdir())
+    size = sum(file.stat().st_size for file in (root / "True" / f"step_{args.repeats}").iterdir())
     start = time.perf_counter()
     checkpoint = checkpointer.open_newest(strict=True)
     verify_seconds = time.perf_counter() - start

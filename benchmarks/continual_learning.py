@@ -9,14 +9,12 @@ and in the end front.png. Needs peft and matplotlib, of the extra `dev`.
 """
 
 import argparse
-import functools
 import io
 import itertools
 import json
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
@@ -24,40 +22,48 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
 from continual_tasks import make_tasks
+from harness import build, build_state, count_state_bytes, make_options, time_call
 from make_tiny_model import save_tiny_model, train_tokenizer
-from osft_cost import count_bytes
 
 from corpus.reader import TokenizedData
-from lifecycle.checkpointing import export_model
-from methods.osft_calibration import prepare_statistics, read_statistics
-from model.build import PackedCausalLM, apply_attention, build_model, find_blocks, load_config, load_generation_config
-from optim.optimizers import learning_rate_at
-from options import ProcessDataOptions
-from osft import OSFTSettings, find_osft_layers, find_targets, project_gradients, project_updates
+from lifecycle.export import export_model
+from lifecycle.step import TrainState, train_step
+from methods.full import Full, gather_parameters
+from methods.osft_calibration import prepare_statistics
+from methods.osft_subspaces import find_targets
+from model.blocks import find_blocks
+from model.build import apply_attention
+from model.config import load_generation_config
+from objectives.causal_lm import CausalLM
+from objectives.objective import PackedModel
+from optim.optimizers import build_optimizer
+from optim.schedules import learning_rate_at
+from options import DataOptions, ProcessDataOptions, TrainOptions
+from osft import OSFT
 from process_data import process_data
-from ranks.world import init_world, setup_logging
+from ranks.world import World, init_world, setup_logging
 from sampler import Batch, iterate_batches
 
-METHODS: dict[str, dict] = {
+METHODS: dict[str, dict] = {  # train.py's options, `only_linear` and `lora_rank` apart
     "full": {},
     "full linear": dict(only_linear=True),  # embeddings, norms, head frozen, as the others have them
     "LoRA 4": dict(lora_rank=4),
     "LoRA 32": dict(lora_rank=32),
-    "OSFT weights 0.1": dict(ratio=0.1),
-    "OSFT weights 0.25": dict(ratio=0.25),
-    "OSFT weights 0.5": dict(ratio=0.5),
-    "OSFT activations 0.25": dict(ratio=0.25, basis="activations"),
-    "OSFT activations 0.5": dict(ratio=0.5, basis="activations"),
-    "OSFT activations 0.75": dict(ratio=0.75, basis="activations"),
-    "OSFT activations 99 %": dict(keep_energy=0.99, basis="activations"),
+    "OSFT weights 0.1": dict(osft_unfreeze_rank_ratio=0.1),
+    "OSFT weights 0.25": dict(osft_unfreeze_rank_ratio=0.25),
+    "OSFT weights 0.5": dict(osft_unfreeze_rank_ratio=0.5),
+    "OSFT activations 0.25": dict(osft_unfreeze_rank_ratio=0.25, osft_basis="activations"),
+    "OSFT activations 0.5": dict(osft_unfreeze_rank_ratio=0.5, osft_basis="activations"),
+    "OSFT activations 0.75": dict(osft_unfreeze_rank_ratio=0.75, osft_basis="activations"),
+    "OSFT activations 99 %": dict(osft_keep_energy=0.99, osft_basis="activations"),
 }
 LEARNING_RATES = {
     "full": ["1e-4", "3e-4", "1e-3", "3e-3", "3e-5"],
@@ -71,7 +77,7 @@ WARMUP = 0.1  # share of a run's steps
 
 def prepare(args: argparse.Namespace, work: Path) -> None:
     """Writes the tokenized data of all tasks, and a random model whose tokenizer knows task A's text alone."""
-    tasks = make_tasks(num_held_out=args.num_held_out, num_problems=4000)
+    tasks = make_tasks(num_held_out=args.num_held_out, num_problems=args.num_problems)
     for task, file in (("a", args.task_a), ("b", args.task_b), ("c", args.task_c)):
         if file is not None:
             chats = [json.loads(line) for line in Path(file).read_text().splitlines()]
@@ -97,126 +103,137 @@ def data_path(work: Path, task: str, part: str) -> Path:
     return work / f"{task}_{part}.arrow"
 
 
-def build_lora(model_dir: Path, rank: int) -> PackedCausalLM:
+def build_lora(model_dir: Path, options: TrainOptions, world: World, *, rank: int) -> TrainState:
     """LoRA on every linear layer inside the blocks, alpha = 2 rank."""
     from peft import LoraConfig, inject_adapter_in_model
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    backend = apply_attention(model, "auto", device=torch.device("cpu"), dtype=torch.float32)
+    backend = apply_attention(model, "auto", device=world.device, dtype=torch.float32)
     head = model.get_output_embeddings()
     targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
     model = inject_adapter_in_model(config, model)
-    return PackedCausalLM(model, backend=backend, compute_dtype=torch.float32).train()
+    packed_model = CausalLM().wrap(model, backend=backend, compute_dtype=torch.float32, fuses_loss=False).train()
+    fully_shard(packed_model, mesh=world.mesh)
+    return TrainState(packed_model, Full(), build_optimizer(packed_model, options.optimization), world)
 
 
-def save(model: PackedCausalLM, export_dir: Path, model_dir: Path) -> None:
+def build_only_linear(model_dir: Path, options: TrainOptions, world: World) -> TrainState:
+    """Full fine-tuning of the layers that the other methods train, and of nothing else."""
+    model = build(model_dir, options, world).requires_grad_(False)
+    for layer in find_targets(model.model, find_blocks(model.model), ()).values():
+        layer.weight.requires_grad_(True)
+    return TrainState(model, Full(), build_optimizer(model, options.optimization), world)
+
+
+def save(state: TrainState, export_dir: Path, model_dir: Path) -> None:
     """Writes the model as an ordinary one."""
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        export_model(
-            model.model, export_dir, world=init_worker.world, dtype=torch.float32,
-            generation_config=load_generation_config(str(model_dir), model.model.config),
-            tokenizer=AutoTokenizer.from_pretrained(model_dir),
+    model, tokenizer = state.model.model, AutoTokenizer.from_pretrained(model_dir)
+    if not hasattr(model, "peft_config"):
+        return export_model(
+            model, export_dir, objective=CausalLM(), method=state.method, world=state.world, dtype=torch.float32,
+            generation_config=load_generation_config(str(model_dir), model.config), tokenizer=tokenizer,
         )  # fmt: skip
-        return
+    merged = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    merged.load_state_dict(merge_lora(state), strict=False)  # a tied head comes once
+    merged.save_pretrained(export_dir)
+    tokenizer.save_pretrained(export_dir)
+
+
+def merge_lora(state: TrainState) -> dict[str, Tensor]:
+    """The weights as a model without adapters names them."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in list(model.model.named_modules()):
+    weights = dict(gather_parameters(state.model.model, torch.float32, world=state.world))
+    for name, module in state.model.model.named_modules():
         if isinstance(module, LoraLayer):
-            module.merge()
-            model.model.set_submodule(name, module.get_base_layer())
-    model.model.save_pretrained(export_dir)
-    AutoTokenizer.from_pretrained(model_dir).save_pretrained(export_dir)
+            down, up = (weights.pop(f"{name}.lora_{letter}.default.weight") for letter in "AB")  # (r, in), (out, r)
+            weights[f"{name}.weight"] = weights.pop(f"{name}.base_layer.weight") + module.scaling["default"] * up @ down
+    return weights
 
 
-def read_batches(path: Path, model: PackedCausalLM, **options: int | None) -> Iterator[Batch]:
+def open_data(path: Path) -> TokenizedData:
     data = TokenizedData(path)
     data.fit_to(MAX_TOKENS, drop_overlong=True)
-    options["batch_size"] = options["batch_size"] or len(data.kept)
+    return data
+
+
+def data_options(*, batch_size: int, seed: int) -> DataOptions:
+    return DataOptions(data_path="", batch_size=batch_size, max_tokens_per_gpu=MAX_TOKENS, seed=seed)
+
+
+def read_batches(data: TokenizedData, options: DataOptions, *, num_steps: int) -> Iterator[Batch]:
     return iterate_batches(
-        data, max_tokens_per_gpu=MAX_TOKENS, attention_cost=0.0, rank=0, world_size=1, pin_memory=False,
-        vocab_size=model.model.config.vocab_size, **options,
-    )  # fmt: skip
+        data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.0, rank=0, world_size=1
+    )
 
 
 @torch.no_grad()
-def measure_loss(model: PackedCausalLM, path: Path) -> float:
+def measure_loss(model: PackedModel, path: Path) -> float:
     """Mean cross-entropy over the trained tokens of a data set."""
-    batch = next(read_batches(path, model, batch_size=None, seed=0, num_steps=1))
+    data = open_data(path)
+    batch = next(read_batches(data, data_options(batch_size=len(data.kept), seed=0), num_steps=1))
     return sum(model(micro_batch).item() for micro_batch in batch.micro_batches) / batch.num_loss_tokens
-
-
-def build(model_dir: Path, **options) -> PackedCausalLM:
-    options = dict(compile=False, activation_checkpointing="none") | options
-    return build_model(
-        str(model_dir), load_config(str(model_dir)), world=init_worker.world, compute_dtype=torch.float32,
-        attention="auto", use_liger_kernels=False, **options,
-    )  # fmt: skip
 
 
 def gather(work: Path, model: str, task: str, file: Path) -> None:
     """Writes what `model` sees of a task's data, added to what the file holds unless it is there already."""
-    data = TokenizedData(data_path(work, task, "train"))
-    data.fit_to(MAX_TOKENS, drop_overlong=True)
+    world = init_worker.world
     prepare_statistics(
-        file, data, functools.partial(build, work / model), seed=0, max_tokens_per_gpu=MAX_TOKENS,
-        world=init_worker.world,
+        file, open_data(data_path(work, task, "train")), data_options(batch_size=1, seed=0),
+        build_plain=lambda: build(work / model, make_options(activation_checkpointing="none"), world),
+        objective=CausalLM(), world=world,
     )  # fmt: skip
 
 
-def apply_method(work: Path, start: str, task: str, name: str, options: dict) -> PackedCausalLM:
-    """The export `start`, ready to be trained with a method on a task, in a run called `name`."""
-    if "lora_rank" in options:
-        return build_lora(work / start, options["lora_rank"])
-    if not options:
-        return build(work / start)
-    if "only_linear" in options:
-        model = build(work / start).requires_grad_(False)
-        for layer in find_targets(model.model, find_blocks(model.model), ()).values():
-            layer.weight.requires_grad_(True)
-        return model
-    statistics = None
-    if options.get("basis") == "activations":
+def apply_method(
+    work: Path, start: str, task: str, *, name: str, method: dict, common: dict
+) -> tuple[TrainState, TrainOptions]:
+    """The export `start`, ready to be trained with a method on a task, in a run called `name`; and all its options.
+
+    `common` are those that do not depend on the method.
+    """
+    world, model_dir = init_worker.world, work / start
+    options = make_options(**common)
+    if "lora_rank" in method:
+        return build_lora(model_dir, options, world, rank=method["lora_rank"]), options
+    if "only_linear" in method:
+        return build_only_linear(model_dir, options, world), options
+    if not method:
+        return build_state(model_dir, options, world), options
+    given = dict(osft=True, osft_cache_dir=str(work / "cache")) | method
+    if method.get("osft_basis") == "activations":
         file = work / "a.statistics.safetensors"  # gathered already
         if task == "c":
             file = shutil.copy(file, work / f"{name}.statistics.safetensors")
             gather(work, start, "b", Path(file))
-        statistics = read_statistics(Path(file))
-    settings = OSFTSettings(
-        options.get("ratio"), options.get("keep_energy"), basis=options.get("basis", "weights"),
-        cache_dir=str(work / "cache"), statistics=statistics,
-    )  # fmt: skip
-    return build(work / start, osft=settings)
+        given["osft_statistics"] = str(file)
+    options = make_options(**common, **given)
+    return build_state(model_dir, options, world, method=OSFT(options.osft)), options
 
 
 def run(
-    work: Path, start: str, task: str, name: str, *, options: dict, lr: float, num_steps: int, batch_size: int,
+    work: Path, start: str, task: str, name: str, *, method: dict, lr: float, num_steps: int, batch_size: int,
 ) -> dict[str, float]:  # fmt: skip
     """Trains the export `start` on `task`, exports it as `name`, and returns losses, CPU seconds a step, and bytes."""
-    model = apply_method(work, start, task, name, options)
-    layers = find_osft_layers(model)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    batches = read_batches(data_path(work, task, "train"), model, batch_size=batch_size, seed=1, num_steps=num_steps)
-    seconds, num_bytes = [], 0
-    for batch in batches:
-        before = time.process_time()
-        for micro_batch in batch.micro_batches:
-            (model(micro_batch) / batch.num_loss_tokens).backward()
-        project_gradients(layers)
-        nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate_at(
-            batch.step, scheduler="cosine", peak=lr, num_warmup_steps=int(WARMUP * num_steps), num_steps=num_steps
+    common = dict(
+        activation_checkpointing="none",
+        learning_rate=lr,
+        lr_scheduler="cosine",
+        num_warmup_steps=int(WARMUP * num_steps),
+    )
+    state, options = apply_method(work, start, task, name=name, method=method, common=common)
+    seconds = []
+    data = open_data(data_path(work, task, "train"))
+    for batch in read_batches(data, data_options(batch_size=batch_size, seed=1), num_steps=num_steps):
+        lr = learning_rate_at(batch.step, options.optimization, num_steps=num_steps)
+        seconds.append(
+            time_call(lambda batch=batch, lr=lr: train_step(state, batch, options, lr=lr), torch.device("cpu"))
         )
-        optimizer.step()
-        project_updates(layers)
-        num_bytes = count_bytes(model, optimizer)
-        optimizer.zero_grad()
-        seconds.append(time.process_time() - before)
-    save(model, work / name, work / start)  # before FSDP gathers the weights for another forward pass
-    model.eval()
-    losses = {key: measure_loss(model, data_path(work, key, "held_out")) for key in "abc"}
-    return losses | dict(seconds=sorted(seconds)[len(seconds) // 2], bytes=num_bytes)
+    save(state, work / name, work / start)  # before FSDP gathers the weights for another forward pass
+    state.model.eval()
+    losses = {key: measure_loss(state.model, data_path(work, key, "held_out")) for key in "abc"}
+    return losses | dict(seconds=sorted(seconds)[len(seconds) // 2], bytes=count_state_bytes(state))
 
 
 def init_worker() -> None:
@@ -314,6 +331,7 @@ def main() -> None:
     for task in "abc":
         parser.add_argument(f"--task-{task}", help="chats (messages JSONL) in place of the project's own task")
     parser.add_argument("--num-held-out", type=int, default=96)
+    parser.add_argument("--num-problems", type=int, default=4000, help="chats of the project's own tasks B and C")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--num-layers", type=int, default=4)
@@ -346,7 +364,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.num_workers, get_context("spawn"), init_worker) as pool:
         if "a" not in results:
             of_a = common | dict(num_steps=args.steps_a)
-            keep("a", pool.submit(run, work, "random", "a", "a", options={}, lr=3e-3, **of_a).result())
+            keep("a", pool.submit(run, work, "random", "a", "a", method={}, lr=3e-3, **of_a).result())
         pool.submit(gather, work, "a", "a", work / "a.statistics.safetensors").result()
         waiting = {}
         rounds = itertools.zip_longest(*([f"{method} @ {lr}" for lr in rates_of(method)] for method in args.methods))
@@ -354,7 +372,7 @@ def main() -> None:
             if name not in results:
                 method, lr = name.split(" @ ")
                 waiting[pool.submit(
-                    run, work, "a", "b", name, options=METHODS[method], lr=float(lr), **common
+                    run, work, "a", "b", name, method=METHODS[method], lr=float(lr), **common
                 )] = name  # fmt: skip
         for done in as_completed(waiting):
             keep(waiting[done], done.result())
@@ -363,7 +381,7 @@ def main() -> None:
             method, lr, _ = name.split(" @ ")
             if name not in results and method in args.methods:
                 waiting[pool.submit(
-                    run, work, f"{method} @ {lr}", "c", name, options=METHODS[method], lr=float(lr),
+                    run, work, f"{method} @ {lr}", "c", name, method=METHODS[method], lr=float(lr),
                     **common,
                 )] = name  # fmt: skip
         for done in as_completed(waiting):

@@ -48,16 +48,19 @@ def measure(path: str) -> None:
     """Prints the measurements of this process as JSON."""
     from batch_packer import pack_batch
     from corpus.reader import TokenizedData
+    from objectives.causal_lm import CausalLM
+    from options import DataOptions
     from sampler import iterate_batches, prefetch
 
     pack_batch([1, 2], 4, 1)
     start = time.perf_counter()
+    options = DataOptions(data_path=path, batch_size=256)
     data = TokenizedData(path)
-    data.fit_to(8192, drop_overlong=False)
+    data.vocab_size = VOCAB_SIZE
+    data.fit_to(options.max_tokens_per_gpu, drop_overlong=False)
     batches = prefetch(
         iterate_batches(
-            data, batch_size=256, seed=0, num_steps=20, max_tokens_per_gpu=8192, attention_cost=1e-4, rank=0,
-            world_size=8, vocab_size=VOCAB_SIZE, pin_memory=False,
+            data, options, objective=CausalLM(), num_steps=20, attention_cost=1e-4, rank=0, world_size=8
         )
     )  # fmt: skip
     next(batches)

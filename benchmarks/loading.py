@@ -7,19 +7,24 @@ the CPU, as train.py does, and once more with the whole model read on rank 0 fir
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from harness import build, describe_versions, make_options, read_status, watch_memory
+
+from model import weights
+from ranks.world import init_world
 
 NUM_FILES = 4
 SHAPE = dict(
@@ -38,14 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--num-layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer for a quick look")
     parser.add_argument("--machine", default="unnamed", help="what this machine is, for the report")
     args = parser.parse_args()
     model_dir = args.work_dir / "model"
-    num_bytes, num_params = write_model(model_dir)
+    num_bytes, num_params = write_model(model_dir, num_layers=args.num_layers)
     lines = [
         f"Loading {num_params:,} parameters, {num_bytes:,} bytes in {NUM_FILES} files, on {args.num_ranks} gloo ranks",
         f"$ python {shlex.join(sys.argv)}",
-        f"{args.machine}; {describe_versions()}",
+        f"{args.machine}; {describe_versions('torch', 'transformers', 'safetensors')}",
         f"fp32 state of a rank once sharded: {4 * num_params / args.num_ranks / 1e9:.2f} GB",
         "",
         f"{'':26}{'rank':>5}{'at start':>10}{'anon peak':>11}{'RSS peak':>10}{'anon after':>12}{'read':>8}"
@@ -77,12 +83,9 @@ def main() -> None:
     (Path(__file__).parent / "results" / "loading.txt").write_text(report)
 
 
-def write_model(path: Path) -> tuple[int, int]:
+def write_model(path: Path, *, num_layers: int) -> tuple[int, int]:
     """Writes the random model, a file at a time; its bytes and number of parameters."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    config = Qwen2Config(**SHAPE, dtype="bfloat16")
+    config = Qwen2Config(**SHAPE | dict(num_hidden_layers=num_layers), dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     path.mkdir(parents=True, exist_ok=True)
@@ -108,35 +111,6 @@ def drop_from_cache(file: Path) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def describe_versions() -> str:
-    import safetensors
-    import transformers
-
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, safetensors {safetensors.__version__}"
-
-
-def read_status(key: str) -> float:
-    """A line of /proc/self/status, in GB."""
-    text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{key}:")) * 1024 / 1e9
-
-
-@contextlib.contextmanager
-def watch_memory() -> Iterator[list[float]]:
-    """A list of one number: the peak of this process's own memory (RssAnon, GB) so far, sampled every 10 ms."""
-    peak, done = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.01):
-            peak[0] = max(peak[0], read_status("RssAnon"))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    yield peak
-    done.set()
-    watcher.join()
-
-
 def read_from_disk() -> float:
     text = Path("/proc/self/io").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")) / 1e9
@@ -144,30 +118,17 @@ def read_from_disk() -> float:
 
 def run_worker(model_dir: str, mode: str) -> None:
     """One rank: loads and shards the model, and writes what it took."""
-    from model import weights as weight_files
-    from model.build import build_model, load_config
-    from ranks.world import init_world
-
     world = init_world()
     if mode == "whole on rank 0":
 
         def refuse(*args: object, **kwargs: object) -> None:
             raise NotImplementedError
 
-        weight_files.plan_reading = refuse
-    config = load_config(model_dir)
+        weights.plan_reading = refuse
+    options = make_options(activation_checkpointing="none", compute_dtype="float32")
     start, read, cpu, wall = read_status("VmRSS"), read_from_disk(), time.process_time(), time.monotonic()
     with watch_memory() as peak:
-        model = build_model(
-            model_dir,
-            config,
-            world=world,
-            compute_dtype=torch.float32,
-            attention="auto",
-            activation_checkpointing="none",
-            compile=False,
-            use_liger_kernels=False,
-        )
+        model = build(model_dir, options, world)
     row = dict(
         start=start, anon_peak=peak[0], rss_peak=read_status("VmHWM"), anon_after=read_status("RssAnon"),
         read=read_from_disk() - read, cpu=time.process_time() - cpu, wall=time.monotonic() - wall,

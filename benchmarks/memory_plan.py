@@ -21,10 +21,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+from harness import write_random_data
+from make_tiny_model import train_tokenizer
 
 SIZES = {
     "base": dict(hidden_size=64, num_layers=1, vocab_size=288),
@@ -35,9 +37,6 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFF
 
 
 def write_model(path: Path, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
-    from make_tiny_model import train_tokenizer
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
     config = Qwen3Config(
         vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 64, num_key_value_heads=1, head_dim=64, tie_word_embeddings=True,
@@ -47,20 +46,8 @@ def write_model(path: Path, *, hidden_size: int, num_layers: int, vocab_size: in
 
 
 def write_data(path: Path) -> None:
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(5, 0.6, 400), 8, 800).astype(int)
-    rows = [random.integers(3, 280, length) for length in lengths]
-    labels = [np.where(np.arange(len(ids)) < len(ids) // 2, -100, ids) for ids in rows]
-    table = pa.table(
-        {
-            "input_ids": pa.array(rows, pa.list_(pa.int32())),
-            "labels": pa.array(labels, pa.list_(pa.int32())),
-            "len": pa.array(lengths, pa.int32()),
-            "num_loss_counted_tokens": pa.array([int((row[1:] != -100).sum()) for row in labels], pa.int32()),
-        }
-    )
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.6, 400), 8, 800).astype(int)
+    write_random_data(path, lengths, shares=(0.5, 0.5))
 
 
 def call(*command: object, **env: str) -> str:

@@ -16,37 +16,40 @@ shapes of the tensors alone.
 
 times one decomposition of each kind of layer, of random numbers: what the first start on a model costs, divided by the
 number of ranks; later ones read it from the cache.
+
+    OMP_NUM_THREADS=1 python benchmarks/osft_cost.py --square --ratios 0.25 0.5
+
+also takes every step with `OSFTLinear`'s form for square weights switched off, so that they are held as the others are,
+and prints the bytes of both by the plan's simulation of a larger model.
 """
 
 import argparse
+import contextlib
 import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from model.build import PackedCausalLM, build_model, load_config
-from objectives.micro_batch import MicroBatch, pack_samples
-from optim.optimizers import build_optimizer, clip_gradients, local_gradients
-from osft import (
-    OSFTLinear,
-    OSFTSettings,
-    count_kept,
-    find_osft_layers,
-    make_subspace,
-    measure_leak,
-    project_gradients,
-    project_updates,
-)
+from harness import build_state, count_state_bytes, make_batch, make_options, read_clock, time_call
+
+from lifecycle.start import RunInputs
+from lifecycle.step import TrainState, train_step
+from methods.osft_subspaces import count_kept, make_subspace
+from model.build import choose_compute_dtype
+from objectives.causal_lm import CausalLM
+from options import TrainOptions
+from osft import OSFT, OSFTLinear
+from plan.simulation import SHARDED, Load, Ranks, lay_out_model, simulate_step
 from ranks.world import World, init_world, setup_logging
+from sampler import Batch
 
 MODELS = {
     "Qwen2.5 1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
@@ -58,36 +61,23 @@ MODELS = {
 }  # fmt: skip
 
 
-def take_step(model: PackedCausalLM, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]) -> int:
-    """One optimizer step as train.py takes it; returns the bytes held at its end, gradients included."""
-    layers = find_osft_layers(model)
-    for micro_batch in micro_batches:
-        (model(micro_batch) / 1000).backward()
-    project_gradients(layers)
-    gradients = local_gradients(model)
-    norm = torch.stack(torch._foreach_norm(gradients)).norm().item()
-    clip_gradients(gradients, grad_norm=norm, max_grad_norm=1.0)
-    optimizer.step()
-    project_updates(layers)
-    num_bytes = count_bytes(model, optimizer)
-    optimizer.zero_grad()
-    return num_bytes
+SQUARE_SHAPE = dict(
+    hidden_size=1024, intermediate_size=3584, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+    vocab_size=32_000, max_position_embeddings=4096, tie_word_embeddings=True,
+)  # fmt: skip
+LEARNING_RATE = 1e-4
 
 
-def count_bytes(model: PackedCausalLM, optimizer: torch.optim.Optimizer) -> int:
-    """This rank's bytes of parameters, buffers, gradients and optimizer state."""
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.nbytes for tensor in local)
-
-
-def read_clock(world: World) -> float:
-    """Seconds, after all that was started is done."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.monotonic()
-    return time.process_time()
+@contextlib.contextmanager
+def without_square_form() -> Iterator[None]:
+    """Layers made in this block hold square weights as they hold all others."""
+    OSFTLinear.is_core = property(
+        lambda layer: layer.__dict__["is_core"], lambda layer, value: layer.__dict__.update(is_core=False)
+    )
+    try:
+        yield
+    finally:
+        del OSFTLinear.is_core
 
 
 def count_layer_bytes(out_features: int, in_features: int, ratio: float, dtype: torch.dtype) -> int:
@@ -112,9 +102,7 @@ def print_decompositions(names: list[str], world: World) -> None:
         depth, total = MODELS[name]["num_hidden_layers"], 0.0
         for kind, (number, (out, into)) in list_layers(MODELS[name]).items():
             matrix = torch.randn(max(out, into), min(out, into), device=world.device)
-            start = read_clock(world)
-            make_subspace(matrix, device=world.device)
-            seconds = read_clock(world) - start
+            seconds = time_call(lambda matrix=matrix: make_subspace(matrix, device=world.device), world.device)
             total += depth * number * seconds
             print(f"| {name}: {kind}, {out} × {into} | {seconds:.1f} | {depth * number} × |")
         print(f"| **{name}** | | {total / 60:.1f} min |")
@@ -139,7 +127,40 @@ def print_shapes(ratios: list[float]) -> None:
             print(f"| {row} | {' | '.join(f'{share:.2f}' for share in shares)} |")
 
 
-def main() -> None:
+def print_square(ratios: list[float]) -> None:
+    """Weights, gradients and optimizer state by the plan's simulation, with the square form and without."""
+    shape = SQUARE_SHAPE
+    print(f"{shape['num_hidden_layers']} layers, hidden {shape['hidden_size']}, MLP {shape['intermediate_size']},"
+          f" vocabulary {shape['vocab_size']:,}: q and o are square\n")  # fmt: skip
+    print("| compute dtype, R | square form | without | saved | of the square layers |")
+    print("| --- | --- | --- | --- | --- |")
+    sizes = (shape["hidden_size"], shape["hidden_size"])
+    for dtype in ("float32", "bfloat16"):
+        for ratio in ratios:
+            own, layer = simulate_bytes(ratio, dtype), count_layer_bytes(*sizes, ratio, getattr(torch, dtype))
+            with without_square_form():
+                plain, as_tall = simulate_bytes(ratio, dtype), count_layer_bytes(*sizes, ratio, getattr(torch, dtype))
+            print(
+                f"| {dtype}, {ratio} | {own / 1e6:,.1f} MB | {plain / 1e6:,.1f} MB | {1 - own / plain:.1%}"
+                f" | {1 - layer / as_tall:.1%} |"
+            )
+    print()
+
+
+def simulate_bytes(ratio: float, dtype: str) -> int:
+    """Bytes of one rank's weights, gradients and optimizer state where a step of `SQUARE_SHAPE` needs most."""
+    options = make_options(osft=True, osft_unfreeze_rank_ratio=ratio, compute_dtype=dtype)
+    compute_dtype = choose_compute_dtype(options.compute, torch.device("cpu"))
+    inputs = RunInputs(
+        CausalLM(), OSFT(options.osft), options.data, compute_dtype, model_dir="", config=LlamaConfig(**SQUARE_SHAPE)
+    )
+    planned = lay_out_model(options, inputs, options.compute)
+    load = Load(num_tokens=512, num_trained=256, longest=256, accumulates=True)
+    peak = simulate_step(options, planned, load, Ranks(1, 1)).peak
+    return sum(peak[kind] for kind in SHARDED)
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--intermediate-size", type=int, default=1536)
@@ -152,69 +173,101 @@ def main() -> None:
     parser.add_argument("--num-micro-batches", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=2048, help="of one micro-batch, in sequences of 256")
     parser.add_argument("--activation-checkpointing", default="full", choices=["none", "full"])
-    parser.add_argument("--compute-dtype", choices=["float32", "bfloat16"], help="bfloat16 on CUDA, else float32")
+    parser.add_argument(
+        "--compute-dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bfloat16 on CUDA only"
+    )
+    parser.add_argument("--square", action="store_true", help="also without the form that square weights have")
     parser.add_argument(
         "--decompositions", nargs="+", choices=list(MODELS), metavar="MODEL", help="only the time of their first start"
     )
     parser.add_argument("--shapes", action="store_true", help="only the bytes of well-known models")
-    args = parser.parse_args()
-    if args.shapes:
-        return print_shapes(args.ratios)
-    setup_logging("ERROR")
-    world = init_world()
-    if args.decompositions:
-        print_decompositions(args.decompositions, world)
-        return dist.destroy_process_group()
-    dtype = getattr(torch, args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
+    return parser.parse_args()
+
+
+def build_kinds(
+    args: argparse.Namespace, world: World
+) -> tuple[dict[str, tuple[TrainState, TrainOptions]], list[float]]:
+    """Every kind of training, ready for its first step, and the seconds that the first and a later OSFT start add."""
     config = LlamaConfig(
         hidden_size=args.hidden_size, intermediate_size=args.intermediate_size, num_hidden_layers=args.num_layers,
         num_attention_heads=args.num_heads, num_key_value_heads=args.num_key_value_heads, vocab_size=args.vocab_size,
         max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
-    random = np.random.default_rng(0)
-    tokens = random.integers(3, args.vocab_size, (args.num_micro_batches, args.tokens // 256, 256))
-    micro_batches = [pack_samples([(row, row, None) for row in rows]).to(world.device) for rows in tokens]
-    kinds: dict[str, tuple[PackedCausalLM, torch.optim.Optimizer]] = {}
-    starts: dict[str, float] = {}
+    common = dict(
+        compute_dtype=args.compute_dtype, activation_checkpointing=args.activation_checkpointing, weight_decay=0.1
+    )
+    kinds = {}
     with tempfile.TemporaryDirectory() as directory:
-        model_dir = Path(directory) / "model"
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model_dir)
-        for kind in ("plain", *args.ratios, "second start"):
-            ratio = args.ratios[-1] if kind == "second start" else kind
-            osft = None if kind == "plain" else OSFTSettings(ratio, cache_dir=f"{directory}/cache")
-            start = read_clock(world)
-            model = build_model(
-                str(model_dir), load_config(str(model_dir)), world=world, compute_dtype=dtype, attention="auto",
-                activation_checkpointing=args.activation_checkpointing, compile=False, use_liger_kernels=False,
-                osft=osft,
-            )  # fmt: skip
-            starts[str(kind)] = read_clock(world) - start
-            if kind != "second start":
-                optimizer = build_optimizer(model, learning_rate=1e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-                kinds[str(kind)] = (model, optimizer)
-        num_parameters = sum(p.numel() for p in kinds["plain"][0].parameters())
-        print(f"{num_parameters:,} parameters, {args.num_micro_batches} x {args.tokens} tokens a step, {dtype},")
-        print(f"activation checkpointing {args.activation_checkpointing}, {world.world_size} x {world.device.type}\n")
-        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-        num_bytes = {}
-        for _ in range(args.num_steps + 1):
-            for kind, (model, optimizer) in kinds.items():
-                start = read_clock(world)
-                num_bytes[kind] = take_step(model, optimizer, micro_batches)
-                seconds[kind].append(read_clock(world) - start)
-        plain = statistics.median(seconds["plain"][1:])
-        print("| kind | step | of plain | weights, gradients, optimizer | of plain | leak |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        for kind, (model, _) in kinds.items():
-            median, leak = statistics.median(seconds[kind][1:]), measure_leak(find_osft_layers(model))
-            name = kind if kind == "plain" else f"OSFT, R = {kind}"
-            print(
-                f"| {name} | {median:.3f} s | {median / plain:.2f} | {num_bytes[kind] / 1e6:,.1f} MB"
-                f" | {num_bytes[kind] / num_bytes['plain']:.2f} | {leak:.1e} |"
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(f"{directory}/model")
+
+        def add(name: str, **osft: object) -> float:
+            """Builds and keeps one kind; the seconds that took."""
+            options = make_options(**common, **osft)
+            start = read_clock(world.device)
+            method = OSFT(options.osft) if osft else None
+            kinds[name] = (build_state(f"{directory}/model", options, world, method=method), options)
+            return read_clock(world.device) - start
+
+        plain, starts = add("plain"), []
+        for ratio in (*args.ratios, args.ratios[-1]):  # the last one again: all of it is in the cache by then
+            osft = dict(osft=True, osft_unfreeze_rank_ratio=ratio, osft_cache_dir=f"{directory}/cache")
+            starts.append(add(f"OSFT, R = {ratio}", **osft) - plain)
+            if args.square:
+                with without_square_form():
+                    add(f"OSFT, R = {ratio}, square as tall", **osft)
+    return kinds, [starts[0], starts[-1]]
+
+
+def print_steps(kinds: dict[str, tuple[TrainState, TrainOptions]], batch: Batch, *, num_steps: int) -> None:
+    """Takes the steps of all kinds in turn, the first of each untimed, and prints medians, bytes and the leak."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(num_steps + 1):
+        for kind, (state, options) in kinds.items():
+            step = time_call(
+                lambda state=state, options=options: train_step(state, batch, options, lr=LEARNING_RATE),
+                state.world.device,
             )
-        first = starts[str(args.ratios[0])] - starts["plain"]
-        second = starts["second start"] - starts["plain"]
-        print(f"\nstart: {first:.1f} s more than plain the first time, {second:.1f} s from the cache")
+            seconds[kind].append(step)
+    medians = {kind: statistics.median(of_kind[1:]) for kind, of_kind in seconds.items()}
+    num_bytes = {kind: count_state_bytes(state) for kind, (state, _) in kinds.items()}
+    print("| kind | step | of plain | weights, gradients, optimizer | of plain | leak |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for kind, (state, _) in kinds.items():
+        leak = state.method.measure().get("osft_leak", 0.0)
+        print(
+            f"| {kind} | {medians[kind]:.3f} s | {medians[kind] / medians['plain']:.2f}"
+            f" | {num_bytes[kind] / 1e6:,.1f} MB"
+            f" | {num_bytes[kind] / num_bytes['plain']:.2f} | {leak:.1e} |"
+        )
+    for kind in medians:
+        if f"{kind}, square as tall" in medians:
+            other = f"{kind}, square as tall"
+            ratio = statistics.median(a / b for a, b in zip(seconds[kind][1:], seconds[other][1:], strict=True))
+            print(
+                f"\n{kind}: the square form's steps take {ratio:.3f} of the time without it (median of pairs)", end=""
+            )
+
+
+def main() -> None:
+    args = parse_args()
+    if args.shapes:
+        return print_shapes(args.ratios)
+    setup_logging("ERROR")
+    if args.square:
+        print_square(args.ratios)  # before there is a process group
+    world = init_world()
+    if args.decompositions:
+        print_decompositions(args.decompositions, world)
+        return dist.destroy_process_group()
+    kinds, (first, second) = build_kinds(args, world)
+    tokens = np.random.default_rng(0).integers(3, args.vocab_size, (args.num_micro_batches, args.tokens // 256, 256))
+    plain, _ = kinds["plain"]
+    num_parameters = sum(param.numel() for param in plain.model.parameters())
+    print(f"{num_parameters:,} parameters, {args.num_micro_batches} x {args.tokens} tokens a step,"
+          f" {plain.model.compute_dtype},")  # fmt: skip
+    print(f"activation checkpointing {args.activation_checkpointing}, {world.world_size} x {world.device.type}\n")
+    print_steps(kinds, make_batch([list(rows) for rows in tokens], world=world), num_steps=args.num_steps)
+    print(f"\nstart: {first:.1f} s more than plain the first time, {second:.1f} s from the cache")
     dist.destroy_process_group()
 
 

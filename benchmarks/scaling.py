@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +33,17 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "benchmarks")]
+from harness import build, describe_versions, make_options, time_call, write_random_data
 from make_tiny_model import train_tokenizer
 from packing import DISTRIBUTIONS, draw_lengths
-from train_step import SHAPES, make_config, open_world, save_random_model, write_random_data
+from train_step import SHAPES, make_config, open_world, save_random_model
 
 from batch_packer import pack_batch
 from chat.labels import IGNORED
 from corpus.reader import TokenizedData
-from lifecycle.training_log import FlopCount, count_flops
-from model.build import build_model, find_blocks, load_config
+from lifecycle.step import run_backward
+from model.blocks import find_blocks
+from model.flops import FlopCount, count_flops
 from objectives.micro_batch import MicroBatch, pack_samples
 from ranks.world import setup_logging
 
@@ -123,12 +124,7 @@ def measure_costs(
 ) -> Costs:
     """Times micro-batches of up to `longest` tokens and prints how well four costs explain them."""
     world = open_world()
-    on_cuda = world.device.type == "cuda"
-    config = load_config(str(model_dir))
-    model = build_model(
-        str(model_dir), config, world=world, compute_dtype=torch.bfloat16 if on_cuda else torch.float32,
-        attention="auto", activation_checkpointing=activation_checkpointing, compile=False, use_liger_kernels=False,
-    )  # fmt: skip
+    model = build(model_dir, make_options(activation_checkpointing=activation_checkpointing), world)
     random = np.random.default_rng(0)
 
     def make(num_samples: int, length: int, share: float) -> MicroBatch:
@@ -137,17 +133,13 @@ def measure_costs(
         return pack_samples([(row, label, None) for row, label in zip(ids, labels, strict=True)]).to(world.device)
 
     def run(micro_batch: MicroBatch) -> float:
-        start = time.monotonic() if on_cuda else time.process_time()
-        model(micro_batch).backward()
-        if on_cuda:
-            torch.cuda.synchronize()
-        return (time.monotonic() if on_cuda else time.process_time()) - start
+        return time_call(lambda: run_backward(model, micro_batch, num_targets=1), world.device)
 
     shapes = [(n, length, share) for length in (longest // 32, longest // 8, longest // 2, longest)
               for n in {1, longest // length // 2 or 1, longest // length} for share in (0.1, 0.9)]  # fmt: skip
     fitted = [make(*shape) for shape in shapes]
     lengths = data.lengths[: 12 * longest // int(data.lengths.mean())]
-    samples = [data.read(row, vocab_size=config.vocab_size) for row in range(len(lengths))]
+    samples = [data.read(row) for row in range(len(lengths))]
     unseen = [pack_samples([samples[i] for i in row[0]]) for row in pack_batch(lengths, longest, 1)]
     micro_batches = [*fitted, *(micro_batch.to(world.device) for micro_batch in unseen)]
     run(micro_batches[-1])
@@ -359,7 +351,7 @@ def main() -> None:
     setup_logging("ERROR")
     print(f"python benchmarks/scaling.py {' '.join(sys.argv[1:])}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"torch {version('torch')}, transformers {version('transformers')}; {device}\n")
+    print(f"{describe_versions('torch', 'transformers')}; {device}\n")
     measured = None if args.only_simulate else measure_here(args)
     if measured is not None and torch.cuda.is_available():
         costs, source = measured, "costs measured above"

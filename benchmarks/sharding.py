@@ -17,16 +17,23 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.utils._python_dispatch
-from loading import describe_versions, read_status, watch_memory
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from harness import build_state, describe_versions, make_batch, make_options, read_status, watch_memory
+
+from lifecycle.step import train_step
+from ranks.world import init_world
 
 OPTIONS = {
     "defaults": {},
     "--reshard-after-forward never": dict(reshard_after_forward="never"),
     "--prefetch-blocks 3": dict(prefetch_blocks=3),
     "--micro-batch-grad-sync last": dict(micro_batch_grad_sync="last"),
-    "--sharding hybrid (2 x 2)": dict(sharding="hybrid"),
+    "--sharding hybrid (2 x 2)": dict(sharding="hybrid", shard_size=2),
 }
 NUM_RANKS, NUM_MICRO_BATCHES, NUM_TOKENS, NUM_STEPS = 4, 4, 16, 2
 SHAPE = dict(
@@ -44,7 +51,7 @@ def main() -> None:
     lines = [
         f"{num_params:,} parameters in float32 on {NUM_RANKS} gloo ranks, {NUM_MICRO_BATCHES} micro-batches a step",
         f"$ python {shlex.join(sys.argv)}",
-        f"{args.machine}; {describe_versions()}",
+        f"{args.machine}; {describe_versions('torch', 'transformers')}",
         "",
         f"{'':34}{'own memory, peak':>18}{'gathered, MB':>14}{'reduced, MB':>13}{'CPU s a step':>14}",
     ]
@@ -74,8 +81,6 @@ def main() -> None:
 
 def write_model(path: Path) -> int:
     """Writes the random model; its number of parameters."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
     model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
     model.save_pretrained(path)
     return sum(p.numel() for p in model.parameters())
@@ -99,41 +104,18 @@ class CommunicationCounter(torch.utils._python_dispatch.TorchDispatchMode):
 
 def run_worker(model_dir: str, name: str) -> None:
     """One rank's steps; rank 0 writes what they took."""
-    from model.build import build_model, load_config, set_gradient_sync
-    from optim.optimizers import build_optimizer
-    from options import ShardingOptions
-    from ranks.world import init_world
-    from sampler import pack_samples
-
-    options = dict(OPTIONS[name])
-    when = options.pop("micro_batch_grad_sync", "every")
-    sharding = options.pop("sharding", "full")
-    world = init_world(ShardingOptions(sharding=sharding, shard_size=2 if sharding == "hybrid" else None))
+    options = make_options(**OPTIONS[name], compute_dtype="float32", learning_rate=1e-4)
+    world = init_world(options.sharding)
     before = read_status("RssAnon")
-    model = build_model(
-        model_dir,
-        load_config(model_dir),
-        world=world,
-        compute_dtype=torch.float32,
-        attention="auto",
-        activation_checkpointing="full",
-        compile=False,
-        use_liger_kernels=False,
-        **options,
-    )
-    optimizer = build_optimizer(model, learning_rate=1e-4, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
-    ids = torch.randint(0, SHAPE["vocab_size"], (NUM_TOKENS,)).numpy()
+    state = build_state(model_dir, options, world)
+    ids = np.random.default_rng(world.rank).integers(0, SHAPE["vocab_size"], NUM_TOKENS)
     for step in range(NUM_STEPS):
-        is_last_step = step + 1 == NUM_STEPS
+        batch = make_batch([[ids]] * NUM_MICRO_BATCHES, step=step, world=world)
         cpu = time.process_time()
         with watch_memory() as peak, CommunicationCounter() as counter:
-            for k in range(NUM_MICRO_BATCHES):
-                set_gradient_sync(model, when, is_last=k + 1 == NUM_MICRO_BATCHES)
-                model(pack_samples([(ids, ids, None)])).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(state, batch, options, lr=options.optimization.learning_rate)
         cpu = time.process_time() - cpu
-        if is_last_step and world.rank == 0:
+        if step + 1 == NUM_STEPS and world.rank == 0:
             row = dict(peak=peak[0] - before, gathered=counter.gathered, reduced=counter.reduced, cpu=cpu)
             (Path(model_dir) / "row.json").write_text(json.dumps(row))
     torch.distributed.barrier()

@@ -12,23 +12,23 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from harness import build_state, make_batch, make_options, time_call
 from op_recording import OpRecorder
 
-from model.build import PackedCausalLM, build_model, load_config
-from objectives.micro_batch import MicroBatch, pack_samples
-from optim.optimizers import build_optimizer, set_step
-from ranks.world import World, init_world, setup_logging
+from lifecycle.step import TrainState, run_backward, update_weights
+from objectives.micro_batch import MicroBatch
+from objectives.objective import PackedModel
+from ranks.world import init_world, setup_logging
+from sampler import Batch
 
 BLOCKS = {
     "none": dict(),
@@ -37,27 +37,22 @@ BLOCKS = {
     "none, compiled": dict(compile=True),
 }
 OPTIMIZERS = {
-    "adamw": ("adamw", torch.float32),
-    "adamw8bit": ("adamw8bit", torch.float32),
-    "adamw, bf16 weights": ("adamw", torch.bfloat16),
-    "adamw8bit, bf16 weights": ("adamw8bit", torch.bfloat16),
+    "adamw": dict(),
+    "adamw8bit": dict(optimizer="adamw8bit"),
+    "adamw, bf16 weights": dict(master_weights="bfloat16"),
+    "adamw8bit, bf16 weights": dict(optimizer="adamw8bit", master_weights="bfloat16"),
 }
+LEARNING_RATE = 1e-4
+
+Build = Callable[..., TrainState]  # with options by name
 
 
-def read_clock(world: World) -> float:
-    """Seconds, after all that was started is done."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.monotonic()
-    return time.process_time()
+def run_backwards(model: PackedModel, batch: Batch) -> None:
+    for micro_batch in batch.micro_batches:
+        run_backward(model, micro_batch, num_targets=batch.num_loss_tokens)
 
 
-def run_forward_backward(model: PackedCausalLM, micro_batches: list[MicroBatch]) -> None:
-    for micro_batch in micro_batches:
-        (model(micro_batch) / 1000).backward()
-
-
-def count_kept_bytes(model: PackedCausalLM, micro_batch: MicroBatch) -> int:
+def count_kept_bytes(model: PackedModel, micro_batch: MicroBatch) -> int:
     """Bytes that a forward pass leaves for its backward, gathered weights included."""
     with OpRecorder() as recorder:
         loss = model(micro_batch)
@@ -66,15 +61,12 @@ def count_kept_bytes(model: PackedCausalLM, micro_batch: MicroBatch) -> int:
     return num_bytes
 
 
-def print_blocks(build: Callable[..., PackedCausalLM], micro_batches: list[MicroBatch], *, repeats: int, world: World):
-    models = {name: build(**options) for name, options in BLOCKS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+def print_blocks(build: Build, batch: Batch, *, repeats: int) -> None:
+    states = {name: build(**options) for name, options in BLOCKS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in states}
     for _ in range(repeats + 1):
-        for name, model in models.items():
-            start = read_clock(world)
-            run_forward_backward(model, micro_batches)
-            seconds[name].append(read_clock(world) - start)
-    num_tokens = sum(sum(micro_batch.seq_lengths) for micro_batch in micro_batches)
+        for name, state in states.items():
+            seconds[name].append(time_call(lambda model=state.model: run_backwards(model, batch), state.world.device))
     print("| blocks | first time | then, ms per 1,000 tokens | of none | kept for backward, bytes a token |")
     print("| --- | --- | --- | --- | --- |")
     plain = statistics.median(seconds["none"][1:])
@@ -82,32 +74,31 @@ def print_blocks(build: Callable[..., PackedCausalLM], micro_batches: list[Micro
         median = statistics.median(later)
         kept = "as it compiles"
         if "compiled" not in name:
-            tokens = sum(micro_batches[0].seq_lengths)
-            kept = f"{count_kept_bytes(models[name], micro_batches[0]) / tokens:,.0f}"
-        print(f"| {name} | {first:.1f} s | {1e6 * median / num_tokens:.0f} | {median / plain:.2f} | {kept} |")
+            tokens = sum(batch.micro_batches[0].seq_lengths)
+            kept = f"{count_kept_bytes(states[name].model, batch.micro_batches[0]) / tokens:,.0f}"
+        per_token = 1e6 * median / batch.lengths.sum()
+        print(f"| {name} | {first:.1f} s | {per_token:.0f} | {median / plain:.2f} | {kept} |")
 
 
-def print_optimizers(build: Callable[..., PackedCausalLM], micro_batch: MicroBatch, *, repeats: int, world: World):
+def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
     print("\n| optimizer | update | of adamw | weights, bytes each | moments, bytes each |")
     print("| --- | --- | --- | --- | --- |")
     plain = None
-    for name, (optimizer_name, dtype) in OPTIMIZERS.items():
-        model = build(weights_dtype=dtype)
-        optimizer = build_optimizer(
-            model, optimizer=optimizer_name, learning_rate=1e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
-        )
-        run_forward_backward(model, [micro_batch])
+    for name, options in OPTIMIZERS.items():
+        state = build(**options)
         seconds = []
         for step in range(repeats + 1):
-            set_step(optimizer, step=step, learning_rate=1e-4)
-            start = read_clock(world)
-            optimizer.step()
-            seconds.append(read_clock(world) - start)
+            run_backward(state.model, batch.micro_batches[0], num_targets=batch.num_loss_tokens)
+            update = time_call(
+                lambda state=state, step=step: update_weights(state, step=step, lr=LEARNING_RATE), state.world.device
+            )
+            seconds.append(update)
         median = statistics.median(seconds[1:])
         plain = plain or median
-        count = sum(param.numel() for param in model.parameters())
-        weights = sum(param.nbytes for param in model.parameters()) / count
-        moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values()) / count
+        params = list(state.model.parameters())
+        count = sum(param.numel() for param in params)
+        weights = sum(param.nbytes for param in params) / count
+        moments = sum(value.nbytes for kept in state.optimizer.state.values() for value in kept.values()) / count
         print(f"| {name} | {1e3 * median:.0f} ms | {median / plain:.1f} | {weights:.2f} | {moments:.2f} |")
 
 
@@ -127,24 +118,21 @@ def main() -> None:
         vocab_size=args.vocab_size, max_position_embeddings=4096,
     )  # fmt: skip
     random = np.random.default_rng(0)
-    micro_batches = []
-    for _ in range(args.num_micro_batches):
-        rows = [random.integers(3, args.vocab_size, length) for length in random.integers(60, 300, 12)]
-        micro_batches.append(pack_samples([(row, row, None) for row in rows]).to(world.device))
+    rows = [
+        [random.integers(3, args.vocab_size, length) for length in random.integers(60, 300, 12)]
+        for _ in range(args.num_micro_batches)
+    ]
+    batch = make_batch(rows, world=world)
     with tempfile.TemporaryDirectory() as model_dir:
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model_dir)
+        AutoModelForCausalLM.from_config(config).save_pretrained(model_dir)
 
-        def build(**options) -> PackedCausalLM:
-            defaults = dict(activation_checkpointing="none", compile=False)
-            dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-            return build_model(
-                model_dir, load_config(model_dir), world=world, compute_dtype=dtype, attention="auto",
-                use_liger_kernels=False, **(defaults | options),
-            )  # fmt: skip
+        def build(**options: object) -> TrainState:
+            given = dict(activation_checkpointing="none", weight_decay=0.1) | options
+            return build_state(model_dir, make_options(**given), world)
 
-        print(f"{sum(p.numel() for p in build().parameters()):,} parameters, {world.device.type}\n")
-        print_blocks(build, micro_batches, repeats=args.repeats, world=world)
-        print_optimizers(build, micro_batches[0], repeats=args.repeats, world=world)
+        print(f"{sum(p.numel() for p in build().model.parameters()):,} parameters, {world.device.type}\n")
+        print_blocks(build, batch, repeats=args.repeats)
+        print_optimizers(build, batch, repeats=args.repeats)
     dist.destroy_process_group()
 
 

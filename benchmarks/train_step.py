@@ -10,11 +10,11 @@ each does. Each method runs in a process of its own, one after the other, round 
 process is not timed. On the CPU ratios go by CPU seconds, which other work on the machine moves less than the clock.
 
 Loss: after each step, outside the timing, the mean over the trained tokens of the same held-out samples, one by one and
-with the model's own logits. Methods with equal global batches and an exact loss show the same numbers.
+by the model's own forward pass. Methods with equal global batches and an exact loss show the same numbers.
 
 Samples apart: one sample's tokens are changed, and the others' hidden states in the same row or batch looked at.
 
-MFU: FLOPs that the samples need (`training_log.FlopCount`: 6 per weight and token, the head for trained tokens only,
+MFU: FLOPs that the samples need (`model.flops.FlopCount`: 6 per weight and token, the head for trained tokens only,
 attention over real lengths, no recomputation, no padding) / what the device could do in the time: the data sheet's
 number on CUDA; on the CPU, CPU seconds times the speed of a 2048 x 2048 fp32 product measured at the start.
 """
@@ -30,12 +30,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,17 +43,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
+from harness import build_state, describe_versions, make_options, write_random_data
 from make_tiny_model import train_tokenizer
 from packing import DISTRIBUTIONS, draw_lengths
 
 from chat.labels import IGNORED
 from corpus.reader import TokenizedData
-from lifecycle.training_log import FlopCount, count_flops, peak_flops, peak_memory, reduce_step
-from model.build import apply_activation_checkpointing, build_model, find_blocks, load_config
-from objectives.micro_batch import Sample
-from optim.optimizers import build_optimizer, clip_gradients, local_gradients
+from lifecycle.step import train_step
+from model.activation_checkpointing import apply_activation_checkpointing
+from model.blocks import find_blocks
+from model.flops import FlopCount, count_flops
+from objectives.causal_lm import CausalLM
+from objectives.micro_batch import MicroBatch, Sample, pack_samples
+from ranks.devices import peak_flops, peak_memory
 from ranks.world import World, init_world, setup_logging
-from sampler import draw_samples, iterate_batches, prefetch
+from sampler import draw_samples, iterate_batches, pin_memory, prefetch
 
 METHODS = {
     "ours": "train.py's step: packed, trained rows reach the head, one gradient per global batch",
@@ -95,23 +97,6 @@ def save_random_model(shape: str, model_dir: str | Path) -> None:
         torch.cuda.empty_cache()  # what is measured runs in other processes
 
 
-def write_random_data(path: Path, lengths: np.ndarray) -> None:
-    """A data set of random tokens; 30 to 85 % of each sample is trained, as in question and answer."""
-    random = np.random.default_rng(0)
-    input_ids = [random.integers(3, 500, length) for length in lengths]
-    firsts = [max(1, round(len(ids) * random.uniform(0.15, 0.7))) for ids in input_ids]
-    labels = [np.where(np.arange(len(ids)) < k, IGNORED, ids) for ids, k in zip(input_ids, firsts, strict=True)]
-    columns = {
-        "input_ids": pa.array(input_ids, pa.list_(pa.int32())),
-        "labels": pa.array(labels, pa.list_(pa.int32())),
-        "len": pa.array(lengths, pa.int32()),
-        "num_loss_counted_tokens": pa.array([np.count_nonzero(row[1:] != IGNORED) for row in labels], pa.int32()),
-    }
-    table = pa.table(columns)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
-
-
 # --- What every method shares -------------------------------------------------------------------------------
 
 
@@ -120,14 +105,15 @@ class Record:
     """What a method's run was: its timed steps, and the loss of the held-out samples before and after each step."""
 
     device: torch.device
-    held_out: list[Sample]
+    held_out: list[MicroBatch]  # of one sample each
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     leak: float = 0.0
 
-    def start(self, logits_of: Callable[[Tensor], Tensor]) -> None:
-        self.logits_of = logits_of
+    def start(self, sum_loss: Callable[[MicroBatch], Tensor]) -> None:
+        """From here on steps are timed; `sum_loss` is the model's own loss of a sample, summed over its targets."""
+        self.sum_loss = sum_loss
         self._evaluate()
 
     def step_done(self) -> None:
@@ -144,15 +130,15 @@ class Record:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def _evaluate(self) -> None:
-        loss_sum, num_targets = 0.0, 0
-        for input_ids, labels, _ in self.held_out:
-            logits = self.logits_of(torch.from_numpy(input_ids.astype(np.int64))[None].to(self.device))[0, :-1]
-            targets = torch.from_numpy(labels[1:].astype(np.int64)).to(self.device)
-            trained = targets != IGNORED
-            loss_sum += nn.functional.cross_entropy(logits[trained].float(), targets[trained], reduction="sum").item()
-            num_targets += int(trained.sum())
-        self.losses.append(loss_sum / num_targets)
+        loss_sum = sum(self.sum_loss(micro_batch).item() for micro_batch in self.held_out)
+        self.losses.append(loss_sum / sum(len(micro_batch.trained_index) for micro_batch in self.held_out))
         self.resumed = self._clocks()
+
+
+def sum_own_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """The loss of a row's one sample by a model of transformers, as `PackedModel.reference` gives it for ours."""
+    logits = model(input_ids=micro_batch.input_ids, use_cache=False).logits[0]  # (L, V)
+    return nn.functional.cross_entropy(logits.float(), micro_batch.targets, ignore_index=IGNORED, reduction="sum")
 
 
 @torch.no_grad()
@@ -206,26 +192,28 @@ def open_world() -> World:
 
 def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record) -> None:
     world = open_world()
-    config = load_config(args.model_dir)
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    model = build_model(
-        args.model_dir, config, world=world, compute_dtype=dtype, attention=args.attention,
-        activation_checkpointing=args.activation_checkpointing, compile="ours" in args.compile, use_liger_kernels=False,
+    options = make_options(
+        batch_size=args.batch_size, max_tokens_per_gpu=args.max_tokens_per_gpu, seed=args.seed,
+        learning_rate=args.learning_rate, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS,
+        max_grad_norm=MAX_GRAD_NORM, attention=args.attention, compile="ours" in args.compile,
+        activation_checkpointing=args.activation_checkpointing,
     )  # fmt: skip
-    optimizer = build_optimizer(model, learning_rate=args.learning_rate, weight_decay=0.0, betas=BETAS, eps=EPS)
+    state = build_state(args.model_dir, options, world)
+    model = state.model
     planned = iterate_batches(
-        data, batch_size=args.batch_size, seed=args.seed, num_steps=len(batches),
-        max_tokens_per_gpu=args.max_tokens_per_gpu, attention_cost=count_flops(model.model, config).attention_cost,
-        rank=0, world_size=1, vocab_size=config.vocab_size, pin_memory=world.device.type == "cuda",
+        data, options.data, objective=CausalLM(), num_steps=len(batches), rank=0, world_size=1,
+        attention_cost=count_flops(model.model, model.model.config).attention_cost,
     )  # fmt: skip
+    if world.device.type == "cuda":
+        planned = pin_memory(planned)
 
-    def logits_of(input_ids: Tensor) -> Tensor:
+    def sum_loss(micro_batch: MicroBatch) -> Tensor:
         backend = model.model.config._attn_implementation
         model.model.set_attn_implementation("sdpa")
-        logits = model.reference(input_ids)[1]
+        _, loss_sum = model.reference(micro_batch)
         model.model.set_attn_implementation(backend)
         model.reshard()
-        return logits
+        return loss_sum
 
     for batch, rows in zip(prefetch(planned), batches, strict=True):
         assert (batch.sample_ids == rows).all(), "the other methods train other samples"
@@ -237,22 +225,8 @@ def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.n
                 first.input_ids,
                 borders[None].to(world.device),
             )
-            record.start(logits_of)
-        losses = []
-        for micro_batch in batch.micro_batches:
-            loss_sum = model(micro_batch.to(world.device))
-            (loss_sum / batch.num_loss_tokens).backward()
-            losses.append(loss_sum.detach())
-        sums = reduce_step(
-            losses,
-            local_gradients(model),
-            device=world.device,
-            num_shards=world.num_shards,
-            data_wait_seconds=0.0,
-        )
-        clip_gradients(local_gradients(model), grad_norm=sums.grad_norm, max_grad_norm=MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+            record.start(sum_loss)
+        train_step(state, batch, options, lr=args.learning_rate)
         record.step_done()
 
 
@@ -287,17 +261,17 @@ def train_plain(args: argparse.Namespace, data: TokenizedData, batches: list[np.
         model.parameters(), lr=args.learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
     )
 
-    def logits_of(input_ids: Tensor) -> Tensor:
-        logits = model(input_ids=input_ids, use_cache=False).logits
+    def sum_loss(micro_batch: MicroBatch) -> Tensor:
+        loss_sum = sum_own_loss(model, micro_batch)
         model.reshard()
-        return logits
+        return loss_sum
 
-    record.start(logits_of)
+    record.start(sum_loss)
     for rows in batches:
         micro_batches = rows.reshape(-1, args.micro_batch_size)
         loss_of_step = 0.0
         for micro_rows in micro_batches:
-            samples = [data.read(row, vocab_size=model.config.vocab_size) for row in micro_rows]
+            samples = [data.read(row) for row in micro_rows]
             loss = model(**pad_samples(samples, world.device), use_cache=False).loss / len(micro_batches)
             loss.backward()
             loss_of_step += loss.item()
@@ -358,7 +332,7 @@ def train_with_trainer(
     )  # fmt: skip
 
     def read(row: int, number: int) -> dict[str, list[int]]:
-        input_ids, labels, _ = data.read(row, vocab_size=model.config.vocab_size)
+        input_ids, labels, _ = data.read(row)
         return {"input_ids": input_ids.tolist(), "labels": labels.tolist(), "sample_of": [number] * len(input_ids)}
 
     per_batch = [[read(row, number) for number, row in enumerate(rows)] for rows in batches]
@@ -416,11 +390,11 @@ def train_with_trainer(
             sample_of,
         )
 
-    def logits_of(input_ids: Tensor) -> Tensor:
+    def sum_loss(micro_batch: MicroBatch) -> Tensor:
         with torch.autocast(record.device.type, torch.bfloat16, enabled=on_cuda):
-            return model(input_ids=input_ids, use_cache=False).logits
+            return sum_own_loss(model, micro_batch)
 
-    record.start(logits_of)
+    record.start(sum_loss)
     trainer.train()
 
 
@@ -429,8 +403,8 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
     data = open_data(args)
     batches = plan_batches(data, args.worker, args)
     held_out = draw_samples(data, seed=args.seed, start=(args.num_steps + 1) * args.batch_size, count=NUM_HELD_OUT)
-    vocab_size = make_config(args.shape).vocab_size
-    record = Record(find_device(), [data.read(row, vocab_size=vocab_size) for row in held_out])
+    device = find_device()
+    record = Record(device, [pack_samples([data.read(row)]).to(device) for row in held_out])
     train = {"ours": train_ours, "plain": train_plain}.get(args.worker, train_with_trainer)
     train(args, data, batches, record)
     return {
@@ -445,6 +419,7 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
 def open_data(args: argparse.Namespace) -> TokenizedData:
     data = TokenizedData(args.data_path)
     data.fit_to(args.max_tokens_per_gpu, drop_overlong=True)
+    data.vocab_size = make_config(args.shape).vocab_size
     return data
 
 
@@ -579,10 +554,9 @@ def main() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         lengths = open_data(args).lengths
-        names = ("torch", "transformers", "trl")
         print(f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}")
         print(f"{torch.cuda.get_device_name() if on_cuda else 'CPU'}; torch threads {torch.get_num_threads()};"
-              f" {', '.join(f'{name} {version(name)}' for name in names)}")  # fmt: skip
+              f" {describe_versions('torch', 'transformers', 'trl')}")  # fmt: skip
         print(f"{args.shape}: {model.num_parameters():,} parameters, vocabulary {config.vocab_size:,};"
               f" {'bf16 compute, fp32 weights' if on_cuda else 'fp32'}, activation checkpointing"
               f" {args.activation_checkpointing}; {args.batch_size} samples a step; lengths {lengths.mean():.0f} on"

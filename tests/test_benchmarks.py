@@ -1,13 +1,19 @@
-"""The benchmarks of the training step still run, at their smallest size, and find what they are to find."""
+"""The benchmarks still run, at their smallest size, and find what they are to find."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import ROOT, run
-
-sys.path.append(str(ROOT / "benchmarks"))
 import scaling
+from harness import build_state, count_state_bytes, make_batch, make_options
+from osft_cost import count_layer_bytes, without_square_form
+from processes import ROOT, run
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model
+from torch import float32
+
+from lifecycle.step import train_step
+from ranks.world import World
 
 
 def read_table(text: str, first_column: str) -> dict[str, list[str]]:
@@ -47,6 +53,56 @@ def test_scaling_runs_at_its_smallest_size():
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(read_table(done.stdout, "ranks")) == {"2"}
     assert set(read_table(done.stdout, "GPUs")) == {"8", "64"}
+
+
+@pytest.mark.slow
+def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
+    done = run([sys.executable, ROOT / "benchmarks/osft_cost.py", "--square", "--ratios", "0.25", "--hidden-size", "64",
+                "--intermediate-size", "128", "--num-layers", "2", "--num-heads", "4", "--vocab-size", "512",
+                "--num-steps", "1", "--num-micro-batches", "1", "--tokens", "256"])  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = read_table(done.stdout, "compute dtype, R")
+    assert all(float(cells[2].rstrip("%")) > 1 for cells in planned.values()), planned
+    rows = read_table(done.stdout, "kind")
+    assert set(rows) == {"plain", "OSFT, R = 0.25", "OSFT, R = 0.25, square as tall"}
+    assert all(float(cells[-1]) <= 1e-5 for cells in rows.values()), rows
+
+
+@pytest.mark.slow
+def test_continual_learning_trains_with_every_method_and_goes_on_from_its_exports(tmp_path: Path):
+    done = run([sys.executable, ROOT / "benchmarks/continual_learning.py", "--output-dir", tmp_path, "--num-held-out",
+                "4", "--num-problems", "60", "--vocab-size", "300", "--hidden-size", "32", "--num-layers", "2",
+                "--steps-a", "2", "--steps", "2", "--batch-size", "2", "--learning-rates", "1e-3", "--num-workers", "1",
+                "--methods", "full", "full linear", "LoRA 32", "OSFT weights 0.25",
+                "OSFT activations 0.5"])  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(read_table((tmp_path / "results.md").read_text(), "method")) == 5
+    assert (tmp_path / "LoRA 32 @ 1e-3 @ c" / "model.safetensors").exists(), "no third task from LoRA's export"
+
+
+def test_what_benchmarks_train_is_the_programs_step_and_what_they_count_is_16_bytes_a_weight(
+    tmp_path: Path, world: World
+):
+    options = make_options(activation_checkpointing="none", compute_dtype="float32")
+    state = build_state(save_model(FAMILIES["qwen3"], tmp_path / "model"), options, world)
+    random = np.random.default_rng(0)
+    rows = [[random.integers(3, VOCAB_SIZE, length) for length in lengths] for lengths in ((7, 12), (5,))]
+    losses = [train_step(state, make_batch(rows, step=k, world=world), options, lr=1e-2).loss_sum for k in range(3)]
+    batch = make_batch(rows, world=world)
+    assert batch.num_loss_tokens == 6 + 11 + 4 and [len(m.seq_lengths) for m in batch.micro_batches] == [2, 1]
+    assert losses[0] > losses[1] > losses[2], losses
+    params, buffers = list(state.model.parameters()), list(state.model.buffers())
+    others = sum(buffer.nbytes for buffer in buffers) + 4 * len(params)  # AdamW counts every parameter's steps
+    assert count_state_bytes(state) - others == 16 * sum(param.numel() for param in params)
+
+
+def test_without_its_square_form_a_square_layer_is_held_as_a_tall_one_and_takes_more():
+    own = count_layer_bytes(64, 64, 0.25, float32)
+    with without_square_form():
+        as_tall = count_layer_bytes(64, 64, 0.25, float32)
+    assert own == 4 * 64 * 64 + 16 * 16 * 16 + 2 * 4 * 64 * 16  # base, coefficients, V_low and U_low
+    assert as_tall == 4 * 64 * 64 + 16 * 64 * 16 + 4 * 64 * 16 + 4 * 64 * 48  # base, coefficients, V_low, U_high
+    assert count_layer_bytes(64, 64, 0.25, float32) == own
 
 
 COSTS = scaling.Costs(fixed=1e-3, per_token=1e-6, per_loss_token=2e-6, per_pair=1e-9)

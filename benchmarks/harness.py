@@ -1,0 +1,141 @@
+"""What the benchmarks share: a model to train, batches to train it on, clocks, counts of bytes."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.distributed.tensor import DTensor
+
+from chat.labels import IGNORED
+from lifecycle.step import TrainState
+from methods.full import Full
+from model.build import build_model
+from model.config import ModelSource, load_config
+from model.method import Method
+from objectives.causal_lm import CausalLM
+from objectives.columns import SCHEMA, WEIGHTS_COLUMN
+from objectives.micro_batch import MicroBatch, pack_samples
+from objectives.objective import PackedModel
+from optim.optimizers import build_optimizer
+from options import TrainOptions, group_options, replace_options
+from ranks.world import World
+from sampler import Batch
+
+
+def make_options(**options: object) -> TrainOptions:
+    """Options by name; in benchmarks that make their own model and batches those that name files stay empty."""
+    return group_options(TrainOptions, **dict(model_name_or_path="", data_path="", output_dir="") | options)
+
+
+def build(model_dir: str | Path, options: TrainOptions, world: World, *, method: Method | None = None) -> PackedModel:
+    """The model at `model_dir` as train.py builds it; all of it trains if no method is given."""
+    objective, method = CausalLM(), method or Full()
+    plain = replace_options(options, compile=False, activation_checkpointing="none")
+    method.study(lambda: build(model_dir, plain, world), objective=objective, world=world)
+    return build_model(
+        ModelSource(str(model_dir), load_config(str(model_dir), objective)),
+        options.compute,
+        options.sharding,
+        objective=objective,
+        method=method,
+        weights_dtype=getattr(torch, options.optimization.master_weights),
+        world=world,
+    )
+
+
+def build_state(
+    model_dir: str | Path, options: TrainOptions, world: World, *, method: Method | None = None
+) -> TrainState:
+    """The model as `build` makes it and its optimizer, for `lifecycle.step.train_step`."""
+    method = method or Full()
+    model = build(model_dir, options, world, method=method)
+    return TrainState(model, method, build_optimizer(model, options.optimization, seed=options.data.seed), world)
+
+
+def make_batch(rows: list[list[np.ndarray]], *, step: int = 0, world: World) -> Batch:
+    """The batch of one step, with micro-batches of the token ids in `rows`, all trained, and as long on every rank."""
+    micro_batches = [pack_samples([(ids, ids, None) for ids in row]).to(world.device) for row in rows]
+    lengths = np.array([len(ids) for row in rows for ids in row] * world.world_size)
+    ids = np.arange(len(lengths))
+    splits = np.cumsum([len(row) for row in rows])[:-1]
+    columns = [np.split(part, splits) for part in np.split(ids, world.world_size)]
+    table = [[list(column[k]) for column in columns] for k in range(len(rows))]
+    num_loss_tokens = world.world_size * sum(map(count_targets, micro_batches))
+    return Batch(step, ids, lengths, num_loss_tokens, table, micro_batches)
+
+
+def count_targets(micro_batch: MicroBatch) -> int:
+    return len(micro_batch.trained_index)
+
+
+def write_random_data(path: Path, lengths: np.ndarray, *, shares: tuple[float, float] = (0.3, 0.85)) -> None:
+    """A data set of random tokens; of each sample a share between `shares` is trained, as in question and answer."""
+    random = np.random.default_rng(0)
+    input_ids = [random.integers(3, 280, length) for length in lengths]
+    firsts = [max(1, round(len(ids) * (1 - random.uniform(*shares)))) for ids in input_ids]
+    labels = [np.where(np.arange(len(ids)) < k, IGNORED, ids) for ids, k in zip(input_ids, firsts, strict=True)]
+    columns = {
+        "input_ids": input_ids,
+        "labels": labels,
+        "len": lengths,
+        "num_loss_counted_tokens": [np.count_nonzero(row[1:] != IGNORED) for row in labels],
+        WEIGHTS_COLUMN: [None] * len(lengths),
+    }
+    table = pa.table(columns, schema=SCHEMA)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def read_clock(device: torch.device) -> float:
+    """Seconds, after all that was started is done; on the CPU the process's own, which other work moves little."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return time.monotonic()
+    return time.process_time()
+
+
+def time_call(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, by `read_clock`."""
+    start = read_clock(device)
+    function()
+    return read_clock(device) - start
+
+
+def count_state_bytes(state: TrainState) -> int:
+    """This rank's bytes of weights, buffers, optimizer state, and gradients, as large as the weights that train."""
+    params = list(state.model.parameters())
+    tensors = [*params, *state.model.buffers(), *(param for param in params if param.requires_grad)]
+    tensors += [value for of_param in state.optimizer.state.values() for value in of_param.values()]
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+
+def read_status(key: str) -> float:
+    """A line of /proc/self/status, in GB."""
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{key}:")) * 1024 / 1e9
+
+
+@contextlib.contextmanager
+def watch_memory() -> Iterator[list[float]]:
+    """A list of one number: the peak of this process's own memory (RssAnon, GB) so far, sampled every 10 ms."""
+    peak, done = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], read_status("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield peak
+    done.set()
+    watcher.join()
+
+
+def describe_versions(*packages: str) -> str:
+    return ", ".join(f"{name} {version(name)}" for name in packages)
