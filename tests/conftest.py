@@ -24,6 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.floor = Floor(Path(config.workerinput["turns"]))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compiles the packer once, before several processes would at the same time, and make promised seconds long."""
+    if not hasattr(session.config, "workerinput"):
+        from batch_packer import pack_batch
+
+        pack_batch([2, 1], 2, 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that take long come first, whole, so that two workers have done everything at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
