@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+THREADS = "worker"  # how the threads that speak to the workers are called
 
 
 class WorkerDied(Exception):
@@ -59,7 +60,7 @@ def start_workers(process: Callable[[Any], Any], num_workers: int) -> Iterator[C
     # Forked workers share the tokenizer that is already loaded. Elsewhere than on Linux forking is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     workers, free = [], SimpleQueue()
-    threads = ThreadPoolExecutor(num_workers)
+    threads = ThreadPoolExecutor(num_workers, thread_name_prefix=THREADS)
     try:
         for _ in range(num_workers):
             ours, theirs = context.Pipe()

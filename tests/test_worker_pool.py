@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from corpus.worker_pool import run_in_order
+from corpus.worker_pool import THREADS, run_in_order
 
 BIG = b"x" * (1 << 20)  # more than a pipe holds
 NUM_ITEMS = 200
@@ -34,7 +34,7 @@ def fail_at_50(item: tuple[int, bytes]) -> tuple[int, bytes]:
 
 def assert_nothing_is_left() -> None:
     assert multiprocessing.active_children() == []
-    assert not any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate())
+    assert not any(thread.name.startswith(THREADS) for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("payload", [b"", BIG], ids=["small", "big"])
