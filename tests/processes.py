@@ -70,7 +70,7 @@ class Job:
             self.process = subprocess.Popen(command, cwd=ROOT, env=ENV | (env or {}), stdout=log, stderr=log)
         self.ranks = {}
 
-    def wait_for_step(self, step: int, *, timeout: float = 120) -> None:
+    def wait_for_step(self, step: int, *, timeout: float = 300) -> None:
         """Returns once the metrics file has `step` lines, at once for 0; then `ranks` has each rank's process id."""
         metrics = self.output_dir / "training_metrics_0.jsonl"
         deadline = time.monotonic() + timeout
