@@ -304,14 +304,18 @@ class ProcessDataOptions:
 
 def list_identifying_options() -> list[str]:
     """The options that decide what a run computes; the others may change from start to start."""
-    of_groups = [option.name for group in IDENTIFYING_GROUPS for option in dataclasses.fields(group)]
-    return [*IDENTIFYING_OPTIONS, *(name for name in of_groups if name not in PLACES)]
+    return [*IDENTIFYING_OPTIONS, *list_group_options(IDENTIFYING_GROUPS)]
 
 
 def list_unchangeable_options() -> list[str]:
     """Those of them that even --allow-changed-options cannot change."""
-    of_groups = [option.name for group in UNCHANGEABLE_GROUPS for option in dataclasses.fields(group)]
-    return [name for name in of_groups if name not in PLACES]
+    return list_group_options(UNCHANGEABLE_GROUPS)
+
+
+def list_group_options(groups: tuple[type, ...]) -> list[str]:
+    """The options of `groups`, but for the places of files."""
+    names = [option.name for group in groups for option in dataclasses.fields(group)]
+    return [name for name in names if name not in PLACES]
 
 
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:

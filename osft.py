@@ -25,7 +25,7 @@ from methods.osft_calibration import (
     check_statistics,
     open_calibration_data,
     prepare_statistics,
-    read_statistics,
+    read_data_hashes,
 )
 from methods.osft_subspaces import (
     count_kept,
@@ -84,7 +84,7 @@ class OSFT:
         if not self.needs_statistics:
             return []
         path = self.options.osft_statistics
-        known = read_statistics(Path(path)).data_hashes if path is not None and Path(path).exists() else []
+        known = read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
         own = [] if self.calibration_data is None else [hash_file(self.calibration_data.path)["sha256"]]
         return sorted({*known, *own})
 

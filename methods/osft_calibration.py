@@ -4,9 +4,11 @@ After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,14 +86,25 @@ def check_statistics(
             )
 
 
-def read_statistics(path: Path) -> Statistics:
+@contextmanager
+def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
+    """The open file, and what it says beside the covariances; ValueError in the block for what is no such file."""
     try:
         with safe_open(path, "pt") as file:
-            covariances = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            about = json.loads(file.metadata()["about"])
+            yield file, json.loads(file.metadata()["about"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--osft-statistics {path}: not a file of statistics: {error!r}") from None
-    return Statistics(covariances, **about)
+
+
+def read_statistics(path: Path) -> Statistics:
+    with open_statistics(path) as (file, about):
+        return Statistics({name: file.get_tensor(name) for name in file.keys()}, **about)  # noqa: SIM118
+
+
+def read_data_hashes(path: Path) -> list[str]:
+    """Which data sets the file has seen; its covariances, which are large, are not read."""
+    with open_statistics(path) as (_, about):
+        return about["data_hashes"]
 
 
 def write_statistics(statistics: Statistics, path: Path) -> None:
