@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 from small_runs import LENGTHS, make_micro_batch
-from tiny_models import FAMILIES, VOCAB_SIZE, build, check, save_model
+from tiny_models import FAMILIES, VOCAB_SIZE, build, check, compile_by, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from model import attention as packed_attention
-from model.build import apply_compile, find_blocks
-from objectives.token_loss import sum_chunk_loss, sum_token_loss
+from model.build import find_blocks
+from objectives.token_loss import sum_token_loss
 
 pytestmark = pytest.mark.slow
 
@@ -37,23 +37,21 @@ def deepen(family: str, num_layers: int):
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing", "is_traceable"),
+    ("family", "checkpointing", "is_traceable", "backend"),
     [
-        ("llama", "none", False),
-        ("gemma3", "selective", True),
+        ("llama", "none", False, "eager"),
+        ("gemma3", "selective", True, "aot_eager"),
     ],
 )
 def test_no_micro_batch_after_the_first_compiles_again(
-    family, checkpointing, is_traceable, world, tmp_path, monkeypatch
+    family, checkpointing, is_traceable, backend, world, tmp_path, monkeypatch
 ):
     if is_traceable:
         monkeypatch.setattr(packed_attention, "attend_sdpa", attend_traceable)
         monkeypatch.setattr(packed_attention, "UNCOMPILED", frozenset())
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("model.build.apply_compile", lambda blocks: apply_compile(blocks, backend=counter))
-    fused = torch.compile(sum_chunk_loss, dynamic=True, backend=counter)
-    monkeypatch.setattr("objectives.token_loss.fuse_chunk_loss", lambda: fused)
+    counter = CompileCounterWithBackend(backend)
+    compile_by(counter, monkeypatch)
     in_chunks = functools.partial(sum_token_loss, chunk_bytes=16 * 4 * VOCAB_SIZE)  # of 16 rows
     monkeypatch.setattr("objectives.causal_lm.sum_token_loss", in_chunks)
     path = save_model(deepen(family, 10), tmp_path)

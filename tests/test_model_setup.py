@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, save_model
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, compile_by, save_model
 from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -97,7 +97,8 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
     ],
 )
-def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path):
+def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path, monkeypatch):
+    compile_by("eager", monkeypatch)
     path = save_model(FAMILIES[family], tmp_path)
     results = []
     for options in ({}, change):

@@ -8,7 +8,7 @@ import torch
 from in_process import train_here, train_on
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, build, check, make_osft, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, build, check, compile_by, make_osft, save_model, save_tokenizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -291,7 +291,8 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
 @pytest.mark.parametrize(
     "change", [dict(activation_checkpointing="full"), pytest.param(dict(compile=True), marks=pytest.mark.slow)]
 )
-def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_path):
+def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_path, monkeypatch):
+    compile_by("eager", monkeypatch)
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
     losses = [train_steps(build(path, world, method=settings(tmp_path), **options), 5) for options in ({}, change)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

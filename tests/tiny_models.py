@@ -1,7 +1,10 @@
 """Tiny randomly initialised models of many families, and a tiny tokenizer, for the tests."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from make_tiny_model import train_tokenizer
 from transformers import (
@@ -24,12 +27,13 @@ from transformers import (
 )
 
 from methods.full import Full
-from model.build import build_model
+from model.build import apply_compile, build_model
 from model.check import check_model
 from model.config import ModelSource, load_config
 from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.objective import PackedModel
+from objectives.token_loss import sum_chunk_loss
 from options import OSFTOptions, TrainOptions, group_options
 from osft import OSFT
 from ranks.world import World
@@ -135,3 +139,10 @@ def make_osft(tmp_path: Path, **options: object) -> OSFT:
 def check(model: PackedModel, world: World) -> None:
     """The start-up check."""
     check_model(model, CausalLM(), device=world.device)
+
+
+def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --compile compiles goes to `backend`: "eager" captures it all, and makes no kernels, which take minutes."""
+    monkeypatch.setattr("model.build.apply_compile", functools.partial(apply_compile, backend=backend))
+    fused = torch.compile(sum_chunk_loss, dynamic=True, backend=backend)
+    monkeypatch.setattr("objectives.token_loss.fuse_chunk_loss", lambda: fused)
