@@ -26,6 +26,9 @@ from options import (
 )
 from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 
+# What an adapter to go on from says, and no option beside it.
+LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
     """Reads flags (`argv`, by default the command line) over the YAML file named by `--config`.
@@ -143,6 +146,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_osft_problems(options.osft),
+        *find_lora_problems(options),
         *find_ending_problems(options),
     ]
 
@@ -250,7 +254,7 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
 
 def find_osft_problems(o: OSFTOptions) -> list[str]:
     """OSFT's options: without effect, missing, or out of range."""
-    given = [flag_name(option.name) for option in dataclasses.fields(o) if getattr(o, option.name) != option.default]
+    given = list_given(o)
     if not o.osft:
         return [f"{', '.join(given)}: no effect without --osft"] if given else []
     problems = []
@@ -283,6 +287,45 @@ def find_osft_problems(o: OSFTOptions) -> list[str]:
             " --osft-rank-allocation uniform"
         )
     return problems
+
+
+def find_lora_problems(options: TrainOptions) -> list[str]:
+    """LoRA's options: without effect, out of range, or with what they cannot be used with."""
+    problems, o = [], options.lora
+    given = list_given(o)
+    if not o.lora:
+        return [f"{', '.join(given)}: no effect without --lora"] if given else []
+    if o.lora_rank is not None and o.lora_rank < 1:
+        problems.append(f"--lora-rank {o.lora_rank}: must be at least 1")
+    if o.lora_alpha is not None and not 0 < o.lora_alpha < math.inf:
+        problems.append(f"--lora-alpha {o.lora_alpha}: must be above 0, and finite")
+    if not 0 <= o.lora_dropout < 1:
+        problems.append(f"--lora-dropout {o.lora_dropout}: must be at least 0 and below 1")
+    said = sorted(set(given) & {flag_name(f"lora_{name}") for name in LORA_ADAPTER_SAYS})
+    if o.lora_adapter is not None and said:
+        problems.append(f"{', '.join(said)}: no effect with --lora-adapter, which says it")
+    if options.osft.osft:
+        problems.append("--lora and --osft both say what trains: give one")
+    if options.optimization.master_weights != "float32":
+        problems.append(
+            f"--master-weights {options.optimization.master_weights} has no effect with --lora: adapters are float32,"
+            " and what does not train is held in --compute-dtype"
+        )
+    if options.compute.float8:
+        problems.append("--float8 cannot be used with --lora: peft has no adapters for layers in fp8")
+    if o.base_quantization != "none" and o.lora_use_dora:
+        problems.append(f"--lora-use-dora needs the whole weights, given --base-quantization {o.base_quantization}")
+    return problems
+
+
+def list_given(group: Any) -> list[str]:
+    """The flags of a group's options that are not at their defaults, but for the group's switch."""
+    switch = dataclasses.fields(group)[0].name
+    return [
+        flag_name(option.name)
+        for option in dataclasses.fields(group)
+        if option.name != switch and getattr(group, option.name) != option.default
+    ]
 
 
 def find_data_problems(o: ProcessDataOptions) -> list[str]:

@@ -170,6 +170,36 @@ class OSFTOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAOptions:
+    """Low-rank adapters (docs/lora.md)."""
+
+    lora: bool = False
+    """Train low-rank adapters of linear layers beside weights that stay as they are (docs/lora.md)."""
+    lora_rank: int | None = None
+    """Rank of the adapters; None: 16, or that of --lora-adapter."""
+    lora_alpha: float | None = None
+    """An adapter's product is multiplied by alpha / rank; None: twice the rank, or that of --lora-adapter."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    lora_target_modules: tuple[str, ...] = ()
+    """Layers with an adapter: names, their ends (q_proj), or patterns (layers.[0-3].*); none: every linear layer of
+    the blocks, experts too."""
+    lora_use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank), which suits high ranks."""
+    lora_use_dora: bool = False
+    """Train the length of each row of a weight beside its direction (DoRA)."""
+    lora_modules_to_save: tuple[str, ...] = ()
+    """Modules that train as a whole beside the adapters, such as embed_tokens or lm_head; saved with them."""
+    lora_adapter: str | None = None
+    """Adapter's directory to go on from; it says rank, alpha, and which layers."""
+    lora_export: Literal["adapter", "merged", "both"] = "adapter"
+    """What an export holds: the adapter for peft and vLLM, the model with the adapter added to its weights, or both,
+    the adapter then in the folder adapter/ of the model's."""
+    base_quantization: Literal["none", "nf4"] = "none"
+    """nf4: hold the weights that have an adapter in 4 bits (QLoRA; pip install 'mini-trainer[qlora]')."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
     """How a rank computes, and what it keeps in memory meanwhile."""
 
@@ -247,6 +277,7 @@ class TrainOptions:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     exports: ExportOptions = field(default_factory=ExportOptions)
     osft: OSFTOptions = field(default_factory=OSFTOptions)
+    lora: LoRAOptions = field(default_factory=LoRAOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     plan: PlanOptions = field(default_factory=PlanOptions)
@@ -254,10 +285,10 @@ class TrainOptions:
 
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8")
-IDENTIFYING_GROUPS = (OptimizationOptions, OSFTOptions)
-PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics")
+IDENTIFYING_GROUPS = (OptimizationOptions, OSFTOptions, LoRAOptions)
+PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
 # Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
-UNCHANGEABLE_GROUPS = (OSFTOptions,)
+UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +344,7 @@ def list_unchangeable_options() -> list[str]:
 
 
 def list_group_options(groups: tuple[type, ...]) -> list[str]:
-    """The options of `groups`, but for the places of files."""
+    """The options of `groups`, but for places of files and what is made of the result."""
     names = [option.name for group in groups for option in dataclasses.fields(group)]
     return [name for name in names if name not in PLACES]
 

@@ -38,6 +38,7 @@ from methods.osft_subspaces import (
 )
 from model.method import MetaModel
 from model.weights import Reader
+from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
 from options import DataOptions, OSFTOptions
 from ranks.ending import log
@@ -58,6 +59,8 @@ class OSFT:
 
     title = "OSFT"
     takes_long = True
+    saves_frozen = True
+    vocabulary_multiple = 64
     metrics = ("osft_leak",)  # largest share of a layer's change that lies in kept directions
 
     def __init__(self, options: OSFTOptions):
@@ -204,6 +207,9 @@ class OSFT:
             rows = torch.empty(-(-module.num_rows // world.num_shards), module.num_kept)
             module.U_high = shard_rows(rows, (module.num_rows, module.num_kept), world=world)
 
+    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
+        pass
+
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
         # Of a layer's products the last and largest is an addmm; the other layers' are repeated, too.
         return kept - {"aten::mm"}
@@ -231,10 +237,10 @@ class OSFT:
         return f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train in place of {num_weights:,}"
 
     def gather_weights(
-        self, model: PreTrainedModel, dtype: torch.dtype, *, world: World
+        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
     ) -> Iterator[tuple[str, Tensor | None]]:
         """A layer gives the one weight that it stands for."""
-        merged = set()
+        model, merged = packed_model.model, set()
         for prefix, layer in model.named_modules():
             if isinstance(layer, OSFTLinear):
                 weight = layer.merged_weight(dtype)

@@ -59,7 +59,6 @@ def main() -> None:
     call_on_rank0(world, lambda: write_model(root / "model", args.hidden_size, args.num_layers))
     options = make_options(compute_dtype="float32", activation_checkpointing="none")
     state = build_state(root / "model", options, world)
-    model, optimizer = state.model, state.optimizer
     step_seconds = statistics.median(take_step(state, options) for _ in range(args.repeats + 1))
     stalls, writes, steps_meanwhile = {False: [], True: []}, [], []
     for is_async in (False, True):
@@ -67,7 +66,7 @@ def main() -> None:
         for number in range(args.repeats + 1):
             start = time.perf_counter()
             position = {"step": number, "num_samples": 0, "num_tokens": 0}
-            checkpointer.save(model, optimizer, step=number, state={"position": position, "identity": {}})
+            checkpointer.save(state, step=number, state={"position": position, "identity": {}})
             stalls[is_async].append(time.perf_counter() - start)
             if is_async:
                 while checkpointer.is_writing and world.world_size == 1:
@@ -78,10 +77,10 @@ def main() -> None:
     start = time.perf_counter()
     checkpoint = checkpointer.open_newest(strict=True)
     verify_seconds = time.perf_counter() - start
-    checkpointer.load(checkpoint, model, optimizer)
+    checkpointer.load(checkpoint, state)
     load_seconds = time.perf_counter() - start - verify_seconds
     if world.rank == 0:
-        num_params = sum(param.numel() for param in model.parameters())
+        num_params = sum(param.numel() for param in state.model.parameters())
         print(f"{num_params:,} parameters on {world.world_size} ranks: {size:,} bytes a checkpoint")
         print(f"stall, synchronous            {statistics.median(stalls[False][1:]):8.3f} s")
         print(f"stall, --async-checkpoint     {statistics.median(stalls[True][1:]):8.3f} s")

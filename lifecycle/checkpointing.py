@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from disk import commit, describe_failed_write, make_aside, read_json, remove_directory, remove_leftovers
@@ -30,6 +30,7 @@ from lifecycle.checkpoint_files import (
     write_manifest,
     write_tensors,
 )
+from lifecycle.step import TrainState
 from optim.optimizers import state_keys
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
@@ -69,13 +70,13 @@ class Checkpointer:
     def is_writing(self) -> bool:
         return self.write is not None and not self.write.done()
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, state: dict[str, Any]) -> None:
+    def save(self, train_state: TrainState, *, step: int, state: dict[str, Any]) -> None:
         """Writes `step_N` for N = `step`, once an earlier write has ended; `state` has to be JSON.
 
         OSError on every rank if any of them cannot write; the checkpoints that there are stay as they were.
         """
         self.finish()
-        tensors = collect_tensors(model, optimizer)
+        tensors = collect_tensors(train_state)
         self.state, self.target = state, self.directory / f"step_{step}"
         self.layouts = {name: describe_layout(tensor) for name, tensor in tensors.items()}
         self.needed_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
@@ -218,15 +219,16 @@ class Checkpointer:
             damage = call_on_rank0(self.world, lambda: next((damage for damage in damages if damage), None))
         return damage, checkpoint
 
-    def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
         """Fills weights and optimizer state; ValueError if they are not the same model's."""
         reader, layouts = TensorReader(checkpoint.path, checkpoint.manifest), checkpoint.manifest["tensors"]
-        for name, tensor in collect_tensors(model, None).items():
+        optimizer = train_state.optimizer
+        for name, tensor in collect_weights(train_state).items():
             found, wanted = layouts.get(name), describe_layout(tensor)
             if found is None or (found["shape"], found["dtype"]) != (wanted["shape"], wanted["dtype"]):
                 raise ValueError(f"{checkpoint.path}: the model's {name} is {wanted}, the checkpoint's {found}")
             fill(tensor, name, reader)
-        for param_name, param in model.named_parameters():
+        for param_name, param in train_state.model.named_parameters():
             prefix, suffix = "optimizer/", f"/{param_name}"
             names = [name for name in layouts if name.startswith(prefix) and name.endswith(suffix)]
             keys = [name.removeprefix(prefix).removesuffix(suffix) for name in names]  # in the order they were saved
@@ -241,16 +243,23 @@ class Checkpointer:
                 optimizer.state[param][key] = value
 
 
-def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Everything that a run has learnt, by name: parameters and buffers, and the optimizer's state of each."""
-    params = dict(model.named_parameters())
-    saved = model.state_dict().keys()
-    tensors = {f"model/{name}": param.detach() for name, param in params.items()}
-    tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers() if name in saved}
-    for name, param in params.items():
-        for key, value in (optimizer.state[param] if optimizer and param in optimizer.state else {}).items():
+def collect_tensors(state: TrainState) -> dict[str, Tensor]:
+    """Everything that a run has learnt, by name: weights, and the optimizer's state of each."""
+    tensors, optimizer = collect_weights(state), state.optimizer
+    for name, param in state.model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value
     return tensors
+
+
+def collect_weights(state: TrainState) -> dict[str, Tensor]:
+    """The parameters and buffers that a checkpoint holds: all of them, or what trains, as the method says."""
+    model = state.model
+    params = {name: param.detach() for name, param in model.named_parameters()
+              if param.requires_grad or state.method.saves_frozen}  # fmt: skip
+    saved = model.state_dict().keys() if state.method.saves_frozen else ()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {f"model/{name}": tensor for name, tensor in (params | buffers).items()}
 
 
 def describe_layout(tensor: Tensor) -> dict[str, Any]:

@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from disk import commit, describe_failed_write, hash_file, make_aside, remove_directory, sync_file
+from disk import commit, describe_failed_write, hash_file, make_aside, remove_directory, sync_dir, sync_file
 from lifecycle.checkpoint_files import FORMAT, write_manifest
 from model.method import Method
-from objectives.objective import Objective
+from objectives.objective import Objective, PackedModel
 from ranks.world import World, call_on_rank0
 
 MAX_SHARD_SIZE = "5GB"
 
 
 def export_model(
-    model: PreTrainedModel,
+    packed_model: PackedModel,
     export_dir: Path,
     *,
     objective: Objective,
@@ -34,13 +34,14 @@ def export_model(
     All ranks call this. One parameter at a time is gathered, cast to `dtype`, and moved to rank 0's CPU memory, so no
     device ever holds the whole model. Raises ValueError on every rank if rank 0 cannot write; nothing is left then.
     """
-    weights = {name: weight for name, weight in method.gather_weights(model, dtype, world=world) if weight is not None}
+    gathered = method.gather_weights(packed_model, dtype, world=world)
+    weights = {name: weight for name, weight in gathered if weight is not None}
     call_on_rank0(
         world,
         lambda: write_export(
             weights,
             export_dir,
-            model.config,
+            packed_model.model.config,
             objective=objective,
             method=method,
             generation_config=generation_config,
@@ -86,13 +87,16 @@ def write_export(
         shell.generation_config = copy.deepcopy(generation_config)
         for written in (shell.config, shell.generation_config):
             follow_tokenizer(written, tokenizer, vocab_size=config.vocab_size)
-        shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
+        if weights:  # else the method writes all there is
+            shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
         tokenizer.save_pretrained(aside)
         method.write_extras(aside)
-        files = sorted(aside.iterdir())
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
         for file in files:
             sync_file(file)
-        write_manifest(aside, {"format": FORMAT, "files": {file.name: hash_file(file) for file in files}})
+            sync_dir(file.parent)
+        entries = {str(file.relative_to(aside)): hash_file(file) for file in files}
+        write_manifest(aside, {"format": FORMAT, "files": entries})
         if export_dir.exists():
             remove_directory(export_dir)
         commit(aside, export_dir)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.reader import TokenizedData
 from disk import written_aside
-from lifecycle.fingerprints import fingerprint_data, fingerprint_model
+from model.fingerprints import fingerprint_data, fingerprint_model
 from options import (
     TrainOptions,
     flatten_options,
@@ -111,13 +111,15 @@ def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
 
 
 def check_same_run(
-    checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, allow_changes: bool
+    checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, allow_changes: bool, needs_model: bool
 ) -> list[str]:
-    """What differs from the run that wrote the checkpoint; ValueError if something does that is not allowed to."""
+    """What differs from the run that wrote the checkpoint; ValueError if something does that is not allowed to.
+
+    With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others.
+    """
     changes = find_changes(state["identity"], identity)
-    fixed = [
-        changes[name] for name in (OF_METHOD, *map(name_in_identity, list_unchangeable_options())) if name in changes
-    ]
+    fixed_names = [OF_METHOD, *map(name_in_identity, list_unchangeable_options()), *(["model"] if needs_model else [])]
+    fixed = [changes[name] for name in fixed_names if name in changes]
     if fixed and allow_changes:
         raise ValueError(
             f"{checkpoint} was made with other {', '.join(fixed)}: it holds what was made by them, so not even"

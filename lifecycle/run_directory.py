@@ -79,13 +79,14 @@ class RunDirectory:
                 self.checkpoint.state,
                 self.identity,
                 allow_changes=options.allow_changed_options,
+                needs_model=not inputs.method.saves_frozen,
             )
         call_on_rank0(self.world, lambda: remove_leftovers(self.exports_dir))
 
     def restore(self, state: TrainState) -> None:
         """Fills weights and optimizer from the checkpoint, if there is one, and notes this start in the directory."""
         if self.checkpoint is not None:
-            self.checkpointer.load(self.checkpoint, state.model, state.optimizer)
+            self.checkpointer.load(self.checkpoint, state)
         start = describe_start(
             self.world,
             first_step=self.start.step,
@@ -132,7 +133,7 @@ class RunDirectory:
             "auto_settings": self.auto_settings,
         }
         with self.control.slow(f"the checkpoint after step {position.step}"):
-            self.checkpointer.save(state.model, state.optimizer, step=position.step, state=content)
+            self.checkpointer.save(state, step=position.step, state=content)
         self.last_save = time.monotonic()
 
     def is_export_missing(self, *, epoch_length: int, num_steps: int | None) -> bool:
@@ -149,7 +150,7 @@ class RunDirectory:
         """Writes the model as it is at `position`."""
         with self.control.slow(f"the export after step {position.step}"):
             export_model(
-                state.model.model,
+                state.model,
                 self.export_dir(position),
                 objective=inputs.objective,
                 method=state.method,

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
 from methods.full import Full
+from methods.lora import LoRA
 from model.build import build_model, choose_compute_dtype
 from model.check import check_model
 from model.config import ModelSource, check_rope, choose_tokenizer, load_config, load_generation_config
@@ -22,7 +23,7 @@ from model.files import find_model
 from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.objective import Objective, PackedModel
-from options import SCHEDULES_WITH_END, DataOptions, TrainOptions
+from options import SCHEDULES_WITH_END, DataOptions, ModelOptions, TrainOptions
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -39,7 +40,11 @@ def choose_objective(options: TrainOptions) -> Objective:
 
 def choose_method(options: TrainOptions) -> Method:
     """What the options say trains."""
-    return OSFT(options.osft) if options.osft.osft else Full()
+    if options.osft.osft:
+        return OSFT(options.osft)
+    if options.lora.lora:
+        return LoRA(options.lora, seed=options.data.seed)
+    return Full()
 
 
 class Errors(list[ValueError | OSError]):
@@ -83,8 +88,8 @@ class RunInputs:
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 
-    def source(self, *, trust_remote_code: bool) -> ModelSource:
-        return ModelSource(self.model_dir, self.config, trust_remote_code)
+    def source(self, options: ModelOptions) -> ModelSource:
+        return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see lifecycle.record)."""
@@ -158,6 +163,7 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
             options.data.data_path,
             sidecar,
             vocab_size=config.vocab_size,
+            vocabulary_multiple=inputs.method.vocabulary_multiple,
             trust_remote_code=options.model.trust_remote_code,
         )
     )
@@ -224,7 +230,7 @@ def build_run_model(
     method, compute = inputs.method, options.compute
     build = functools.partial(
         build_model,
-        inputs.source(trust_remote_code=options.model.trust_remote_code),
+        inputs.source(options.model),
         sharding=options.sharding,
         objective=inputs.objective,
         weights_dtype=getattr(torch, options.optimization.master_weights),
@@ -234,7 +240,7 @@ def build_run_model(
     plain = replace(compute, compile=False, activation_checkpointing="none")
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
-    check_model(model, inputs.objective, device=world.device)
+    check_model(model, inputs.objective, method, device=world.device)
     log.info(describe_model(options, inputs, model))
     return model
 

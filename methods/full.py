@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from model.method import MetaModel
 from model.weights import Reader
+from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
 from options import DataOptions
 from ranks.world import World
@@ -20,6 +21,8 @@ class Full:
     title = ""
     takes_long = False
     metrics = ()
+    saves_frozen = True
+    vocabulary_multiple = 64
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         pass
@@ -47,6 +50,9 @@ class Full:
     def give_memory(self, module: nn.Module, *, world: World) -> None:
         pass
 
+    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
+        pass
+
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
         return kept
 
@@ -66,9 +72,9 @@ class Full:
         return ""
 
     def gather_weights(
-        self, model: PreTrainedModel, dtype: torch.dtype, *, world: World
+        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
     ) -> Iterator[tuple[str, Tensor | None]]:
-        return gather_parameters(model, dtype, world=world)
+        return gather_parameters(packed_model.model, dtype, world=world)
 
     def write_extras(self, directory: Path) -> None:
         pass

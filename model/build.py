@@ -40,6 +40,7 @@ def build_model(
     weights'. `progress` is told where a long start is.
     """
     meta = make_meta_model(source, compute, objective=objective, method=method, device=world.device)
+    set_weights_dtype(meta.model, weights_dtype)
     method.choose_layers(meta)
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective)))
@@ -53,7 +54,6 @@ def build_model(
         sharding,
         method=method,
         readers=readers,
-        weights_dtype=weights_dtype,
         world=world,
     )
     return packed_model.train()
@@ -79,7 +79,13 @@ def make_meta_model(
         apply_compile(blocks)
     if mode == "full":
         apply_activation_checkpointing(blocks)
-    return MetaModel(model, blocks, backend, compute_dtype)
+    return MetaModel(model, blocks, backend, compute_dtype, source, objective)
+
+
+def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Makes the master weights of a meta model, which its parameters will be filled with, of this type."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
 
 
 def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch.dtype:

@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
 
+from model.method import Method
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # blocks compiled for all that is tried here would not compile again
-def check_model(packed_model: PackedModel, objective: Objective, *, device: torch.device) -> None:
+def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, device: torch.device) -> None:
     """Refuses a model whose packed sequences see each other or whose loss is not the model's own.
 
     Compares, on three short random sequences: each one's hidden states before and after the others change; packed
     hidden states and loss with the model's own forward pass over one sequence at a time; and the sliding windows
-    that reach the attention backend with those that the config declares.
+    that reach the attention backend with those that the config declares. Then the method looks at it.
     """
     model, config = packed_model.model, packed_model.model.config
     # Other kernels round otherwise. In bf16 that adds up over layers (4 % was seen after 80) and sends some tokens to
@@ -49,6 +50,7 @@ def check_model(packed_model: PackedModel, objective: Objective, *, device: torc
             )
     # The windows that the config declares reach the backend.
     check_windows(packed_model, pack(sequences))
+    method.check_start(packed_model, pack(sequences))
     loss = packed_model(pack(sequences)).item()
 
     # Hidden states and loss are the model's own.

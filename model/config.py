@@ -20,6 +20,14 @@ class ModelSource:
     directory: str
     config: PreTrainedConfig
     trust_remote_code: bool = False
+    name: str = ""  # as it was given
+
+    def describe(self) -> dict[str, str | None]:
+        """Its name and revision, by which others find it: a whole path, or a repository of the hub and a commit."""
+        directory = Path(self.directory)
+        if not self.name or Path(self.name).is_dir():
+            return {"name": str(directory.absolute()), "revision": None}
+        return {"name": self.name, "revision": directory.name}
 
 
 def load_config(model_dir: str, objective: Objective, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -55,12 +63,13 @@ def choose_tokenizer(
     sidecar: dict[str, Any] | None,
     *,
     vocab_size: int,
+    vocabulary_multiple: int,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer that made the data, and how many embeddings the model needs for it.
 
     It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
-    export carries it.
+    export carries it. Embeddings grow to a multiple of `vocabulary_multiple`.
     """
     # The tokenizer that made the data: the model's, or its extension beside the data.
     model_tokenizer = tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
@@ -77,7 +86,7 @@ def choose_tokenizer(
         check_model_dir(tokenizer_dir, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code)
         if len(tokenizer) > vocab_size:
-            grown = -(-len(tokenizer) // 64) * 64
+            grown = -(-len(tokenizer) // vocabulary_multiple) * vocabulary_multiple
             log.info(
                 f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens, each new one the mean"
             )

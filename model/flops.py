@@ -48,6 +48,7 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
         if param.ndim >= 2 and id(param) not in outside:
             share = active if param.ndim == 3 else 1  # experts are stored as one 3-D tensor
             matrices += param.numel() * share * (6 if param.requires_grad else 4)
+    matrices += sum(4 * getattr(module, "weight_numel", 0) for module in model.modules())  # packed ones, of methods
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     window = getattr(config, "sliding_window", None)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from model.config import ModelSource
 from model.weights import Reader
+from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
 from options import DataOptions
 from ranks.world import World
@@ -23,6 +25,8 @@ class MetaModel:
     blocks: nn.ModuleList
     backend: str  # of model.attention
     compute_dtype: torch.dtype
+    source: ModelSource
+    objective: Objective
 
 
 class Method(Protocol):
@@ -36,6 +40,9 @@ class Method(Protocol):
 
     title: str  # as reports name it; empty: nothing is out of the ordinary
     takes_long: bool  # whether `prepare` takes so long that a plan, which measures speed, had better not call it
+    saves_frozen: bool  # whether checkpoints hold what does not train, too; else it comes from the model's files again
+
+    vocabulary_multiple: int  # a vocabulary that grows has a multiple of this many rows
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         """Reads what the options name beside model and data; ValueError for what does not fit.
@@ -64,7 +71,7 @@ class Method(Protocol):
         world: World,
         progress: Callable[[str], None],
     ) -> None:
-        """Puts its layers into the meta model, and says of every parameter whether it trains.
+        """Puts its layers into the meta model, and says of every parameter whether it trains, and of which type it is.
 
         `readers` are rank 0's, and empty on the other ranks; `progress` hears of a long start.
         """
@@ -80,6 +87,10 @@ class Method(Protocol):
 
     def give_memory(self, module: nn.Module, *, world: World) -> None:
         """Gives a layer of its own memory for what `fill` would give it and FSDP does not shard."""
+        ...
+
+    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
+        """ValueError if the model, before the first step and in eval mode, does not compute what it should."""
         ...
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
@@ -109,9 +120,12 @@ class Method(Protocol):
         ...
 
     def gather_weights(
-        self, model: PreTrainedModel, dtype: torch.dtype, *, world: World
+        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """What an export holds: each tensor whole, on rank 0's CPU; None on the other ranks."""
+        """What an export holds of the model: each tensor whole, on rank 0's CPU; None on the other ranks.
+
+        None at all where what `write_extras` writes is the export.
+        """
         ...
 
     def write_extras(self, directory: Path) -> None:

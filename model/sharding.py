@@ -32,14 +32,13 @@ def apply_fsdp(
     *,
     method: Method,
     readers: dict[str, Reader],
-    weights_dtype: torch.dtype,
     world: World,
 ) -> None:
     """Fills the meta model by rank 0's `readers` and shards it: each block, an untied embedding, and all the rest.
 
-    One after the other, so that no rank ever holds more than one of them unsharded. Master weights are in
-    `weights_dtype`, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the
-    weights' type.
+    One after the other, so that no rank ever holds more than one of them unsharded. Weights keep the types that they
+    have on meta, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the weights'
+    type.
     """
     reshard = {"auto": None, "always": True, "never": False}[sharding.reshard_after_forward]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
@@ -56,7 +55,7 @@ def apply_fsdp(
         for module in unit.modules():
             name = names.get(module, "")
             method.fill(module, name, readers, world=world)
-            fill_module(module, name, readers, tied=tied, dtype=weights_dtype, device=world.device)
+            fill_module(module, name, readers, tied=tied, device=world.device)
         if unit is packed_model:
             packed_model.model.tie_weights()
         fully_shard(
@@ -110,10 +109,9 @@ def fill_module(
     readers: dict[str, Reader],
     *,
     tied: Container[str],
-    dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Gives the meta parameters, as `dtype`, and buffers that `module` itself holds rank 0's values, on `device`.
+    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`.
 
     Those named in `tied` are left to `tie_weights`.
     """
@@ -123,5 +121,5 @@ def fill_module(
             continue
         is_param = isinstance(meta, nn.Parameter)
         own = readers.pop(f"{name}.{key}")() if dist.get_rank() == 0 else None
-        value = broadcast_from_rank0(own, meta.shape, dtype=dtype if is_param else meta.dtype, device=device)
+        value = broadcast_from_rank0(own, meta.shape, dtype=meta.dtype, device=device)
         setattr(module, key, nn.Parameter(value, meta.requires_grad) if is_param else value)

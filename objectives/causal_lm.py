@@ -21,6 +21,8 @@ NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts 
 class CausalLM:
     """The objective of causal language models (see `objectives.objective.Objective`)."""
 
+    peft_task = "CAUSAL_LM"
+
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
         if type(config) not in AutoModelForCausalLM._model_mapping and not is_custom:

@@ -34,6 +34,8 @@ class PackedModel(Protocol):
 class Objective(Protocol):
     """What is learned from a micro-batch: which model of transformers, from which samples, by which loss."""
 
+    peft_task: str  # how an adapter's config calls it
+
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         """Why a model of this config cannot have this objective; None if it can."""
         ...

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from lifecycle.start import RunInputs, choose_method
 from lifecycle.step import TrainState, run_backward, update_weights
-from model.build import make_meta_model
+from model.build import make_meta_model, set_weights_dtype
 from model.flops import FlopCount, count_flops
 from model.method import MetaModel, Method
 from model.sharding import apply_fsdp, set_gradient_sync
@@ -84,7 +84,7 @@ class PlannedModel:
     objective: Objective
     num_params: int  # without what the method's layers add
     num_trainable: int
-    state_bytes: int  # of a checkpoint: all parameters and buffers, and two moments of what trains
+    state_bytes: int  # of a checkpoint: parameters and buffers, as far as it holds them, and two moments of what trains
     flops: FlopCount
 
 
@@ -94,25 +94,25 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     `compute` without --compile, --float8 and --use-liger-kernels, which need the device itself.
     """
     method = choose_method(options)
-    source = inputs.source(trust_remote_code=options.model.trust_remote_code)
+    source = inputs.source(options.model)
     meta = make_meta_model(source, compute, objective=inputs.objective, method=method, device=torch.device("cpu"))
     model = meta.model
     num_params = sum(param.numel() for param in model.parameters())
-    for param in model.parameters():
-        param.data = param.data.to(getattr(torch, options.optimization.master_weights))
+    set_weights_dtype(model, getattr(torch, options.optimization.master_weights))
     method.choose_layers(meta)
     method.lay_out(meta)
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     saved = model.state_dict().keys()
     buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
+    in_checkpoints = (*params, *buffers) if method.saves_frozen else trained
     return PlannedModel(
         meta,
         method,
         inputs.objective,
         num_params=num_params,
         num_trainable=sum(param.numel() for param in trained),
-        state_bytes=sum(tensor.numel() * tensor.itemsize for tensor in (*params, *buffers))
+        state_bytes=sum(tensor.numel() * tensor.itemsize for tensor in in_checkpoints)
         + sum(moment_bytes(param, options.optimization.optimizer) for param in trained),
         flops=count_flops(model, inputs.config),
     )
@@ -144,7 +144,6 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
             replace(options.sharding, cpu_offload=False),
             method=planned.method,
             readers={},
-            weights_dtype=getattr(torch, options.optimization.master_weights),
             world=world,
         )
         tensors = [*packed_model.train().parameters(), *packed_model.buffers()]

@@ -233,7 +233,7 @@ def layers_of(model: nn.Module) -> list[OSFTLinear]:
 
 def gather(model, world) -> dict[str, torch.Tensor]:
     """The weights that an export of the built `model` holds."""
-    return dict(OSFT(OSFTOptions()).gather_weights(model.model, torch.float32, world=world))
+    return dict(OSFT(OSFTOptions()).gather_weights(model, torch.float32, world=world))
 
 
 def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[float]:

@@ -138,7 +138,7 @@ def make_osft(tmp_path: Path, **options: object) -> OSFT:
 
 def check(model: PackedModel, world: World) -> None:
     """The start-up check."""
-    check_model(model, CausalLM(), device=world.device)
+    check_model(model, CausalLM(), Full(), device=world.device)
 
 
 def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,221 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) by peft, beside weights that stay as they are: docs/lora.md."""
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from corpus.reader import TokenizedData
+from disk import hash_file
+from methods.full import gather_parameters
+from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
+from methods.lora_layers import Targets, choose_targets, find_saved_names, inject, make_config, make_initial
+from methods.lora_merging import Merger
+from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers, whole_weights
+from model.fingerprints import fingerprint_model
+from model.method import MetaModel
+from model.weights import Reader
+from objectives.micro_batch import MicroBatch
+from objectives.objective import Objective, PackedModel
+from options import DataOptions, LoRAOptions
+from ranks.ending import log
+from ranks.world import World, call_on_rank0
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+NUM_COMPARED = 16  # the most samples of the data that a merged and a quantized model are compared on
+
+
+class LoRA:
+    """Adapters train, in fp32, beside frozen weights in the type that the model computes in (see `Method`).
+
+    Invariant: `config` and `saved_names` describe the layers that are in the model once `prepare` or `lay_out` has been
+    called; `merger` is there on rank 0 after `prepare`.
+    """
+
+    metrics = ()
+    saves_frozen = False
+    vocabulary_multiple = 1  # so that a model resized to the tokenizer's length takes the adapter
+
+    def __init__(self, options: LoRAOptions, *, seed: int):
+        self.options, self.seed = options, seed
+        self.is_packed = options.base_quantization == "nf4"
+        self.title = "QLoRA" if self.is_packed else "LoRA"
+        self.takes_long = self.is_packed
+        self.given: LoraConfig | None = None  # of --lora-adapter
+        self.num_tokens = 0  # of the tokenizer
+        self.data_options: DataOptions | None = None
+        self.sample: MicroBatch | None = None  # QLoRA's, of the data
+        self.targets = Targets()
+        self.config: LoraConfig | None = None
+        self.saved_names: dict[str, str] = {}  # of what trains: in an adapter's file -> in the model
+        self.num_added = self.num_trained = 0
+        self.base: dict[str, str | None] = {}  # rank 0's: the model that the adapters belong to
+        self.merger: Merger | None = None
+        self.adapter: dict[str, Tensor] = {}  # rank 0's: what an export has gathered
+
+    def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
+        self.num_tokens, self.data_options = len(tokenizer), data_options
+        if importlib.util.find_spec("peft") is None:
+            raise ValueError("--lora needs the package peft, which is not installed: pip install 'mini-trainer[lora]'")
+        if self.is_packed:
+            check_bitsandbytes()
+        if self.options.lora_adapter is not None:
+            self.given = read_config(Path(self.options.lora_adapter))
+
+    def list_data_hashes(self) -> list[str]:
+        if self.options.lora_adapter is None:
+            return []
+        directory = Path(self.options.lora_adapter)
+        return [hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+
+    def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
+        pass
+
+    def choose_layers(self, meta: MetaModel) -> None:
+        self.targets = choose_targets(meta, self.options, given=self.given)
+        self.config = make_config(meta, self.options, self.targets, given=self.given)
+
+    def prepare(
+        self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
+    ) -> None:
+        stored = dict(readers)  # the base as it is on disk, for exports
+        layers, renamed = self.replace_layers(meta)
+
+        def prepare_readers() -> None:
+            self.base = meta.source.describe() | {"fingerprint": fingerprint_model(meta.source.directory)}
+            self.merger = Merger(meta.model, layers, renamed, stored)
+            initial = make_initial(layers, self.merger.read_base, seed=self.seed)
+            if (path := self.options.lora_adapter) is not None:
+                check_base(Path(path), self.given, self.base)
+                initial |= read_adapter(Path(path), meta.model, self.saved_names)
+            for name, own_name in renamed.items():
+                if own_name in readers:
+                    readers[name] = readers.pop(own_name)
+            readers.update(initial)
+
+        call_on_rank0(world, prepare_readers)
+        if self.is_packed:
+            self.sample = read_sample(self.data_options, meta.objective, vocab_size=meta.source.config.vocab_size)
+
+    def lay_out(self, meta: MetaModel) -> None:
+        self.replace_layers(meta)
+
+    def replace_layers(self, meta: MetaModel) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        """Freezes the model, puts adapters beside its layers, and packs what is to be quantized.
+
+        Returns peft's layers before that, by name, and for each parameter of the base the name that it had.
+        """
+        model = meta.model
+        own_names = {id(param): name for name, param in model.named_parameters()}
+        before = sum(param.numel() for param in model.parameters())
+        model.requires_grad_(False)
+        for param in model.parameters():
+            param.data = param.data.to(meta.compute_dtype)
+        layers = {name: copy.deepcopy(layer) for name, layer in inject(model, self.config, self.targets).items()}
+        renamed = {name: own_names[id(p)] for name, p in model.named_parameters() if id(p) in own_names}
+        self.saved_names = find_saved_names(model)
+        if self.is_packed:
+            pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
+        params = list(model.parameters())
+        self.num_added = sum(param.numel() for param in params) - before
+        self.num_trained = sum(param.numel() for param in params if param.requires_grad)
+        return layers, renamed
+
+    def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
+        if isinstance(module, NF4Linear) and module.packed.is_meta:
+            fill_packed(module, name, readers, world=world)
+
+    def give_memory(self, module: nn.Module, *, world: World) -> None:
+        pass
+
+    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
+        if self.given is not None or self.config.use_dora:  # DoRA divides by a length and multiplies by it
+            return
+        layers = [module for module in packed_model.model.modules() if hasattr(module, "_disable_adapters")]
+        hidden = packed_model.hidden_states(micro_batch)
+        for layer in layers:
+            layer._disable_adapters = True
+        own_hidden = packed_model.hidden_states(micro_batch)
+        for layer in layers:
+            layer._disable_adapters = False
+        if not torch.equal(hidden, own_hidden):
+            raise ValueError("--lora: adapters that have learned nothing change what the model computes")
+
+    def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
+        return kept
+
+    def constrain_gradients(self) -> None:
+        pass
+
+    def constrain_weights(self) -> None:
+        pass
+
+    def measure(self) -> dict[str, float]:
+        return {}
+
+    def count_added(self) -> int:
+        return self.num_added
+
+    def describe(self) -> str:
+        num_layers = len(self.targets.layers) + len(self.targets.experts)
+        whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""
+        quantized = ", the blocks' other weights are in NF4" if self.is_packed else ""
+        numbers = f"{self.num_trained:,} numbers train{quantized}"
+        return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
+
+    def gather_weights(
+        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """The merged model, if it is asked for; the adapters are gathered in any case, for `write_extras`."""
+        model, merges = packed_model.model, self.options.lora_export != "adapter"
+        trained = set(self.saved_names.values())
+        frozen = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - trained
+        gathered = dict(gather_parameters(model, torch.float32, world=world, leave_out=frozen))
+        if merges and self.is_packed:
+            self.compare_bases(packed_model, world)
+        if world.rank == 0:
+            self.adapter = gathered
+            if merges:
+                yield from self.merger.merge(gathered, dtype)
+
+    @torch.no_grad()
+    def compare_bases(self, packed_model: PackedModel, world: World) -> None:
+        """Says what the loss is on the quantized weights, which trained, and on those as they were, which are merged.
+
+        On the first samples of the data. Weights are read and sent as they are needed, a layer at a time.
+        """
+        micro_batch = self.sample.to(world.device)
+        num_targets = len(micro_batch.trained_index)
+        packed_model.eval()
+        quantized = packed_model(micro_batch).item() / num_targets
+        with whole_weights(packed_model.model, self.merger and self.merger.read_base, world=world):
+            merged = packed_model(micro_batch).item() / num_targets
+        packed_model.train()
+        log.info(
+            f"merging: {len(micro_batch.seq_lengths)} samples have a loss of {merged:.4f} on the weights as they were,"
+            f" which are exported, and of {quantized:.4f} on those in NF4, which it was trained on"
+        )
+
+    def write_extras(self, directory: Path) -> None:
+        exports = self.options.lora_export
+        if exports != "merged":
+            tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
+            write_adapter(directory / ("adapter" if exports == "both" else ""), self.config, tensors, self.base)
+        self.adapter = {}
+
+
+def read_sample(options: DataOptions, objective: Objective, *, vocab_size: int) -> MicroBatch:
+    """The first samples of the data that have room together in a micro-batch."""
+    data = TokenizedData(options.data_path)
+    data.vocab_size = vocab_size
+    data.fit_to(options.max_tokens_per_gpu, drop_overlong=True)
+    rows = data.kept[:NUM_COMPARED]
+    num_fitting = max(1, int((data.lengths[rows].cumsum() <= options.max_tokens_per_gpu).sum()))
+    return objective.pack([data.read(row) for row in rows[:num_fitting]])

@@ -1,0 +1,92 @@
+"""An adapter on disk, as peft writes and reads it, and the model that it belongs to."""
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from model.weights import Reader, read_tensor
+from ranks.ending import log
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_FILE = "base_model.json"  # beside them: name, revision and fingerprint of the model
+
+
+def read_config(directory: Path) -> "LoraConfig":
+    """peft's config of a LoRA adapter; ValueError where there is none, or one of another kind."""
+    from peft import LoraConfig, PeftConfig
+
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (directory / name).is_file():
+            raise ValueError(f"--lora-adapter {directory}: holds no {name}; give the directory of an adapter")
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--lora-adapter {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
+    if type(config) is not LoraConfig:
+        raise ValueError(f"--lora-adapter {directory}: is of type {config.peft_type}, and only LORA can be trained on")
+    defaults = LoraConfig()
+    known = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "target_parameters",
+             "modules_to_save", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
+             "peft_type", "auto_mapping", "fan_in_fan_out", "init_lora_weights"}  # fmt: skip
+    strange = [name for name, value in vars(config).items() if name not in known and value != getattr(defaults, name)]
+    if strange:
+        raise ValueError(f"--lora-adapter {directory}: uses what cannot be trained on here: {', '.join(strange)}")
+    config.init_lora_weights = True
+    return config
+
+
+def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> None:
+    """ValueError if the adapter belongs to another model than `base`; a warning if all that is known are names."""
+    path = directory / BASE_FILE
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    if known and known["fingerprint"] != base["fingerprint"]:
+        raise ValueError(
+            f"--lora-adapter {directory}: was trained on another model ({known['name']}, by its config and weights)"
+            f" than --model-name-or-path {base['name']}: give that model"
+        )
+    name = config.base_model_name_or_path
+    if not known and name and Path(name).name != Path(base["name"]).name:
+        log.warning(f"warning: --lora-adapter {directory}: was trained on {name}; this model is {base['name']}")
+
+
+def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str, str]) -> dict[str, Reader]:
+    """A function for each parameter of `model` that trains, `saved_names` giving it by its names in the file.
+
+    ValueError if the file holds others, or of other shapes.
+    """
+    path = directory / ADAPTER_WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--lora-adapter {path}: cannot be read: {error}") from None
+    params = dict(model.named_parameters())
+    wanted = {saved: tuple(params[name].shape) for saved, name in saved_names.items()}
+    wrong = [f"{key} is {stored[key]}, not {shape}" for key, shape in wanted.items() if stored.get(key, shape) != shape]
+    missing, unknown = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    problems = [
+        *(f"{len(found)} {kind}, such as {min(found)}" for kind, found in
+          (("missing", missing), ("that this model has no place for", unknown)) if found),
+        *wrong[:1],
+    ]  # fmt: skip
+    if problems:
+        raise ValueError(f"--lora-adapter {directory}: does not fit --model-name-or-path: {'; '.join(problems)}")
+    return {name: functools.partial(read_tensor, path, saved) for saved, name in saved_names.items()}
+
+
+def write_adapter(directory: Path, config: "LoraConfig", tensors: dict[str, Tensor], base: dict[str, Any]) -> None:
+    """Writes what `PeftModel.from_pretrained` reads; `tensors` by their names in the file."""
+    directory.mkdir(exist_ok=True)
+    config.save_pretrained(str(directory))
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what is tied is there twice
+    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (directory / BASE_FILE).write_text(json.dumps(base, indent=2) + "\n")

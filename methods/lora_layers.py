@@ -1,0 +1,224 @@
+"""Which layers get adapters, and peft's layers put into a model without memory."""
+
+import functools
+import hashlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from model.method import MetaModel
+from model.weights import Reader
+from options import LoRAOptions
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+DEFAULT_RANK = 16
+ADAPTER = "default"  # peft's name of the one adapter
+PREFIX = "base_model.model."  # of every name in an adapter's file
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Names in a model, whole."""
+
+    layers: list[str] = field(default_factory=list)  # linear ones that get an adapter
+    experts: list[str] = field(default_factory=list)  # parameters that hold experts as one, and get one, too
+    whole: list[str] = field(default_factory=list)  # modules that train beside them as they are
+
+
+def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> Targets:
+    """What gets an adapter, by options or by the config of the adapter to go on from.
+
+    ValueError for a name that nothing has, and for what an adapter of experts cannot have.
+    """
+    model = meta.model
+    inside = {id(module) for block in meta.blocks for module in block.modules()}
+    modules = {name: module for name, module in model.named_modules() if id(module) in inside}
+    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
+    experts = [
+        f"{name}.{key}"
+        for name, module in modules.items()
+        for key, param in module.named_parameters(recurse=False)
+        if param.ndim == 3 and min(param.shape) > 1
+    ]
+    whole_names = list_wholes(meta, options)
+    if given is not None:
+        patterns = given.target_modules or ()
+        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        patterns += tuple(given.target_parameters or ())
+        whole_names = tuple(given.modules_to_save or ())
+        flag = f"--lora-adapter {options.lora_adapter}"
+    else:
+        patterns, flag = options.lora_target_modules, "--lora-target-modules"
+    chosen = choose_names(patterns, [*layers, *experts], flag) if patterns or given else [*layers, *experts]
+    others = [name for name, module in model.named_modules() if name and not name.startswith(tuple(chosen))]
+    whole = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
+    targets = Targets([n for n in layers if n in chosen], [n for n in experts if n in chosen], whole)
+    if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):
+        flag = "--lora-use-dora" if options.lora_use_dora else f"--lora-dropout {options.lora_dropout}"
+        raise ValueError(
+            f"{flag} cannot be had by experts that are held as one ({', '.join(list_kinds(targets.experts, 2))}):"
+            f" leave it out, or name --lora-target-modules without them: {', '.join(list_kinds(layers))}"
+        )
+    return targets
+
+
+def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
+    """The modules that train as a whole: those asked for, and embedding and head where they have new rows."""
+    stored = AutoConfig.from_pretrained(
+        meta.source.directory, trust_remote_code=meta.source.trust_remote_code
+    ).vocab_size
+    grown = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
+    names = [name for name, module in meta.model.named_modules() if module in grown]
+    return (*options.lora_modules_to_save, *(names if meta.source.config.vocab_size > stored else ()))
+
+
+def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[str]:
+    """The names that one of `patterns`, a name or a regular expression, is or ends, from a dot on.
+
+    ValueError for a pattern without any.
+    """
+    chosen = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in names if re.fullmatch(rf"(.*\.)?(?:{pattern})", name)}
+        except re.error as error:
+            raise ValueError(f"{flag} {pattern}: no name, and no regular expression: {error}") from None
+        if not found:
+            raise ValueError(
+                f"{flag} {pattern}: there is nothing of this name; there are {', '.join(list_kinds(names))}"
+            )
+        chosen |= found
+    return [name for name in names if name in chosen]
+
+
+def list_kinds(names: Iterable[str], length: int = 1) -> list[str]:
+    """The different ends of names, of `length` parts."""
+    return list(dict.fromkeys(".".join(name.split(".")[-length:]) for name in names))
+
+
+def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, given: "LoraConfig | None") -> "LoraConfig":
+    """peft's config of the adapters, as it is built and saved."""
+    from peft import LoraConfig
+
+    source = meta.source.describe()
+    names = dict(
+        base_model_name_or_path=source["name"],
+        revision=source["revision"],
+        task_type=meta.objective.peft_task,
+        inference_mode=False,
+        modules_to_save=targets.whole or None,
+        ensure_weight_tying=is_tied(meta.model, targets.whole),
+    )
+    if given is not None:
+        config = LoraConfig.from_peft_type(**given.to_dict())
+        for name, value in names.items():
+            setattr(config, name, value)
+        return config
+    modules = [name for name, _ in meta.model.named_modules()]
+    params = [name for name, _ in meta.model.named_parameters()]
+    rank = options.lora_rank or DEFAULT_RANK
+    return LoraConfig(
+        **names,
+        r=rank,
+        lora_alpha=options.lora_alpha or 2 * rank,
+        lora_dropout=options.lora_dropout,
+        use_rslora=options.lora_use_rslora,
+        use_dora=options.lora_use_dora,
+        target_modules=shorten(targets.layers, modules),
+        target_parameters=shorten(targets.experts, params, length=2) or None,
+    )
+
+
+def is_tied(model: PreTrainedModel, whole: list[str]) -> bool:
+    """Whether a module of those holds the parameters of another one, too."""
+    held = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
+    owners = [name for name, module in model.named_modules() if held & {id(p) for p in module._parameters.values()}]
+    return any(not name.startswith(tuple(whole)) for name in owners)
+
+
+def shorten(chosen: list[str], names: list[str], length: int = 1) -> list[str]:
+    """The ends of the names chosen, where no other name has the same; else the names as they are."""
+    kinds = list_kinds(chosen, length)
+    meant = [name for name in names if f".{name}".endswith(tuple(f".{kind}" for kind in kinds))]
+    return kinds if set(meant) == set(chosen) else chosen
+
+
+def inject(model: PreTrainedModel, config: "LoraConfig", targets: Targets) -> dict[str, nn.Module]:
+    """Puts peft's layers into a frozen meta model; what trains is in fp32. Returns those layers by name."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    wholes = dict(modules_to_save=config.modules_to_save, ensure_weight_tying=config.ensure_weight_tying)
+    config.modules_to_save, config.ensure_weight_tying = None, False  # these train where they are, without a copy
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft then sets it itself
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    for key, value in wholes.items():
+        setattr(config, key, value)
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and not name.endswith("base_layer"):
+            layers[name] = module
+    trained = [param for name, param in model.named_parameters() if is_adapter(name)]
+    trained += [param for name in targets.whole for param in model.get_submodule(name).parameters()]
+    for param in trained:
+        param.requires_grad_(True)
+        param.data = param.data.float()
+    return layers
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is one of peft's own."""
+    return ".lora_" in name
+
+
+def find_saved_names(model: PreTrainedModel) -> dict[str, str]:
+    """For every name in an adapter's file the parameter of the model that it holds: all that trains.
+
+    A head that is tied to the embedding is there as well: whoever loads the adapter has two modules, not one.
+    """
+    from peft import get_peft_model_state_dict
+
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    by_id = {id(param): name for name, param in trained.items()}
+    adapters = {name: param for name, param in trained.items() if is_adapter(name)}
+    saved = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER, save_embedding_layers=False)
+    wholes = {name: param for name, param in model.named_parameters(remove_duplicate=False) if not is_adapter(name)}
+    names = {key: by_id[id(param)] for key, param in (saved | wholes).items() if id(param) in by_id}
+    return {f"{PREFIX}{key}": name for key, name in names.items()}
+
+
+def make_initial(layers: dict[str, nn.Module], read_base: Callable[[str], Tensor], *, seed: int) -> dict[str, Reader]:
+    """For every parameter of an adapter what it is before the first step: peft's own initialization, from `seed`.
+
+    A is uniform, B zero, DoRA's magnitude the length of the weight's rows, so that nothing is added yet. `layers` are
+    peft's, on meta; `read_base` reads a parameter of the base.
+    """
+
+    def make(prefix: str, key: str) -> Tensor:
+        value = torch.zeros(layers[prefix].get_parameter(key).shape)
+        if "lora_A." in key:
+            digest = hashlib.sha256(f"{seed} {prefix} {key}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        elif "lora_magnitude_vector." in key:
+            rows = 0 if layers[prefix].fan_in_fan_out else 1
+            value = torch.linalg.norm(read_base(f"{prefix}.base_layer.weight").float(), dim=rows)
+        return value
+
+    return {
+        f"{prefix}.{key}": functools.partial(make, prefix, key)
+        for prefix, layer in layers.items()
+        for key, _ in layer.named_parameters()
+        if is_adapter(f"{prefix}.{key}")
+    }

@@ -1,0 +1,152 @@
+"""Weights in 4 bits (NF4 of QLoRA, Dettmers et al. 2023, arXiv 2305.14314), kept packed through shards and gathers.
+
+The numbers are bitsandbytes' own, in blocks of 64 with doubly quantized scales. All bytes of a weight lie in one flat
+parameter of the type that the model computes in: FSDP hands a gathered parameter on as a plain tensor, so that what
+bitsandbytes hangs on its own subclass would be lost, and casts every other type, which would destroy packed bytes.
+T tokens.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from model.weights import Reader
+from ranks.world import World, broadcast_from_rank0
+
+BLOCK = 64  # weights that share a scale
+SCALE_BLOCK = 256  # scales that share a scale of their own
+NUM_CODES = 256  # values that a scale in 8 bits can have
+
+
+def check_bitsandbytes() -> None:
+    """ValueError if the package is not there."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "--base-quantization nf4 needs the package bitsandbytes, which is not installed:"
+            " pip install 'mini-trainer[qlora]'"
+        )
+
+
+class NF4Linear(nn.Module):
+    """A frozen linear layer whose weight is held in NF4, and unpacked where it is multiplied.
+
+    `packed` holds, as bytes: one fp32 scale for 256 scales, the 256 values of these, their mean, all as fp32; a byte
+    for each scale; half a byte for each weight.
+    """
+
+    def __init__(self, module: nn.Linear | Conv1D, *, compute_dtype: torch.dtype):
+        super().__init__()
+        shape = tuple(module.weight.shape)
+        self.is_conv1d = isinstance(module, Conv1D)
+        self.out_features, self.in_features = reversed(shape) if self.is_conv1d else shape
+        num_scales = -(-self.weight_numel // BLOCK)
+        num_floats = -(-num_scales // SCALE_BLOCK) + NUM_CODES + 1
+        self.sizes = (4 * num_floats, num_scales, -(-self.weight_numel // 2))
+        num_bytes = -(-sum(self.sizes) // 4) * 4
+        self.packed = nn.Parameter(
+            torch.empty(num_bytes // compute_dtype.itemsize, dtype=compute_dtype, device=module.weight.device), False
+        )
+        self.bias = module.bias
+        self.whole: Tensor | None = None  # takes the place of the packed weight for a moment
+
+    @property
+    def weight_numel(self) -> int:
+        """Numbers in the weight that is packed."""
+        return self.in_features * self.out_features
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        if self.whole is not None:
+            return linear(x, self.whole, self.bias)
+        out = PackedProduct.apply(x, self.packed, self.sizes, (self.out_features, self.in_features))
+        return out if self.bias is None else out + self.bias
+
+
+def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> None:
+    """Puts an `NF4Linear` in the place of every linear layer of the blocks that does not train."""
+    for block in blocks:
+        for name, module in list(block.named_modules()):
+            if isinstance(module, (nn.Linear, Conv1D)) and not module.weight.requires_grad:
+                block.set_submodule(name, NF4Linear(module, compute_dtype=compute_dtype))
+
+
+class PackedProduct(torch.autograd.Function):
+    """x W^T, where backward unpacks W once more in place of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, sizes: tuple[int, int, int], shape: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.sizes, ctx.shape = sizes, shape
+        return linear(x, unpack(packed, sizes, shape))
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return d_out @ unpack(packed, ctx.sizes, ctx.shape), None, None, None
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight (out, in), fp32 or bf16, as the flat `NF4Linear.packed`, in its own type."""
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    nested = state.state2
+    parts = (nested.absmax, nested.code, state.offset.reshape(1), state.absmax, codes.flatten())
+    flat = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+    padded = torch.zeros(-(-len(flat) // 4) * 4, dtype=torch.uint8, device=weight.device)
+    padded[: len(flat)] = flat
+    return padded.view(weight.dtype)
+
+
+def unpack(packed: Tensor, sizes: tuple[int, int, int], shape: tuple[int, int]) -> Tensor:
+    """The weight of `shape` (out, in) that `packed` stands for, in its type."""
+    import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
+
+    floats, scales, codes, _ = packed.view(torch.uint8).split([*sizes, packed.nbytes - sum(sizes)])
+    floats = floats.view(torch.float32)
+    absmax, values, mean = floats.split([len(floats) - NUM_CODES - 1, NUM_CODES, 1])
+    ops = torch.ops.bitsandbytes
+    scales = ops.dequantize_blockwise(scales, absmax, values, SCALE_BLOCK, torch.float32) + mean
+    return ops.dequantize_4bit(codes[:, None], scales, BLOCK, "nf4", shape, packed.dtype)
+
+
+def fill_packed(layer: NF4Linear, name: str, readers: dict[str, Reader], *, world: World) -> None:
+    """Gives a meta layer rank 0's weight, packed before it is sent: no rank holds more than this one unpacked."""
+    packed = None
+    if world.rank == 0:
+        weight = readers.pop(f"{name}.weight")().to(world.device, layer.packed.dtype)
+        packed = pack(weight.T if layer.is_conv1d else weight).view(torch.uint8)
+    received = broadcast_from_rank0(packed, (layer.packed.nbytes,), dtype=torch.uint8, device=world.device)
+    layer.packed = nn.Parameter(received.view(layer.packed.dtype), requires_grad=False)
+
+
+@contextmanager
+def whole_weights(model: nn.Module, read: Callable[[str], Tensor] | None, *, world: World) -> Iterator[None]:
+    """Meanwhile each layer multiplies by the weight that rank 0 reads by its name, sent when it is needed."""
+
+    def take_whole(layer: NF4Linear, name: str) -> None:
+        weight = None
+        if world.rank == 0:
+            weight = read(f"{name}.weight")
+            weight = weight.T if layer.is_conv1d else weight
+        shape, dtype = (layer.out_features, layer.in_features), layer.packed.dtype
+        layer.whole = broadcast_from_rank0(weight, shape, dtype=dtype, device=world.device)
+
+    def drop_whole(layer: NF4Linear) -> None:
+        layer.whole = None
+
+    hooks = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, NF4Linear):
+            hooks.append(layer.register_forward_pre_hook(lambda layer, _, name=name: take_whole(layer, name)))
+            hooks.append(layer.register_forward_hook(lambda layer, *_: drop_whole(layer)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
