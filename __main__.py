@@ -18,6 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 SCRIPTS = {
     "train": ("train.py", "fine-tune a model: one process for each GPU of this machine"),
     "process-data": ("process_data.py", "chats, completions or documents in, tokenized data set out"),
+    "merge-adapter": ("merge_adapter.py", "a LoRA adapter and its model in, one model out"),
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 

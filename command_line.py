@@ -136,7 +136,8 @@ def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
 
 def find_problems(options: Any) -> list[str]:
     """Everything wrong with the options that needs no file to see, each as one line."""
-    return find_train_problems(options) if isinstance(options, TrainOptions) else find_data_problems(options)
+    finders = {TrainOptions: find_train_problems, ProcessDataOptions: find_data_problems}
+    return finders[type(options)](options) if type(options) in finders else []
 
 
 def find_train_problems(options: TrainOptions) -> list[str]:

@@ -333,6 +333,26 @@ class ProcessDataOptions:
     """Worker processes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergeAdapterOptions:
+    """Add a LoRA adapter to the weights of its model, and write a model like any other."""
+
+    adapter: str
+    """Directory of the adapter, as peft writes it."""
+    output_dir: str
+    """Directory to write, which must not be there."""
+    model_name_or_path: str | None = None
+    """The model that the adapter belongs to; None: the one that the adapter names."""
+    model_revision: str | None = None
+    """Of a model on the hub: branch, tag or commit; None: the adapter's, or the main branch."""
+    trust_remote_code: bool = False
+    """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of the weights that are written."""
+
+
 def list_identifying_options() -> list[str]:
     """The options that decide what a run computes; the others may change from start to start."""
     return [*IDENTIFYING_OPTIONS, *list_group_options(IDENTIFYING_GROUPS)]

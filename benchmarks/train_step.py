@@ -50,11 +50,15 @@ from packing import DISTRIBUTIONS, draw_lengths
 from chat.labels import IGNORED
 from corpus.reader import TokenizedData
 from lifecycle.step import train_step
+from methods.full import Full
+from methods.lora import LoRA
 from model.activation_checkpointing import apply_activation_checkpointing
 from model.blocks import find_blocks
 from model.flops import FlopCount, count_flops
+from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.micro_batch import MicroBatch, Sample, pack_samples
+from options import LoRAOptions, TrainOptions
 from ranks.devices import peak_flops, peak_memory
 from ranks.world import World, init_world, setup_logging
 from sampler import draw_samples, iterate_batches, pin_memory, prefetch
@@ -68,9 +72,14 @@ METHODS = {
     "trl-wrapped": "TRL's SFTTrainer, packing 'wrapped': one stream of tokens, cut anywhere",
     "plain": "an FSDP2 loop: fixed samples a micro-batch, padded, all logits, mean of means, .item() each time",
 }
+# With adapters of peft on every linear layer of the blocks; ours also with the base in NF4.
+METHODS |= {f"{name}+lora": f"{METHODS[name]}, with LoRA" for name in ("ours", "padded", "grouped", "trl")}
+METHODS["ours+qlora"] = f"{METHODS['ours']}, with LoRA on weights in NF4"
+LORA_RANK = 16
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied head
     "nano": (32, 64, 2, 2, 1, 512, True),  # for the test
     "tiny": (128, 352, 4, 4, 2, 512, True),  # of benchmarks/scaling.py
+    "medium": (768, 2048, 4, 12, 4, 8192, True),
     "small": (128, 352, 4, 4, 2, 151936, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False),
@@ -170,11 +179,18 @@ def plan_batches(data: TokenizedData, method: str, args: argparse.Namespace) -> 
 def load_model(args: argparse.Namespace, device: torch.device) -> PreTrainedModel:
     """The model as a user of transformers loads it."""
     is_trl = args.worker.startswith("trl")
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         args.model_dir,
         dtype=getattr(torch, args.weights),
         attn_implementation=args.trl_attention if is_trl else "sdpa",
     ).to(device)
+    if args.worker.endswith("+lora"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    return model
 
 
 def find_device() -> torch.device:
@@ -195,10 +211,10 @@ def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.n
     options = make_options(
         batch_size=args.batch_size, max_tokens_per_gpu=args.max_tokens_per_gpu, seed=args.seed,
         learning_rate=args.learning_rate, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS,
-        max_grad_norm=MAX_GRAD_NORM, attention=args.attention, compile="ours" in args.compile,
-        activation_checkpointing=args.activation_checkpointing,
+        max_grad_norm=MAX_GRAD_NORM, attention=args.attention, compile=args.worker in args.compile,
+        activation_checkpointing=args.activation_checkpointing, data_path=args.data_path,
     )  # fmt: skip
-    state = build_state(args.model_dir, options, world)
+    state = build_state(args.model_dir, options, world, method=make_method(args.worker, options))
     model = state.model
     planned = iterate_batches(
         data, options.data, objective=CausalLM(), num_steps=len(batches), rank=0, world_size=1,
@@ -228,6 +244,17 @@ def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.n
             record.start(sum_loss)
         train_step(state, batch, options, lr=args.learning_rate)
         record.step_done()
+
+
+def make_method(name: str, options: TrainOptions) -> Method:
+    """What trains in one of our own methods."""
+    _, _, adapter = name.partition("+")
+    if not adapter:
+        return Full()
+    quantization = "nf4" if adapter == "qlora" else "none"
+    method = LoRA(LoRAOptions(lora=True, lora_rank=LORA_RANK, base_quantization=quantization), seed=options.data.seed)
+    method.open_files(train_tokenizer([], vocab_size=288), options.data)
+    return method
 
 
 def pad_samples(samples: list[Sample], device: torch.device) -> dict[str, Tensor]:
@@ -301,7 +328,7 @@ def train_with_trainer(
     import datasets
     from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    method, on_cuda = args.worker, record.device.type == "cuda"
+    method, on_cuda = args.worker.partition("+")[0], record.device.type == "cuda"
     datasets.disable_progress_bars()
     model = load_model(args, record.device)
     tokenizer = train_tokenizer([], vocab_size=288)
@@ -326,7 +353,7 @@ def train_with_trainer(
         output_dir=tempfile.gettempdir(), save_strategy="no", report_to="none", disable_tqdm=True,
         max_steps=len(batches), learning_rate=args.learning_rate, lr_scheduler_type="constant", weight_decay=0.0,
         adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS, max_grad_norm=MAX_GRAD_NORM,
-        optim="adamw_torch_fused", bf16=on_cuda, use_cpu=not on_cuda, torch_compile=method in args.compile,
+        optim="adamw_torch_fused", bf16=on_cuda, use_cpu=not on_cuda, torch_compile=args.worker in args.compile,
         gradient_checkpointing=args.activation_checkpointing == "full",
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
@@ -383,9 +410,10 @@ def train_with_trainer(
     samples_of = [torch.tensor(row["sample_of"]) for row in shown]
     sample_of = nn.utils.rnn.pad_sequence(samples_of, batch_first=True, padding_value=-1).to(record.device)
     sample_of = torch.where(sample_of == sample_of[0, 0], 0, torch.where(sample_of < 0, -1, sample_of + 1))
+    plain = model.get_base_model() if "+" in args.worker else model
     with torch.autocast(record.device.type, torch.bfloat16, enabled=on_cuda):
         record.leak = find_leak(
-            lambda ids: model.base_model(**inputs | {"input_ids": ids}, use_cache=False).last_hidden_state,
+            lambda ids: plain.base_model(**inputs | {"input_ids": ids}, use_cache=False).last_hidden_state,
             inputs["input_ids"],
             sample_of,
         )
@@ -401,11 +429,12 @@ def train_with_trainer(
 def run_worker(args: argparse.Namespace) -> dict[str, Any]:
     """Trains with one method in this process; `Record`'s numbers and the peak of memory."""
     data = open_data(args)
-    batches = plan_batches(data, args.worker, args)
+    method = args.worker.partition("+")[0]
+    batches = plan_batches(data, method, args)
     held_out = draw_samples(data, seed=args.seed, start=(args.num_steps + 1) * args.batch_size, count=NUM_HELD_OUT)
     device = find_device()
     record = Record(device, [pack_samples([data.read(row)]).to(device) for row in held_out])
-    train = {"ours": train_ours, "plain": train_plain}.get(args.worker, train_with_trainer)
+    train = {"ours": train_ours, "plain": train_plain}.get(method, train_with_trainer)
     train(args, data, batches, record)
     return {
         "seconds": record.seconds[1:],
@@ -454,24 +483,26 @@ def print_table(
 ) -> None:
     data = open_data(args)
     clock = "seconds" if on_cuda else "cpu_seconds"
-    batches = {method: np.concatenate(plan_batches(data, method, args)[1:]) for method in rounds[0]}
+    batches = {method: np.concatenate(plan_batches(data, method.partition("+")[0], args)[1:]) for method in rounds[0]}
+    reference = next((method for method in rounds[0] if method.startswith("ours")), None)
     num_tokens = {method: int(data.lengths[rows].sum()) for method, rows in batches.items()}
 
     def per_token(results: dict[str, dict], method: str, clock: str) -> float:
         return sum(results[method][clock]) / num_tokens[method]
 
-    print("| method | samples/s | tokens/s | trained tokens/s | CPU s a step | peak memory | MFU | ours is faster by"
-          " | by the clock | samples apart |")  # fmt: skip
+    print(f"| method | samples/s | tokens/s | trained tokens/s | CPU s a step | peak memory | MFU | {reference} is"
+          " faster by | by the clock | samples apart |")  # fmt: skip
     print("| --- " * 10 + "|")
     for method, rows in batches.items():
         runs = [results[method] for results in rounds]
         seconds = statistics.median(sum(run["seconds"]) for run in runs)
         counted = statistics.median(sum(run[clock]) for run in runs)
         num_trained = int(data.num_loss_tokens[rows].sum())
-        utilisation = flops.of_batch(data.lengths[rows], num_trained) / counted / peak if peak else None
+        can_tell = peak and "+" not in method  # FLOPs are those of a model that trains as a whole
+        utilisation = flops.of_batch(data.lengths[rows], num_trained) / counted / peak if can_tell else None
         ratio, by_clock = (
-            statistics.median(per_token(r, method, c) / per_token(r, "ours", c) for r in rounds)
-            if "ours" in rounds[0]
+            statistics.median(per_token(r, method, c) / per_token(r, reference, c) for r in rounds)
+            if reference
             else float("nan")
             for c in (clock, "seconds")
         )
@@ -495,7 +526,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--data-path", help="data set of process_data.py; without, random tokens")
     parser.add_argument("--lengths", choices=DISTRIBUTIONS, default="gsm8k", help="of the random tokens")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if "+" not in m])
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a global batch")
     parser.add_argument("--max-tokens-per-gpu", type=int, default=2048, help="of our micro-batches and TRL's rows")
     parser.add_argument("--micro-batch-size", type=int, default=8, help="samples of the padded micro-batches")

@@ -14,8 +14,9 @@ from corpus.reader import TokenizedData
 from disk import hash_file
 from methods.full import gather_parameters
 from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
-from methods.lora_layers import Targets, choose_targets, find_saved_names, inject, make_config, make_initial
+from methods.lora_layers import ADAPTER, Targets, choose_targets, find_saved_names, inject, make_config, make_initial
 from methods.lora_merging import Merger
+from methods.lora_product import speed_up
 from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers, whole_weights
 from model.fingerprints import fingerprint_model
 from model.method import MetaModel
@@ -49,9 +50,8 @@ class LoRA:
         self.title = "QLoRA" if self.is_packed else "LoRA"
         self.takes_long = self.is_packed
         self.given: LoraConfig | None = None  # of --lora-adapter
-        self.num_tokens = 0  # of the tokenizer
         self.data_options: DataOptions | None = None
-        self.sample: MicroBatch | None = None  # QLoRA's, of the data
+        self.objective: Objective | None = None
         self.targets = Targets()
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of what trains: in an adapter's file -> in the model
@@ -61,7 +61,7 @@ class LoRA:
         self.adapter: dict[str, Tensor] = {}  # rank 0's: what an export has gathered
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
-        self.num_tokens, self.data_options = len(tokenizer), data_options
+        self.data_options = data_options
         if importlib.util.find_spec("peft") is None:
             raise ValueError("--lora needs the package peft, which is not installed: pip install 'mini-trainer[lora]'")
         if self.is_packed:
@@ -79,6 +79,7 @@ class LoRA:
         pass
 
     def choose_layers(self, meta: MetaModel) -> None:
+        self.objective = meta.objective
         self.targets = choose_targets(meta, self.options, given=self.given)
         self.config = make_config(meta, self.options, self.targets, given=self.given)
 
@@ -101,8 +102,6 @@ class LoRA:
             readers.update(initial)
 
         call_on_rank0(world, prepare_readers)
-        if self.is_packed:
-            self.sample = read_sample(self.data_options, meta.objective, vocab_size=meta.source.config.vocab_size)
 
     def lay_out(self, meta: MetaModel) -> None:
         self.replace_layers(meta)
@@ -123,6 +122,7 @@ class LoRA:
         self.saved_names = find_saved_names(model)
         if self.is_packed:
             pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
+        speed_up(model.modules(), adapter=ADAPTER)
         params = list(model.parameters())
         self.num_added = sum(param.numel() for param in params) - before
         self.num_trained = sum(param.numel() for param in params if param.requires_grad)
@@ -149,7 +149,9 @@ class LoRA:
             raise ValueError("--lora: adapters that have learned nothing change what the model computes")
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
-        return kept
+        return kept - {
+            "aten::mm"
+        }  # a layer's last and largest product is an addmm; the other layers' are repeated, too
 
     def constrain_gradients(self) -> None:
         pass
@@ -191,7 +193,8 @@ class LoRA:
 
         On the first samples of the data. Weights are read and sent as they are needed, a layer at a time.
         """
-        micro_batch = self.sample.to(world.device)
+        vocab_size = packed_model.model.config.vocab_size
+        micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size).to(world.device)
         num_targets = len(micro_batch.trained_index)
         packed_model.eval()
         quantized = packed_model(micro_batch).item() / num_targets

@@ -20,26 +20,26 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 BASE_FILE = "base_model.json"  # beside them: name, revision and fingerprint of the model
 
 
-def read_config(directory: Path) -> "LoraConfig":
-    """peft's config of a LoRA adapter; ValueError where there is none, or one of another kind."""
+def read_config(directory: Path, *, flag: str = "--lora-adapter") -> "LoraConfig":
+    """peft's config of a LoRA adapter; ValueError, which names `flag`, where there is none, or one of another kind."""
     from peft import LoraConfig, PeftConfig
 
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
-            raise ValueError(f"--lora-adapter {directory}: holds no {name}; give the directory of an adapter")
+            raise ValueError(f"{flag} {directory}: holds no {name}; give the directory of an adapter")
     try:
         config = PeftConfig.from_pretrained(str(directory))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--lora-adapter {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
+        raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
     if type(config) is not LoraConfig:
-        raise ValueError(f"--lora-adapter {directory}: is of type {config.peft_type}, and only LORA can be trained on")
+        raise ValueError(f"{flag} {directory}: is of type {config.peft_type}, and only LORA can be trained on")
     defaults = LoraConfig()
     known = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "target_parameters",
              "modules_to_save", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
              "peft_type", "auto_mapping", "fan_in_fan_out", "init_lora_weights"}  # fmt: skip
     strange = [name for name, value in vars(config).items() if name not in known and value != getattr(defaults, name)]
     if strange:
-        raise ValueError(f"--lora-adapter {directory}: uses what cannot be trained on here: {', '.join(strange)}")
+        raise ValueError(f"{flag} {directory}: uses what cannot be trained on here: {', '.join(strange)}")
     config.init_lora_weights = True
     return config
 

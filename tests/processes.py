@@ -57,7 +57,8 @@ def flags(**options: object) -> list[str]:
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        values = map(str, value if isinstance(value, tuple) else (value,))
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", *values]
     return words
 
 

@@ -24,7 +24,7 @@ LAYERS = [
 # Rooms of one level that are one subject: they may import each other's modules, without a circle.
 TOGETHER = {"methods", "osft"}
 # Whatever else is at the root is a script: it imports from below, and nothing imports it.
-SCRIPTS = {"train", "process_data", "__main__"}
+SCRIPTS = {"train", "process_data", "merge_adapter", "__main__"}
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms} | dict.fromkeys(SCRIPTS, len(LAYERS))
 ROOMS = {"chat", "corpus", "lifecycle", "methods", "model", "objectives", "optim", "plan", "ranks"}
 

@@ -1,18 +1,26 @@
 """Adapters: what peft computes, on any ranks and from any resume, in files that peft and transformers load."""
 
+import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from in_process import train_on
-from peft import PeftModel, get_peft_model_state_dict
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
+from processes import flags
 from safetensors.torch import load_file
-from small_runs import NUM_SAMPLES, OPTIONS, read_rows
+from small_runs import NUM_SAMPLES, OPTIONS, TIMES, make_micro_batch, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, compile_by, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen3MoeConfig
 
+from chat.masking import fingerprint_tokenizer
 from corpus.reader import TokenizedData
+from methods.lora import NUM_COMPARED, LoRA
+from methods.nf4 import NF4Linear, pack, unpack
+from options import DataOptions, LoRAOptions
 from sampler import draw_samples
 
 BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
@@ -119,3 +127,270 @@ def test_a_run_is_pefts_and_its_exports_load_there(family, options, world, tmp_p
     assert (unmerged - logits_of(AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"]))).abs().max() > 1e-3
     torch.testing.assert_close(logits_of(merged), unmerged, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits_of(loaded.merge_and_unload()), logits_of(merged), rtol=1e-6, atol=1e-6)
+
+
+LAYOUTS = [
+    (2, dict(max_tokens_per_gpu=48, cpu_offload=True, activation_checkpointing="none")),
+    (4, dict(sharding="hybrid", shard_size=2, micro_batch_grad_sync="last", activation_checkpointing="selective")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [dict(), dict(base_quantization="nf4")])
+def test_ranks_and_layouts_change_nothing(kind, world, tmp_path):
+    inputs = make_inputs(tmp_path, "llama_tied_bias")
+    reference = train(world, inputs, tmp_path / "one", **kind)
+    for i, (num_ranks, options) in enumerate(LAYOUTS):
+        export = train(world, inputs, tmp_path / str(i), num_ranks=num_ranks, **kind | options)
+        for key in ("loss", "grad_norm"):
+            rows, expected = (read_rows(tmp_path / name) for name in (str(i), "one"))
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-5)
+        adapters = [load_file(path / "adapter/adapter_model.safetensors") for path in (export, reference)]
+        for name, tensor in adapters[1].items():
+            assert (adapters[0][name] - tensor).norm() <= 1e-4 * tensor.norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dict(lora_dropout=0.2),
+        dict(base_quantization="nf4", optimizer="adamw8bit", compute_dtype="bfloat16"),
+        dict(lora_use_dora=True, lora_modules_to_save=("lm_head",)),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, world, tmp_path):
+    inputs = make_inputs(tmp_path, "llama")
+    exports = [train(world, inputs, tmp_path / "whole", **kind)]
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step_2"
+    exports.append(train(world, inputs, tmp_path / "resumed", **kind, resume=str(checkpoint)))
+    files = [load_file(export / "adapter/adapter_model.safetensors") for export in exports]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert read_rows(tmp_path / "whole")[2:] == read_rows_from(tmp_path / "resumed", 3)
+
+    # A checkpoint holds what trains and its moments, and goes on on two ranks.
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    trained = load_with_adapter(inputs, exports[0] / "adapter")
+    num_trained = sum(param.numel() for param in trained.parameters() if param.requires_grad)
+    weights = [entry for name, entry in manifest["tensors"].items() if name.startswith("model/")]
+    assert sum(torch.Size(entry["shape"]).numel() for entry in weights) == num_trained
+    if "lora_dropout" not in kind:
+        train(world, inputs, tmp_path / "two", num_ranks=2, **kind, resume=str(checkpoint))
+        rows = read_rows_from(tmp_path / "two", 3)
+        losses = [row["loss"] for row in read_rows(tmp_path / "whole")[2:]]
+        rel = 1e-5 if "compute_dtype" not in kind else 1e-2
+        assert [row["loss"] for row in rows] == pytest.approx(losses, rel=rel)
+
+
+def read_rows_from(output_dir: Path, first: int) -> list[dict]:
+    """The rows of a run that went on from another one's checkpoint."""
+    rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(first, STEPS + 1))
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def test_packed_weights_are_bitsandbytes_own(world):
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from torch import nn
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((96, 64), (33, 50), (256, 1024)):
+            whole = nn.Linear(shape[1], shape[0], dtype=dtype)
+            layer = NF4Linear(whole, compute_dtype=dtype)
+            layer.packed = nn.Parameter(pack(whole.weight.data), requires_grad=False)
+            codes, state = quantize_4bit(whole.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4")
+            unpacked = unpack(layer.packed, layer.sizes, shape)
+            assert torch.equal(unpacked, dequantize_4bit(codes, state))
+            assert layer.packed.nbytes < 0.6 * whole.weight.numel() + 2000
+            x = torch.randn(7, shape[1], dtype=dtype, requires_grad=True)
+            out = layer(x)
+            out.sum().backward()
+            torch.testing.assert_close(out, nn.functional.linear(x, unpacked, whole.bias))
+            torch.testing.assert_close(x.grad, unpacked.sum(0).expand(7, -1), rtol=1e-2, atol=1e-2)
+    theirs = Linear4bit(64, 96, quant_type="nf4", compress_statistics=True, compute_dtype=torch.float32)
+    assert theirs.weight.blocksize == 64
+
+
+def test_an_adapter_of_a_quantized_base_is_the_same_on_one_that_transformers_quantized(world, tmp_path, caplog):
+    inputs = make_inputs(tmp_path, "llama")
+    with caplog.at_level("INFO", logger="mini_trainer"):
+        export = train(world, inputs, tmp_path / "run", base_quantization="nf4")
+    said = re.search(r"loss of ([\d.]+) on the weights as they were.* of ([\d.]+) on those in NF4", caplog.text)
+
+    # The same four-bit base, quantized by transformers and bitsandbytes.
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        inputs["model_name_or_path"], dtype=torch.float32, quantization_config=config, device_map="cpu"
+    )
+    theirs = PeftModel.from_pretrained(base, export / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    data = TokenizedData(inputs["data_path"])
+    data.vocab_size = VOCAB_SIZE
+    rows = [data.read(i) for i in range(len(data.lengths))][:NUM_COMPARED]
+    lengths = np.cumsum([len(ids) for ids, _, _ in rows])
+    rows = rows[: int((lengths <= OPTIONS["max_tokens_per_gpu"]).sum())]
+    for model, loss in ((merged, said[1]), (theirs, said[2])):
+        assert mean_loss(model, rows) == pytest.approx(float(loss), abs=2e-4)
+    assert said[1] != said[2]
+
+    # Merged into the weights as they were, not into rounded ones.
+    start = load_file(Path(inputs["model_name_or_path"]) / "model.safetensors")
+    after, adapter = load_file(export / "model.safetensors"), load_file(export / "adapter/adapter_model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    A, B = (adapter[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+    torch.testing.assert_close(after[f"{name}.weight"], start[f"{name}.weight"] + 4.0 * B @ A)
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, rows: list) -> float:
+    total, count = 0.0, 0
+    for ids, labels, _ in rows:
+        logits = model(input_ids=torch.tensor(ids)[None].long(), use_cache=False).logits[0, :-1].float()
+        targets = torch.tensor(labels[1:]).long()
+        total += torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum").item()
+        count += int((targets != -100).sum())
+    return total / count
+
+
+def test_going_on_from_an_adapter(world, tmp_path):
+    inputs = make_inputs(tmp_path, "llama")
+    options = dict(lora_target_modules=("q_proj", "down_proj"), lora_use_rslora=True)
+    first = train(world, inputs, tmp_path / "first", **options)
+    given = dict(lora_adapter=str(first / "adapter"), lora_rank=None, lora_alpha=None)
+    second = train(world, inputs, tmp_path / "second", **given, learning_rate=0.0)
+    files = [load_file(export / "adapter/adapter_model.safetensors") for export in (first, second)]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    configs = [json.loads((export / "adapter/adapter_config.json").read_text()) for export in (first, second)]
+    assert {k: sorted(v) if isinstance(v, list) else v for k, v in configs[0].items()} == {
+        k: sorted(v) if isinstance(v, list) else v for k, v in configs[1].items()
+    }
+    torch.testing.assert_close(
+        *(load_file(export / "model.safetensors")["model.layers.1.mlp.down_proj.weight"] for export in (first, second))
+    )
+
+    # Adapters of another base, or of another shape, are refused.
+    other = make_inputs(tmp_path / "other", "llama") if (tmp_path / "other").mkdir() is None else None
+    save_model(CONFIGS["llama"], Path(other["model_name_or_path"]), seed=1)
+    with pytest.raises(ValueError, match="was trained on another model"):
+        train(world, other, tmp_path / "third", **given)
+    (first / "adapter/base_model.json").unlink()
+    third = make_inputs(tmp_path / "third_model", "qwen2") if (tmp_path / "third_model").mkdir() is None else None
+    wider = type(CONFIGS["qwen2"]).from_dict(CONFIGS["qwen2"].to_dict() | dict(intermediate_size=80))
+    save_model(wider, Path(third["model_name_or_path"]))
+    with pytest.raises(ValueError, match="does not fit --model-name-or-path"):
+        train(world, third, tmp_path / "fourth", **given)
+
+
+def test_frozen_weights_are_held_in_the_compute_type_without_gradients(world, tmp_path):
+    inputs = make_inputs(tmp_path, "llama")
+    method = LoRA(LoRAOptions(lora=True, lora_rank=4), seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(inputs["model_name_or_path"])
+    method.open_files(tokenizer, DataOptions(data_path=inputs["data_path"], batch_size=8, max_tokens_per_gpu=64))
+    model = build(Path(inputs["model_name_or_path"]), world, method=method, dtype=torch.bfloat16)
+    model(make_micro_batch((5, 9), seed=0)).backward()
+    for name, param in model.named_parameters():
+        assert param.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+        assert (param.grad is not None) == (".lora_" in name), name
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", dict(lora_target_modules=("q_prj",)), "q_prj: there is nothing of this name; there are q_proj, k"),
+        ("llama", dict(lora_target_modules=("lm_head",)), "nothing of this name"),
+        ("llama", dict(lora_target_modules=("q_proj(",)), "no regular expression"),
+        ("llama", dict(lora_modules_to_save=("head",)), "--lora-modules-to-save head: there is nothing"),
+        ("mixtral", dict(lora_dropout=0.1), "cannot be had by experts"),
+        ("mixtral", dict(lora_use_dora=True), "--lora-use-dora cannot be had by experts"),
+        ("llama", dict(lora_adapter="nowhere"), "--lora-adapter nowhere: holds no adapter_config.json"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(family, options, message, world, tmp_path):
+    inputs = make_inputs(tmp_path, family)
+    with pytest.raises(ValueError, match=message):
+        train(world, inputs, tmp_path / "run", **options)
+
+
+def test_another_base_or_rank_is_refused_at_a_resume(world, tmp_path):
+    inputs = make_inputs(tmp_path, "llama")
+    train(world, inputs, tmp_path / "run")
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "step_2")
+    with pytest.raises(ValueError, match=r"lora-rank \(4 before, now 8\): it holds what was made by them"):
+        train(world, inputs, tmp_path / "other", resume=checkpoint, lora_rank=8, allow_changed_options=True)
+    save_model(CONFIGS["llama"], Path(inputs["model_name_or_path"]), seed=1)
+    with pytest.raises(ValueError, match="other model: it holds"):
+        train(world, inputs, tmp_path / "other", resume=checkpoint, allow_changed_options=True)
+
+
+def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp_path):
+    inputs = make_inputs(tmp_path, "qwen3")  # tied
+    tokenizer = AutoTokenizer.from_pretrained(inputs["model_name_or_path"])
+    num_added = VOCAB_SIZE + 3 - len(tokenizer)
+    tokenizer.add_tokens([f"<|added_{i}|>" for i in range(num_added)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "data.arrow.tokenizer")
+    write_samples(tmp_path / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=len(tokenizer)))
+    sidecar = dict(
+        tokenizer_fingerprint=fingerprint_tokenizer(tokenizer),
+        max_token_id=len(tokenizer) - 1,
+        tokenizer_dir="data.arrow.tokenizer",
+    )
+    (tmp_path / "data.arrow.meta.json").write_text(json.dumps(sidecar))
+    merged = train(world, inputs, tmp_path / "merged", lora_export="merged")
+    export = train(world, inputs, tmp_path / "adapter", lora_export="adapter")
+    assert json.loads((export / "adapter_config.json").read_text())["modules_to_save"] == [
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    theirs = AutoPeftModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    assert theirs.get_base_model().config.vocab_size == len(tokenizer)
+    own = logits_of(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
+    torch.testing.assert_close(logits_of(theirs), own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{}, dict(base_quantization="nf4"), dict(lora_use_dora=True)])
+def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_path, monkeypatch):
+    inputs = make_inputs(tmp_path, "llama_tied_bias")
+    train(world, inputs, tmp_path / "one", **kind, activation_checkpointing="none")
+    losses = [row["loss"] for row in read_rows(tmp_path / "one")]
+    compile_by("eager", monkeypatch)
+    changes = [
+        dict(activation_checkpointing="selective"), dict(activation_checkpointing="full"), dict(attention="eager"),
+        dict(compile=True, activation_checkpointing="none"),
+    ]  # fmt: skip
+    for i, change in enumerate(changes):
+        train(world, inputs, tmp_path / str(i), **kind, **change)
+        assert [row["loss"] for row in read_rows(tmp_path / str(i))] == pytest.approx(losses, rel=1e-5), change
+
+
+def test_dropped_inputs_are_a_function_of_seed_step_and_rank(world, tmp_path):
+    inputs = make_inputs(tmp_path, "llama")
+    losses = []
+    for name, options in (("a", {}), ("b", {}), ("c", dict(lora_dropout=0.0)), ("d", dict(seed=1))):
+        train(world, inputs, tmp_path / name, **dict(lora_dropout=0.5) | options)
+        losses.append([row["loss"] for row in read_rows(tmp_path / name)])
+    assert losses[0] == losses[1] != losses[2] and losses[0] != losses[3]
+
+
+def test_an_adapter_is_merged_later(world, tmp_path):
+    inputs = make_inputs(tmp_path, "mixtral")
+    export = train(world, inputs, tmp_path / "run")
+    command = [
+        "merge_adapter.py",
+        *flags(adapter=export / "adapter", output_dir=tmp_path / "m", export_dtype="float32"),
+    ]
+    done = run_forked(0, *command)
+    assert done.returncode == 0, done.stderr
+    merged, expected = load_file(tmp_path / "m" / "model.safetensors"), load_file(export / "model.safetensors")
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    AutoTokenizer.from_pretrained(tmp_path / "m")
+    again = run_forked(0, *command)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    none = run_forked(0, "merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
+    assert none.returncode == 2 and "holds no adapter_config.json" in none.stderr

@@ -30,6 +30,9 @@ from ranks.memory import MemoryCounter
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
 SIMULATIONS = [  # family, options
+    ("llama", dict(lora=True)),
+    ("mixtral", dict(lora=True, compute_dtype="bfloat16")),
+    ("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     ("qwen3", dict(activation_checkpointing="none")),
     ("gemma2_softcaps", dict(activation_checkpointing="full")),
     ("phi_head_bias", dict(activation_checkpointing="selective")),

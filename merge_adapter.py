@@ -1,0 +1,91 @@
+"""Adds a LoRA adapter to the weights of its model, in fp32, and writes a model like any other.
+
+    python merge_adapter.py --adapter runs/lora/hf_format/samples_7473 --output-dir merged
+
+A layer at a time, on the CPU; the adapter may be another program's, as long as peft wrote it.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from chat.templates import load_tokenizer
+from command_line import exit_with_message, parse_options
+from lifecycle.export import write_export
+from methods.full import Full
+from methods.lora import LoRA
+from methods.lora_files import read_config
+from model.blocks import find_blocks
+from model.config import ModelSource, load_config, load_generation_config
+from model.files import find_model, find_weights
+from model.method import MetaModel
+from model.weights import read_weights
+from objectives.causal_lm import CausalLM
+from options import LoRAOptions, MergeAdapterOptions
+from ranks.ending import RunError
+from ranks.world import World, init_world, setup_logging
+
+
+def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
+    """Writes the merged model; ValueError or OSError for what cannot be done."""
+    output_dir, adapter = Path(options.output_dir), Path(options.adapter)
+    if output_dir.exists():
+        raise ValueError(f"--output-dir {output_dir}: is there already; name a new one")
+
+    # The model that the adapter belongs to, and the tokenizer that it was trained with.
+    config = read_config(adapter, flag="--adapter")
+    name = options.model_name_or_path or config.base_model_name_or_path
+    if name is None:
+        raise ValueError(f"--adapter {adapter}: does not say which model it belongs to: give --model-name-or-path")
+    is_own = name == config.base_model_name_or_path and not Path(name).is_dir()
+    revision = options.model_revision or (config.revision if is_own else None)
+    model_dir = find_model(name, revision=revision, trust_remote_code=options.trust_remote_code)
+    find_weights(name, model_dir)
+    objective = CausalLM()
+    model_config = load_config(model_dir, objective, trust_remote_code=options.trust_remote_code)
+    generation_config = load_generation_config(model_dir, model_config)
+    with_tokenizer = [path for path in (adapter, adapter.parent) if (path / "tokenizer_config.json").is_file()]
+    tokenizer = load_tokenizer(
+        str(with_tokenizer[0] if with_tokenizer else model_dir), trust_remote_code=options.trust_remote_code
+    )
+    model_config.vocab_size = max(model_config.vocab_size, len(tokenizer))
+
+    # Its layers with adapters, without memory; then each tensor of the sum.
+    source = ModelSource(model_dir, model_config, options.trust_remote_code, name=name)
+    with torch.device("meta"):
+        model = objective.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
+    meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, objective)
+    method = LoRA(LoRAOptions(lora=True, lora_adapter=options.adapter), seed=0)
+    method.given = config
+    method.choose_layers(meta)
+    readers = read_weights(source, objective)
+    method.prepare(meta, readers, world=world, progress=lambda where: None)
+    trained = {own_name: readers[own_name]().float() for own_name in method.saved_names.values()}
+    dtype = getattr(torch, options.export_dtype)
+    write_export(
+        dict(method.merger.merge(trained, dtype)),
+        output_dir,
+        model_config,
+        objective=objective,
+        method=Full(),
+        generation_config=generation_config,
+        tokenizer=tokenizer,
+        dtype=dtype,
+    )
+    print(f"{method.describe()}; merged into {name}: {output_dir}")
+
+
+def main() -> None:
+    options = parse_options(MergeAdapterOptions)
+    setup_logging("WARNING")
+    world = init_world()
+    try:
+        merge_adapter(options, world)
+    except (ValueError, OSError, RunError) as error:
+        exit_with_message(str(error))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
