@@ -22,9 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).parent.parent
@@ -36,23 +34,23 @@ from make_tiny_model import save_tiny_model, train_tokenizer
 from corpus.reader import TokenizedData
 from lifecycle.export import export_model
 from lifecycle.step import TrainState, train_step
-from methods.full import Full, gather_parameters
+from methods.full import Full
+from methods.lora import LoRA
 from methods.osft_calibration import prepare_statistics
 from methods.osft_subspaces import find_targets
 from model.blocks import find_blocks
-from model.build import apply_attention
 from model.config import load_generation_config
 from objectives.causal_lm import CausalLM
 from objectives.objective import PackedModel
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
-from options import DataOptions, ProcessDataOptions, TrainOptions
+from options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions
 from osft import OSFT
 from process_data import process_data
 from ranks.world import World, init_world, setup_logging
 from sampler import Batch, iterate_batches
 
-METHODS: dict[str, dict] = {  # train.py's options, `only_linear` and `lora_rank` apart
+METHODS: dict[str, dict] = {  # train.py's options, `only_linear` apart
     "full": {},
     "full linear": dict(only_linear=True),  # embeddings, norms, head frozen, as the others have them
     "LoRA 4": dict(lora_rank=4),
@@ -103,21 +101,6 @@ def data_path(work: Path, task: str, part: str) -> Path:
     return work / f"{task}_{part}.arrow"
 
 
-def build_lora(model_dir: Path, options: TrainOptions, world: World, *, rank: int) -> TrainState:
-    """LoRA on every linear layer inside the blocks, alpha = 2 rank."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    backend = apply_attention(model, "auto", device=world.device, dtype=torch.float32)
-    head = model.get_output_embeddings()
-    targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets)
-    model = inject_adapter_in_model(config, model)
-    packed_model = CausalLM().wrap(model, backend=backend, compute_dtype=torch.float32, fuses_loss=False).train()
-    fully_shard(packed_model, mesh=world.mesh)
-    return TrainState(packed_model, Full(), build_optimizer(packed_model, options.optimization), world)
-
-
 def build_only_linear(model_dir: Path, options: TrainOptions, world: World) -> TrainState:
     """Full fine-tuning of the layers that the other methods train, and of nothing else."""
     model = build(model_dir, options, world).requires_grad_(False)
@@ -128,28 +111,12 @@ def build_only_linear(model_dir: Path, options: TrainOptions, world: World) -> T
 
 def save(state: TrainState, export_dir: Path, model_dir: Path) -> None:
     """Writes the model as an ordinary one."""
-    model, tokenizer = state.model.model, AutoTokenizer.from_pretrained(model_dir)
-    if not hasattr(model, "peft_config"):
-        return export_model(
-            model, export_dir, objective=CausalLM(), method=state.method, world=state.world, dtype=torch.float32,
-            generation_config=load_generation_config(str(model_dir), model.config), tokenizer=tokenizer,
-        )  # fmt: skip
-    merged = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    merged.load_state_dict(merge_lora(state), strict=False)  # a tied head comes once
-    merged.save_pretrained(export_dir)
-    tokenizer.save_pretrained(export_dir)
-
-
-def merge_lora(state: TrainState) -> dict[str, Tensor]:
-    """The weights as a model without adapters names them."""
-    from peft.tuners.lora import LoraLayer
-
-    weights = dict(gather_parameters(state.model.model, torch.float32, world=state.world))
-    for name, module in state.model.model.named_modules():
-        if isinstance(module, LoraLayer):
-            down, up = (weights.pop(f"{name}.lora_{letter}.default.weight") for letter in "AB")  # (r, in), (out, r)
-            weights[f"{name}.weight"] = weights.pop(f"{name}.base_layer.weight") + module.scaling["default"] * up @ down
-    return weights
+    model = state.model.model
+    export_model(
+        state.model, export_dir, objective=CausalLM(), method=state.method, world=state.world, dtype=torch.float32,
+        generation_config=load_generation_config(str(model_dir), model.config),
+        tokenizer=AutoTokenizer.from_pretrained(model_dir),
+    )  # fmt: skip
 
 
 def open_data(path: Path) -> TokenizedData:
@@ -196,7 +163,8 @@ def apply_method(
     world, model_dir = init_worker.world, work / start
     options = make_options(**common)
     if "lora_rank" in method:
-        return build_lora(model_dir, options, world, rank=method["lora_rank"]), options
+        lora = LoRA(LoRAOptions(lora=True, lora_export="merged", **method), seed=options.data.seed)
+        return build_state(model_dir, options, world, method=lora), options
     if "only_linear" in method:
         return build_only_linear(model_dir, options, world), options
     if not method:

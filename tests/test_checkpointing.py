@@ -28,14 +28,14 @@ MODELS = FAMILIES | {
 
 
 def export(path, export_dir, world, *, dtype=torch.float32):
-    model = build(path, world).model
+    model = build(path, world)
     export_model(
         model,
         export_dir,
         objective=CausalLM(),
         method=Full(),
         world=world,
-        generation_config=load_generation_config(str(path), model.config),
+        generation_config=load_generation_config(str(path), model.model.config),
         tokenizer=AutoTokenizer.from_pretrained(path),
         dtype=dtype,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import run_forked
 from in_process import train_on
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
 from processes import flags

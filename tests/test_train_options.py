@@ -195,6 +195,10 @@ EFFECTS = {
         dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_train_others=True),
         lambda r, b: not torch.equal(*(run.weights["model.embed_tokens.weight"] for run in (r, b))),
     ),
+    "lora": (
+        dict(lora=True),
+        lambda r, b: "LoRA of rank 16 on 14 layers" in r.text and not r.exports and b.exports,
+    ),
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
 TESTED_ELSEWHERE = {
@@ -205,6 +209,16 @@ TESTED_ELSEWHERE = {
     "osft_keep_energy",
     "osft_rank_allocation",
     "osft_cache_dir",
+    "lora_rank",  # these: test_lora.py
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_use_rslora",
+    "lora_use_dora",
+    "lora_modules_to_save",
+    "lora_adapter",
+    "lora_export",
+    "base_quantization",
     "async_checkpoint",  # these: test_resume.py
     "resume",
     "allow_changed_options",
