@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -33,7 +34,8 @@ NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 def count_by_arithmetic(shape: str, method: str) -> float:
     """Bytes of a rank that is alone: weights, gradients and moments."""
-    model = AutoModelForCausalLM.from_config(make_config(shape))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_config(shape))
     num_all = sum(param.numel() for param in model.parameters())
     if method == "ours":
         return 16 * num_all

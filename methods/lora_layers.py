@@ -60,7 +60,11 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     else:
         patterns, flag = options.lora_target_modules, "--lora-target-modules"
     chosen = choose_names(patterns, [*layers, *experts], flag) if patterns or given else [*layers, *experts]
-    others = [name for name, module in model.named_modules() if name and not name.startswith(tuple(chosen))]
+    others = [
+        name
+        for name, module in model.named_modules()
+        if name and not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in chosen)
+    ]
     whole = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
     targets = Targets([n for n in layers if n in chosen], [n for n in experts if n in chosen], whole)
     if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from methods.nf4 import NF4Linear, unpack
+from methods.nf4 import NF4Linear
 
 
 def speed_up(layers: Iterable[nn.Module], *, adapter: str) -> None:
@@ -29,8 +29,8 @@ def speed_up(layers: Iterable[nn.Module], *, adapter: str) -> None:
 
 def multiply(layer: nn.Module, adapter: str, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
     base = layer.base_layer
-    if layer.disable_adapters or (isinstance(base, NF4Linear) and base.whole is not None):
-        return type(layer).forward(layer, x)
+    if layer.disable_adapters:
+        return base(x)
     weight = base.packed if isinstance(base, NF4Linear) else base.weight
     A, B = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     flat = x.reshape(-1, x.shape[-1])
@@ -41,7 +41,7 @@ def multiply(layer: nn.Module, adapter: str, x: Tensor) -> Tensor:  # (..., in) 
 def read_weight(weight: Tensor, base: nn.Module) -> Tensor:  # (out, in)
     """A frozen layer's weight, from the parameter that holds it."""
     if isinstance(base, NF4Linear):
-        return unpack(weight, base.sizes, (base.out_features, base.in_features))
+        return base.read(weight)
     return weight.t() if isinstance(base, Conv1D) else weight
 
 

@@ -6,6 +6,7 @@ bitsandbytes hangs on its own subclass would be lost, and casts every other type
 T tokens.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,18 +54,21 @@ class NF4Linear(nn.Module):
             torch.empty(num_bytes // compute_dtype.itemsize, dtype=compute_dtype, device=module.weight.device), False
         )
         self.bias = module.bias
-        self.whole: Tensor | None = None  # takes the place of the packed weight for a moment
+        self.replacement: Callable[[], Tensor] | None = None  # gives another weight for a moment
 
     @property
     def weight_numel(self) -> int:
         """Numbers in the weight that is packed."""
         return self.in_features * self.out_features
 
+    def read(self, packed: Tensor) -> Tensor:  # (out, in)
+        """The weight, from `packed` as it is gathered."""
+        if self.replacement is not None:
+            return self.replacement()
+        return unpack(packed, self.sizes, (self.out_features, self.in_features))
+
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        if self.whole is not None:
-            return linear(x, self.whole, self.bias)
-        out = PackedProduct.apply(x, self.packed, self.sizes, (self.out_features, self.in_features))
-        return out if self.bias is None else out + self.bias
+        return PackedProduct.apply(x, self.packed, self.bias, self)
 
 
 def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> None:
@@ -76,18 +80,18 @@ def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> None:
 
 
 class PackedProduct(torch.autograd.Function):
-    """x W^T, where backward unpacks W once more in place of keeping it."""
+    """x W^T + b, where backward unpacks W once more in place of keeping it; b is frozen, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, sizes: tuple[int, int, int], shape: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, layer: NF4Linear) -> Tensor:
         ctx.save_for_backward(packed)
-        ctx.sizes, ctx.shape = sizes, shape
-        return linear(x, unpack(packed, sizes, shape))
+        ctx.layer = layer
+        return linear(x, layer.read(packed), bias)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
         (packed,) = ctx.saved_tensors
-        return d_out @ unpack(packed, ctx.sizes, ctx.shape), None, None, None
+        return d_out @ ctx.layer.read(packed), None, None, None
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -129,24 +133,19 @@ def fill_packed(layer: NF4Linear, name: str, readers: dict[str, Reader], *, worl
 def whole_weights(model: nn.Module, read: Callable[[str], Tensor] | None, *, world: World) -> Iterator[None]:
     """Meanwhile each layer multiplies by the weight that rank 0 reads by its name, sent when it is needed."""
 
-    def take_whole(layer: NF4Linear, name: str) -> None:
+    def receive(layer: NF4Linear, name: str) -> Tensor:
         weight = None
         if world.rank == 0:
             weight = read(f"{name}.weight")
             weight = weight.T if layer.is_conv1d else weight
         shape, dtype = (layer.out_features, layer.in_features), layer.packed.dtype
-        layer.whole = broadcast_from_rank0(weight, shape, dtype=dtype, device=world.device)
+        return broadcast_from_rank0(weight, shape, dtype=dtype, device=world.device)
 
-    def drop_whole(layer: NF4Linear) -> None:
-        layer.whole = None
-
-    hooks = []
-    for name, layer in model.named_modules():
-        if isinstance(layer, NF4Linear):
-            hooks.append(layer.register_forward_pre_hook(lambda layer, _, name=name: take_whole(layer, name)))
-            hooks.append(layer.register_forward_hook(lambda layer, *_: drop_whole(layer)))
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
+    for name, layer in layers.items():
+        layer.replacement = functools.partial(receive, layer, name)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for layer in layers.values():
+            layer.replacement = None
