@@ -231,6 +231,9 @@ class OSFT:
             if name not in ("base", "bias")
         )
 
+    def count_export_bytes(self, model_bytes: int) -> int:
+        return model_bytes
+
     def describe(self) -> str:
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)

@@ -68,6 +68,9 @@ class Full:
     def count_added(self) -> int:
         return 0
 
+    def count_export_bytes(self, model_bytes: int) -> int:
+        return model_bytes
+
     def describe(self) -> str:
         return ""
 

@@ -170,6 +170,12 @@ class LoRA:
     def count_added(self) -> int:
         return self.num_added
 
+    def count_export_bytes(self, model_bytes: int) -> int:
+        adapter_bytes = 4 * self.num_trained
+        return {"adapter": adapter_bytes, "merged": model_bytes}.get(
+            self.options.lora_export, model_bytes + adapter_bytes
+        )
+
     def describe(self) -> str:
         num_layers = len(self.targets.layers) + len(self.targets.experts)
         whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""

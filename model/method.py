@@ -115,6 +115,10 @@ class Method(Protocol):
         """Numbers in its layers beyond the weights that these stand for."""
         ...
 
+    def count_export_bytes(self, model_bytes: int) -> int:
+        """Of an export's weights, where those of a whole model have `model_bytes`."""
+        ...
+
     def describe(self) -> str:
         """For the start's report: what trains, where that is not everything."""
         ...

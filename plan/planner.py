@@ -403,7 +403,8 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
         return
     output_dir, num_kept = Path(options.output_dir), options.checkpoints.keep_checkpoints
     checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
-    export_bytes = run.model.num_params * getattr(torch, options.exports.export_dtype).itemsize
+    model_bytes = run.model.num_params * getattr(torch, options.exports.export_dtype).itemsize
+    export_bytes = run.model.method.count_export_bytes(model_bytes)
     num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
