@@ -1,11 +1,12 @@
 """How much of what it knows a model forgets while it learns: full fine-tuning, LoRA, and OSFT of both kinds.
 
     OMP_NUM_THREADS=1 python benchmarks/continual_learning.py --output-dir runs/continual
+    for seed in 0 1 2; do … --output-dir runs/seed_$seed --seed $seed; done; … --summarize runs/seed_*
 
 A small random model is trained on task A (continual_tasks.py, or `--task-a FILE` of chats), then on B with every method
 and learning rate, then on C from there with some of them: the same batches for each. Losses are those on held-out
 chats. Writes after each run what is known so far: results.json (what is there is not run again), results.md (tables),
-and in the end front.png. Needs peft and matplotlib, of the extra `dev`.
+and in the end front.png. `--summarize` gives mean and spread over runs of several seeds. Needs peft and matplotlib, of the extra `dev`.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import itertools
 import json
 import platform
 import shutil
+import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -268,6 +270,44 @@ def write_report(results: dict[str, dict], args: argparse.Namespace, path: Path)
     path.write_text("\n".join(lines) + "\n")
 
 
+def read_points(results: dict[str, dict]) -> dict[str, dict[str, tuple[float, float]]]:
+    """The losses on A and B after B, by method and learning rate."""
+    points: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, r in results.items():
+        if name.count(" @ ") == 1:
+            method, lr = name.split(" @ ")
+            points.setdefault(method, {})[lr] = (r["a"], r["b"])
+    return points
+
+
+def summarize(runs: list[dict[str, dict]], levels: list[float]) -> str:
+    """A table over runs of several seeds: loss on B at each level of forgetting, mean and standard deviation.
+
+    And in how many of the runs one of the method's learning rates is on the front of all methods.
+    """
+    lines = [f"{len(runs)} seeds; loss on B at no more forgetting than, mean and standard deviation:", ""]
+    lines += ["| method | " + " | ".join(map(str, levels)) + " | on the front |", "|---" * (len(levels) + 2) + "|"]
+    all_points = [read_points(results) for results in runs]
+    fronts = [
+        find_front({(method, lr): point for method, own in points.items() for lr, point in own.items()})
+        for points in all_points
+    ]
+    for method in METHODS:
+        if not all(method in points for points in all_points):
+            continue
+        columns = []
+        for level in levels:
+            losses = []
+            for results, points in zip(runs, all_points, strict=True):
+                start = (results["a"]["a"], results["a"]["b"])
+                own = [start, *(point for _, point in sorted(points[method].items(), key=lambda item: float(item[0])))]
+                losses.append(loss_at(own, start[0] + level))
+            columns.append(f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}")
+        count = sum(any(name == method for name, _ in front) for front in fronts)
+        lines.append(f"| {method} | {' | '.join(columns)} | {count} of {len(runs)} |")
+    return "\n".join(lines)
+
+
 def plot(results: dict[str, dict], path: Path) -> None:
     """Every run as a point, the points of a method joined in the order of its learning rates."""
     import matplotlib
@@ -295,7 +335,8 @@ def plot(results: dict[str, dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output-dir", required=True)
+    parser.add_argument("--output-dir")
+    parser.add_argument("--summarize", nargs="+", help="output directories of runs with different seeds")
     for task in "abc":
         parser.add_argument(f"--task-{task}", help="chats (messages JSONL) in place of the project's own task")
     parser.add_argument("--num-held-out", type=int, default=96)
@@ -312,6 +353,11 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", default=["0.02", "0.05", "0.1", "0.2", "0.5"], help="of forgetting")
     parser.add_argument("--num-workers", type=int, default=2)
     args = parser.parse_args()
+    if args.summarize is not None:
+        runs = [json.loads((Path(directory) / "results.json").read_text()) for directory in args.summarize]
+        return print(summarize(runs, [float(level) for level in args.levels]))
+    if args.output_dir is None:
+        parser.error("--output-dir is needed")
     work = Path(args.output_dir).absolute()
     work.mkdir(parents=True, exist_ok=True)
     results_file = work / "results.json"

@@ -1,5 +1,6 @@
 """Which layers get adapters, and peft's layers put into a model without memory."""
 
+import copy
 import functools
 import hashlib
 import math
@@ -124,7 +125,7 @@ def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, give
         ensure_weight_tying=is_tied(meta.model, targets.whole),
     )
     if given is not None:
-        config = LoraConfig.from_peft_type(**given.to_dict())
+        config = copy.deepcopy(given)
         for name, value in names.items():
             setattr(config, name, value)
         return config

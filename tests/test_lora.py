@@ -137,9 +137,11 @@ LAYOUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [dict(), dict(base_quantization="nf4")])
-def test_ranks_and_layouts_change_nothing(kind, world, tmp_path):
-    inputs = make_inputs(tmp_path, "llama_tied_bias")
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama_tied_bias", {}), ("llama_tied_bias", dict(base_quantization="nf4")), ("mixtral", {})]
+)
+def test_ranks_and_layouts_change_nothing(family, kind, world, tmp_path):
+    inputs = make_inputs(tmp_path, family)
     reference = train(world, inputs, tmp_path / "one", **kind)
     for i, (num_ranks, options) in enumerate(LAYOUTS):
         export = train(world, inputs, tmp_path / str(i), num_ranks=num_ranks, **kind | options)
@@ -354,6 +356,7 @@ def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp
     torch.testing.assert_close(logits_of(theirs), own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, dict(base_quantization="nf4"), dict(lora_use_dora=True)])
 def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_path, monkeypatch):
     inputs = make_inputs(tmp_path, "llama_tied_bias")
