@@ -1,12 +1,14 @@
 """How much of what it knows a model forgets while it learns: full fine-tuning, LoRA, and OSFT of both kinds.
 
     OMP_NUM_THREADS=1 python benchmarks/continual_learning.py --output-dir runs/continual
-    for seed in 0 1 2; do … --output-dir runs/seed_$seed --seed $seed; done; … --summarize runs/seed_*
+    for seed in 0 1 2; do … --output-dir runs/seed_$seed --seed $seed; done
+    … --summarize runs/seed_*
 
 A small random model is trained on task A (continual_tasks.py, or `--task-a FILE` of chats), then on B with every method
 and learning rate, then on C from there with some of them: the same batches for each. Losses are those on held-out
 chats. Writes after each run what is known so far: results.json (what is there is not run again), results.md (tables),
-and in the end front.png. `--summarize` gives mean and spread over runs of several seeds. Needs peft and matplotlib, of the extra `dev`.
+and in the end front.png. `--summarize` gives mean and spread over runs of several seeds. Needs peft and matplotlib, of
+the extra `dev`.
 """
 
 import argparse
