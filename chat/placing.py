@@ -50,13 +50,17 @@ def check_completeness(outline: Outline, order: list[int], render: Render) -> li
     Returns the names of calls that are only written as a part of the call's id, with that id."""
     counts, cuts = Counter(order), {}
     named_by_id = []
+    # the first id of each call that is written
+    ids = {leaf.call: i for i, leaf in reversed([*enumerate(outline.leaves)]) if leaf.kind == "id" and counts[i]}
     for i, leaf in enumerate(outline.leaves):
         count, message = counts[i], outline.messages[leaf.message]
         if leaf.kind == "id" or (leaf.kind == "reasoning" and count == 0):
             continue
         if leaf.kind == "name":
             if message["role"] == ASSISTANT and count == 0:
-                named_by_id.append((i, find_id(outline, i, counts)))
+                if leaf.call not in ids:
+                    raise not_written(outline, i, 0)
+                named_by_id.append((i, ids[leaf.call]))
             continue
         is_earlier = message["role"] == ASSISTANT and leaf.message < len(outline.messages) - 1
         if count == 0 and is_earlier and leaf.kind == "content":  # of earlier turns some need not be remembered
@@ -82,15 +86,6 @@ def not_written(outline: Outline, leaf: int, count: int) -> ValueError:
 
 def has_name(call: Any) -> bool:
     return isinstance(call, dict) and ("name" in call or has_name(call.get("function")))
-
-
-def find_id(outline: Outline, name: int, counts: Counter[int]) -> int:
-    """The id of the call with this name, which is written, and can have the name in it."""
-    call = outline.leaves[name].call
-    ids = [i for i, leaf in enumerate(outline.leaves) if leaf.kind == "id" and leaf.call == call and counts[i]]
-    if not ids:
-        raise not_written(outline, name, 0)
-    return ids[0]
 
 
 def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> None:

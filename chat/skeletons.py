@@ -6,6 +6,7 @@ which of its characters the model generates.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -267,15 +268,16 @@ def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) ->
     if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
         return None
     rest = text[len(before) : len(text) - len(after)]
-    if any(not part or count_overlapping(rest, part) != between.count(part) for part in between):
+    if any(not part or count_overlapping(rest, part) != count for part, count in Counter(between).items()):
         return None
-    bodies = []
+    bodies, at = [], 0
     for part in between:
-        body, found, rest = rest.partition(part)
-        if not found:
+        found = rest.find(part, at)
+        if found < 0:
             return None
-        bodies.append(body)
-    return [*bodies, rest]
+        bodies.append(rest[at:found])
+        at = found + len(part)
+    return [*bodies, rest[at:]]
 
 
 def count_overlapping(text: str, part: str) -> int:
