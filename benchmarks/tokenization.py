@@ -3,6 +3,7 @@
     python benchmarks/tokenization.py                                  # generated chats of GSM8K's lengths
     python benchmarks/tokenization.py --messages-file gsm8k.jsonl      # a file of one's own, ten times
     python benchmarks/tokenization.py --model-name-or-path M           # with M's tokenizer and template
+    python benchmarks/tokenization.py --parts traces                   # only the traces (see below)
 
 bare:          render with the chat template, then `tokenizer(list_of_texts)`, 1,000 rows at a time; nothing is read,
                masked or written
@@ -12,6 +13,9 @@ map ...:       `datasets.map(num_proc)` over JSON lines that renders, tokenizes 
 
 All work with the same number of processes, load the tokenizer themselves, and take turns; the medians count.
 CPU time is of all processes of a way, so it is less disturbed by what else the machine does.
+
+Then traces of agents, of which each has an outline of its own, so that it has to be learned: with Qwen's templates
+(out of the package trl), one process, row by row, CPU time. bare: rendering and tokenizing, each once.
 """
 
 import argparse
@@ -27,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,6 +45,7 @@ from make_tiny_model import read_contents, train_tokenizer
 from transformers import AutoTokenizer
 
 from chat.labels import IGNORED
+from chat.masking import Chat, ChatMasker
 from options import ProcessDataOptions
 from process_data import process_data
 
@@ -49,6 +55,14 @@ SENTENCE = (
     "the of and to a how many much each day week has have buys sells costs apples eggs dollars hours then total left"
     " twice half more than gives friends books pages miles minutes first second she he they altogether 3 12 25"
 )
+
+ARGUMENTS = {  # of each tool: its first argument is always there, the others sometimes
+    "read_file": {"path": str, "start": int, "end": int},
+    "run": {"command": str, "timeout": int, "in_shell": bool},
+    "search": {"query": str, "limit": int, "exact": bool, "folders": list},
+    "edit": {"path": str, "old": str, "new": str, "everywhere": bool},
+}
+NUM_TRACES = {40: 100, 200: 20}  # rounds of calls: rows
 
 
 def generate_messages(path: Path) -> Path:
@@ -186,6 +200,7 @@ def main() -> None:
     parser.add_argument("--num-repeats", type=int, default=10, help="how often the file is in the input")
     parser.add_argument("--num-runs", type=int, default=3, help="of each way; the medians are shown")
     parser.add_argument("--num-proc", type=int, default=os.cpu_count())
+    parser.add_argument("--parts", nargs="+", choices=("chats", "traces"), default=("chats", "traces"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         once = arguments.messages_file or generate_messages(Path(directory, "generated.jsonl"))
@@ -195,13 +210,97 @@ def main() -> None:
         if model is None:
             model = str(Path(directory, "model"))
             train_tokenizer(read_contents(once), vocab_size=8000).save_pretrained(model)
-        conversations = list(read_conversations(source))
-        print(f"{len(conversations):,} rows of {once.name} x {arguments.num_repeats}, {arguments.num_proc} processes")
-        runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-        for _ in range(arguments.num_runs):
-            for way, measured in runs.items():
-                measured.append(measure(way, model, source, arguments.num_proc, conversations))
+        if "chats" in arguments.parts:
+            compare_ways(model, source, num_proc=arguments.num_proc, num_runs=arguments.num_runs)
+        if "traces" in arguments.parts:
+            compare_traces(model)
+
+
+def compare_ways(model: str, source: Path, *, num_proc: int, num_runs: int) -> None:
+    conversations = list(read_conversations(source))
+    print(f"{len(conversations):,} rows, {num_proc} processes")
+    runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for _ in range(num_runs):
+        for way, measured in runs.items():
+            measured.append(measure(way, model, source, num_proc, conversations))
     report(runs, num_rows=len(conversations))
+
+
+def generate_trace(num_rounds: int, seed: int) -> list[dict[str, Any]]:
+    """Rounds of one or two calls and their results, some with reasoning or a text."""
+    draw, words = random.Random(seed), SENTENCE.split()
+
+    def write(num_words: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, num_words)))
+
+    def choose(kind: type) -> Any:
+        values = {str: write(8), int: draw.randint(0, 999), bool: draw.random() < 0.5}
+        return [write(2) for _ in range(draw.randint(1, 3))] if kind is list else values[kind]
+
+    def call(id: str) -> dict[str, Any]:
+        name, kinds = draw.choice(list(ARGUMENTS.items()))
+        arguments = {key: choose(kind) for k, (key, kind) in enumerate(kinds.items()) if k == 0 or draw.random() < 0.7}
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    messages: list[dict[str, Any]] = [{"role": "user", "content": write(60)}]
+    for number in range(num_rounds):
+        calls = [call(f"call{number:04}{k}") for k in range(1 if draw.random() < 0.9 else 2)]
+        thought = {"reasoning_content": write(30)} if draw.random() < 0.5 else {}
+        content = write(20) if draw.random() < 0.5 else ""
+        messages.append({"role": "assistant", "content": content, **thought, "tool_calls": calls})
+        messages += [{"role": "tool", "content": write(60), "tool_call_id": each["id"]} for each in calls]
+    return [*messages, {"role": "assistant", "content": write(30)}]
+
+
+def describe_tools() -> list[dict[str, Any]]:
+    names = {str: "string", int: "integer", bool: "boolean", list: "array"}
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": f"Does {name}.",
+                "parameters": {"type": "object", "properties": {key: {"type": names[kinds[key]]} for key in kinds}},
+            },
+        }
+        for name, kinds in ARGUMENTS.items()
+    ]
+
+
+def compare_traces(model: str) -> None:
+    """CPU time of masking traces whose outlines have to be learned, and of rendering and tokenizing them."""
+    trl, tools = find_spec("trl"), describe_tools()
+    if trl is None or trl.origin is None:
+        print("traces: the templates are in the package trl, which is not installed")
+        return
+    print(
+        f"{'traces, each with a new outline':<34}{'rows/s':>8}{'ms/row':>8}{'render':>8}{'tokenize':>10}{'x bare':>8}"
+    )
+    for name in ("qwen2_5", "qwen3"):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = Path(trl.origin).with_name("chat_templates").joinpath(f"{name}.jinja").read_text()
+        masker = ChatMasker(tokenizer)
+        masker.check_template()
+        for num_rounds, num_rows in NUM_TRACES.items():
+            traces = [generate_trace(num_rounds, 1000 * num_rounds + seed) for seed in range(num_rows)]
+            seconds = [measure_trace(masker, messages, tools) for messages in traces]
+            render, tokenize, mask = (1e3 * sum(each) / num_rows for each in zip(*seconds, strict=True))
+            title = f"{name}, {num_rounds} rounds, {num_rows} rows"
+            speed = f"{title:<34}{1e3 / mask:>8,.1f}{mask:>8,.1f}"
+            print(f"{speed}{render:>8,.1f}{tokenize:>10,.1f}{mask / (render + tokenize):>8.2f}")
+
+
+def measure_trace(masker: ChatMasker, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[float]:
+    """CPU seconds to render it, to tokenize that, and to mask it, which does both."""
+    clocks = [time.process_time()]
+    text = masker.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    clocks.append(time.process_time())
+    masker.tokenizer(text, add_special_tokens=False)
+    clocks.append(time.process_time())
+    (masked,) = masker.mask([Chat(messages, tools=tools)])
+    clocks.append(time.process_time())
+    assert not isinstance(masked, ValueError), masked
+    return [end - start for start, end in pairwise(clocks)]
 
 
 def report(runs: dict[str, list[tuple[float, float]]], *, num_rows: int) -> None:

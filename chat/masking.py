@@ -37,6 +37,7 @@ __all__ = [
 
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
+MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -104,6 +105,7 @@ class ChatMasker:
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
+        self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
@@ -212,9 +214,11 @@ class ChatMasker:
         return self.skeletons[key]
 
     def remember(self, key: tuple[Any, ...], skeleton: Skeleton) -> None:
-        if len(self.skeletons) >= MAX_NUM_SKELETONS:
+        if len(self.skeletons) >= MAX_NUM_SKELETONS or self.num_slots >= MAX_NUM_SLOTS:
             self.skeletons.clear()
+            self.num_slots = 0
         self.skeletons[key] = skeleton
+        self.num_slots += len(skeleton.slots)
 
     def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
         """Refuses a template that leaves them out. That depends on which roles there are, first and last."""

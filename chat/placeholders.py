@@ -164,31 +164,30 @@ def split_at_placeholders(text: str) -> tuple[list[int], list[str]]:
     return [int(a or b) for a, b in zip(parts[1::3], parts[2::3], strict=True)], parts[::3]
 
 
-def replace_arguments(message: Message, exchange: Callable[[Any], Any]) -> Message:
-    """The message, in which exchange(arguments) stands for each call's arguments that are no text."""
+def replace_arguments(call: Any, exchange: Callable[[Any], Any]) -> Any:
+    """The call, in which exchange(arguments) stands for its arguments if they are no text."""
+    if not isinstance(call, dict):
+        return call
+    changed = dict(call)
+    if isinstance(call.get("arguments"), dict):
+        changed["arguments"] = exchange(call["arguments"])
+    if "function" in call:
+        changed["function"] = replace_arguments(call["function"], exchange)
+    return changed
 
-    def in_call(call: Any) -> Any:
-        if not isinstance(call, dict):
-            return call
-        changed = dict(call)
-        if isinstance(call.get("arguments"), dict):
-            changed["arguments"] = exchange(call["arguments"])
-        if "function" in call:
-            changed["function"] = in_call(call["function"])
-        return changed
 
-    if not has_calls(message):
-        return message
-    return {**message, "tool_calls": [in_call(call) for call in message["tool_calls"]]}
+def list_calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
 
 
 def has_calls(message: Message) -> bool:
-    return isinstance(message.get("tool_calls"), list) and bool(message["tool_calls"])
+    return bool(list_calls(message))
 
 
-def mark_keys(message: Message, first: int) -> tuple[Message, list[str]]:
-    """The message with a placeholder before each key of its calls' arguments, numbered from `first` in the order of
-    the keys, so that templates that sort them write them in the same order; and the keys by number."""
+def mark_keys(call: Any, first: int) -> tuple[Any, list[str]]:
+    """The call with a placeholder before each key of its arguments, numbered from `first` in the order of the keys, so
+    that templates that sort them write them in the same order; and the keys by number."""
     keys: list[str] = []
 
     def mark(value: Any) -> Any:
@@ -202,30 +201,22 @@ def mark_keys(message: Message, first: int) -> tuple[Message, list[str]]:
             keys.append(key)
         return {marks[key] + key: mark(item) for key, item in value.items()}
 
-    return replace_arguments(message, mark), keys
+    return replace_arguments(call, mark), keys
 
 
 def list_keys(message: Message) -> set[str]:
     """The keys of the calls' arguments, at any depth."""
-    if not has_calls(message):
-        return set()
-    _, keys = mark_keys(message, 0)
-    return set(keys)
+    return {key for call in list_calls(message) for key in mark_keys(call, 0)[1]}
 
 
-def list_constants(message: Message) -> Iterator[tuple[Any, Message]]:
-    """Each constant of the calls' arguments, with the message in which it alone is changed."""
-    total = count_constants(message)
-    for wanted in range(total):
+def list_constants(call: Any) -> Iterator[tuple[Any, Any]]:
+    """Each constant of the call's arguments, with the call in which it alone is changed."""
+    counter = ConstantChanger(-1)
+    replace_arguments(call, counter.change)
+    for wanted in range(counter.num_seen):
         changer = ConstantChanger(wanted)
-        changed = replace_arguments(message, changer.change)
+        changed = replace_arguments(call, changer.change)
         yield changer.found, changed
-
-
-def count_constants(message: Message) -> int:
-    changer = ConstantChanger(-1)
-    replace_arguments(message, changer.change)
-    return changer.num_seen
 
 
 @dataclass

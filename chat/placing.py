@@ -7,19 +7,20 @@ changing them. What stands elsewhere, or is not written, refuses the conversatio
 import json
 import re
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from chat.examples import ASSISTANT, Message
+from chat.examples import ASSISTANT
 from chat.placeholders import (
     ANOTHER_TEXT,
     MAX_NUM_LEAVES,
     PLACEHOLDER,
     Outline,
     has_calls,
+    list_calls,
     list_constants,
     mark_keys,
     split_at_placeholders,
@@ -49,13 +50,17 @@ def check_completeness(outline: Outline, order: list[int], render: Render) -> li
     Returns the names of calls that are only written as a part of the call's id, with that id."""
     counts, cuts = Counter(order), {}
     named_by_id = []
+    # the first id of each call that is written
+    ids = {leaf.call: i for i, leaf in reversed([*enumerate(outline.leaves)]) if leaf.kind == "id" and counts[i]}
     for i, leaf in enumerate(outline.leaves):
         count, message = counts[i], outline.messages[leaf.message]
         if leaf.kind == "id" or (leaf.kind == "reasoning" and count == 0):
             continue
         if leaf.kind == "name":
             if message["role"] == ASSISTANT and count == 0:
-                named_by_id.append((i, find_id(outline, i, counts)))
+                if leaf.call not in ids:
+                    raise not_written(outline, i, 0)
+                named_by_id.append((i, ids[leaf.call]))
             continue
         is_earlier = message["role"] == ASSISTANT and leaf.message < len(outline.messages) - 1
         if count == 0 and is_earlier and leaf.kind == "content":  # of earlier turns some need not be remembered
@@ -81,15 +86,6 @@ def not_written(outline: Outline, leaf: int, count: int) -> ValueError:
 
 def has_name(call: Any) -> bool:
     return isinstance(call, dict) and ("name" in call or has_name(call.get("function")))
-
-
-def find_id(outline: Outline, name: int, counts: Counter[int]) -> int:
-    """The id of the call with this name, which is written, and can have the name in it."""
-    call = outline.leaves[name].call
-    ids = [i for i, leaf in enumerate(outline.leaves) if leaf.kind == "id" and leaf.call == call and counts[i]]
-    if not ids:
-        raise not_written(outline, name, 0)
-    return ids[0]
 
 
 def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> None:
@@ -137,25 +133,37 @@ def check_places(outline: Outline, skeleton: Skeleton) -> None:
             )
 
 
+Call = tuple[int, int]  # the message that has it, and which of the message's calls it is
+Place = tuple[int, int]  # characters [start, end) of an outline's rendering
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a turn in an outline's rendering, and what the template writes there between the leaves."""
+
+    place: Place
+    literals: list[str]
+
+    def holds(self, places: Sequence[Place]) -> bool:
+        start, end = self.place
+        return all(start <= first and last <= end for first, last in places)
+
+
 @dataclass
 class PlaceMemory:
-    """The messages with calls, as they stand in outlines, and what the template writes for them, whose keys and
-    constants are known to be where they should be."""
+    """The calls, as they stand in outlines, and what the template writes where they are, whose keys and constants are
+    known to stand there."""
 
     known: set[tuple[str, ...]] = field(default_factory=set)
 
     def check_arguments(self, outline: Outline, skeleton: Skeleton, render: Render, text: str) -> None:
         """Refuses a conversation in whose calls a key or a constant is not written, or not in the message's turn.
         `text` is the outline's rendering."""
-        turns: dict[int, list[Turn]] = {}
-        for turn in skeleton.turns:
-            turns.setdefault(turn.message, []).append(turn)
-        forms = {
-            i: (describe_message(message), *(part for turn in turns[i] for part in list_literals(skeleton, turn)))
-            for i, message in enumerate(outline.messages)
-            if has_calls(message) and i in turns
-        }
-        new = {i for i, form in forms.items() if form not in self.known}
+        forms = {}
+        for call, stretches in find_stretches(outline, skeleton, text).items():
+            description = describe_call(outline.messages[call[0]]["tool_calls"][call[1]])
+            forms[call] = {(description, *stretch.literals): stretch for stretch in stretches}
+        new = [call for call, by_form in forms.items() if self.known.isdisjoint(by_form)]
         if not new:
             return
         prober = ArgumentProber(outline, render, text, find_bounds(skeleton, text))
@@ -163,20 +171,43 @@ class PlaceMemory:
         prober.check_constants(new)
         if len(self.known) > MAX_NUM_REMEMBERED:
             self.known.clear()
-        self.known.update(forms[i] for i in new)
+        for call in new:
+            holding = [form for form, stretch in forms[call].items() if stretch.holds(prober.places[call])]
+            self.known.update(holding[:1])
 
 
-def describe_message(message: Message) -> str:
-    """The message with placeholders that say nothing of its place in the conversation."""
-    return PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", repr(message))
+def describe_call(call: Any) -> str:
+    """The call with placeholders that say nothing of its place in the conversation."""
+    return PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", repr(call))
 
 
-def list_literals(skeleton: Skeleton, turn: Turn) -> list[str]:
-    (first, start), (last, end) = turn.start, turn.end
+def find_stretches(outline: Outline, skeleton: Skeleton, text: str) -> dict[Call, list[Stretch]]:
+    """Where each call stands in its message's turn: from its first leaf to the next leaf that is not its own, and from
+    the leaf before. None for calls without leaves."""
+    starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
+    calls = [(i, number) for i, message in enumerate(outline.messages) for number in range(len(list_calls(message)))]
+    turned = {turn.message for turn in skeleton.turns}
+    stretches = {call: [] for call in calls if call[0] in turned}
+    for turn in skeleton.turns:
+        slots = defaultdict(list)
+        for k in range(turn.start[0], turn.end[0]):
+            leaf = outline.leaves[skeleton.slots[k].leaf]
+            if leaf.message == turn.message and leaf.call >= 0:
+                slots[calls[leaf.call]].append(k)
+        for call, own in slots.items():
+            last = own[-1] + 1
+            stretches[call] = [cut_stretch(skeleton, turn, first, last, starts) for first in (own[0] + 1, own[0])]
+    return stretches
+
+
+def cut_stretch(skeleton: Skeleton, turn: Turn, first: int, last: int, starts: list[int]) -> Stretch:
+    """The literals `first` to `last`, as far as they are in the turn. `starts`: of the literals, as characters."""
     literals = skeleton.literals[first : last + 1]
+    start = turn.start[1] if first == turn.start[0] else 0
+    end = turn.end[1] if last == turn.end[0] else len(literals[-1])
     literals[-1] = literals[-1][:end]
     literals[0] = literals[0][start:]
-    return literals
+    return Stretch((starts[first] + start, starts[last] + end), literals)
 
 
 def find_bounds(skeleton: Skeleton, text: str) -> list[tuple[int, int, int]]:
@@ -191,12 +222,13 @@ def find_bounds(skeleton: Skeleton, text: str) -> list[tuple[int, int, int]]:
 @dataclass(frozen=True)
 class ArgumentProber:
     """Changes keys and constants of an outline, and looks at what changes in its rendering, `text`. `bounds`: of the
-    turns in it."""
+    turns in it. `places`: where those of each call stand that were looked at."""
 
     outline: Outline
     render: Render
     text: str
     bounds: list[tuple[int, int, int]]
+    places: defaultdict[Call, list[Place]] = field(default_factory=lambda: defaultdict(list))
 
     def find_owner(self, start: int, end: int) -> int | None:
         """The message in whose turn the characters stand."""
@@ -205,35 +237,42 @@ class ArgumentProber:
             return None
         return self.bounds[at][2]
 
-    def render_with(self, changed: dict[int, Message]) -> str | ValueError:
-        messages = [changed.get(i, message) for i, message in enumerate(self.outline.messages)]
+    def get_call(self, call: Call) -> Any:
+        message, number = call
+        return self.outline.messages[message]["tool_calls"][number]
+
+    def render_with(self, changed: dict[Call, Any]) -> str | ValueError:
+        messages = list(self.outline.messages)
+        for i in {message for message, _ in changed}:
+            calls = [changed.get((i, number), call) for number, call in enumerate(messages[i]["tool_calls"])]
+            messages[i] = {**messages[i], "tool_calls": calls}
         try:
             return self.render([messages])[0]
         except ValueError as error:
-            return ValueError(f"a call of message {min(changed) + 1} cannot be tried with other arguments: {error}")
+            return ValueError(f"a call of message {min(changed)[0] + 1} cannot be tried with other arguments: {error}")
 
-    def check_keys(self, messages: Iterable[int]) -> None:
-        """All at once, or, if that does not work, the messages one by one."""
+    def check_keys(self, calls: Sequence[Call]) -> None:
+        """All at once, or, if that does not work, the calls one by one."""
         marked, first = {}, len(self.outline.leaves)
-        owners: list[tuple[int, str]] = []
-        for i in messages:
-            changed, keys = mark_keys(self.outline.messages[i], first + len(owners))
+        owners: list[tuple[Call, str]] = []
+        for call in calls:
+            changed, keys = mark_keys(self.get_call(call), first + len(owners))
             if keys:
-                marked[i] = changed
-                owners += [(i, key) for key in keys]
+                marked[call] = changed
+                owners += [(call, key) for key in keys]
         if not marked:
             return
         if first + len(owners) > MAX_NUM_LEAVES:
             raise ValueError(f"has more than {MAX_NUM_LEAVES:,} texts and arguments to be told apart")
         problem = self.find_problem_of_keys(marked, first, owners)
         if problem is not None and len(marked) > 1:
-            for i in marked:
-                self.check_keys([i])
+            for call in marked:
+                self.check_keys([call])
         elif problem is not None:
             raise problem
 
     def find_problem_of_keys(
-        self, marked: dict[int, Message], first: int, owners: list[tuple[int, str]]
+        self, marked: dict[Call, Any], first: int, owners: list[tuple[Call, str]]
     ) -> ValueError | None:
         rendered = self.render_with(marked)
         if isinstance(rendered, ValueError):
@@ -248,25 +287,29 @@ class ArgumentProber:
                 at = match.end()
         if "".join([*unmarked, rendered[at:]]) != self.text:
             return ValueError(
-                f"the chat template writes the call of message {min(marked) + 1} otherwise for other keys"
+                f"the chat template writes the call of message {min(marked)[0] + 1} otherwise for other keys"
             )
-        for number, (i, key) in enumerate(owners):
-            problem = self.judge(i, f"the key {key!r}", [(place, place + 1) for place in places.get(number, [])])
+        for number, (call, key) in enumerate(owners):
+            problem = self.judge(call, f"the key {key!r}", [(place, place + 1) for place in places.get(number, [])])
             if problem is not None:
                 return problem
         return None
 
-    def judge(self, message: int, what: str, places: list[tuple[int, int]]) -> ValueError | None:
+    def judge(self, call: Call, what: str, places: list[Place]) -> ValueError | None:
+        message, _ = call
+        self.places[call] += places
         if not places:
             return ValueError(f"the chat template leaves {what} out of a call of message {message + 1}")
         if any(self.find_owner(*place) != message for place in places):
             return ValueError(f"the chat template writes {what} of a call of message {message + 1} outside of its turn")
         return None
 
-    def check_constants(self, messages: Iterable[int]) -> None:
+    def check_constants(self, calls: Sequence[Call]) -> None:
         """One of each message at a time; where that does not work, each alone."""
-        by_message = [[(i, *constant) for constant in list_constants(self.outline.messages[i])] for i in messages]
-        for round in zip_longest(*by_message):
+        by_message = defaultdict(list)
+        for call in calls:
+            by_message[call[0]] += [(call, *constant) for constant in list_constants(self.get_call(call))]
+        for round in zip_longest(*by_message.values()):
             changes = [change for change in round if change is not None]
             if changes and self.find_problem_of_constants(changes) is not None:
                 for change in changes:
@@ -274,26 +317,26 @@ class ArgumentProber:
                     if problem is not None:
                         raise problem
 
-    def find_problem_of_constants(self, changes: list[tuple[int, Any, Message]]) -> ValueError | None:
-        rendered = self.render_with({i: message for i, _, message in changes})
+    def find_problem_of_constants(self, changes: list[tuple[Call, Any, Any]]) -> ValueError | None:
+        rendered = self.render_with({call: changed for call, _, changed in changes})
         if isinstance(rendered, ValueError):
             return rendered
         places = find_differences(self.text, rendered)
         if places is None:
-            which = f"message {changes[0][0] + 1}"
+            which = f"message {changes[0][0][0] + 1}"
             return ValueError(f"the chat template writes a call of {which} otherwise where its arguments differ")
-        for i, value, _ in changes:
-            own = [place for place in places if len(changes) == 1 or self.find_owner(*place) == i]
-            problem = self.judge(i, f"the argument {json.dumps(value)}", own)
+        for call, value, _ in changes:
+            own = [place for place in places if len(changes) == 1 or self.find_owner(*place) == call[0]]
+            problem = self.judge(call, f"the argument {json.dumps(value)}", own)
             if problem is not None:
                 return problem
-        others = {i for i, _, _ in changes}
+        others = {message for (message, _), _, _ in changes}
         if any(self.find_owner(*place) not in others for place in places):
             return ValueError("the chat template writes an argument of a call outside of its turn")
         return None
 
 
-def find_differences(text: str, other: str) -> list[tuple[int, int]] | None:
+def find_differences(text: str, other: str) -> list[Place] | None:
     """The parts [start, end) of `text` that differ in `other`: of each literal one; None where placeholders differ."""
     order, literals = split_at_placeholders(text)
     other_order, other_literals = split_at_placeholders(other)

@@ -6,13 +6,15 @@ which of its characters the model generates.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
 from chat.examples import ASSISTANT, Message
-from chat.placeholders import Leaf, Outline, replace_placeholders
+from chat.placeholders import Outline, replace_placeholders
 
 STRIPS = ("", "\n", None)  # what templates strip from a text's ends: nothing, newlines, all whitespace
 PADDING = "\n \n"  # tells apart what each of STRIPS leaves of it
@@ -36,10 +38,9 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a leaf goes in a skeleton, and how the template writes it."""
+class Writing:
+    """How the template writes a leaf."""
 
-    leaf: int
     left: str | None = ""  # what is stripped, each of STRIPS
     right: str | None = ""
     write: Callable[[str], str] = str
@@ -48,6 +49,14 @@ class Slot:
         if isinstance(value, str):
             return self.write(value.lstrip(self.left).rstrip(self.right))
         return json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a leaf goes in a skeleton."""
+
+    leaf: int
+    writing: Writing
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Skeleton:
         """
         pieces = [""] * (2 * len(self.slots) + 1)
         pieces[::2] = self.literals
-        pieces[1::2] = [slot.place(values[slot.leaf]) for slot in self.slots]
+        pieces[1::2] = [slot.writing.place(values[slot.leaf]) for slot in self.slots]
         for turn in self.turns:
             if turn.start in bodies:
                 (first, offset), (last, _) = turn.start, turn.end
@@ -116,7 +125,7 @@ WAYS_TO_WRITE = (str, dump_json, dump_ascii_json)  # as it is, or what stands be
 class SlotMemory:
     """How slots are written, by what stands around them, so that it need not be learned for every conversation."""
 
-    known: dict[tuple[str, str, str, str], Slot] = field(default_factory=dict)
+    known: dict[tuple[str, str, str, str], Writing] = field(default_factory=dict)
 
     def learn_slots(
         self, outline: Outline, order: list[int], literals: list[str], pad: Callable[[], list[str]]
@@ -130,71 +139,69 @@ class SlotMemory:
         if not all(key in self.known for key in keys):
             if len(self.known) > MAX_NUM_REMEMBERED:
                 self.known.clear()
-            self.known.update(zip(keys, fit_slots(outline, order, literals, pad()), strict=True))
-        return [replace(self.known[key], leaf=leaf) for key, leaf in zip(keys, order, strict=True)]
+            kinds = [key[0] for key in keys]
+            self.known.update(zip(keys, fit_writings(kinds, literals, pad()), strict=True))
+        return [Slot(leaf, self.known[key]) for key, leaf in zip(keys, order, strict=True)]
 
 
-def fit_slots(outline: Outline, order: list[int], literals: list[str], gaps: list[str]) -> list[Slot]:
-    """How the template writes each leaf. `gaps` are the literals where texts are padded: with what is left of it."""
-    slots = [Slot(leaf) for leaf in order]
+Written = tuple[str, Writing]  # a leaf's kind, and how it is written
+NOTHING = ("", Writing())  # stands before a conversation's first leaf, and after its last
+
+
+def fit_writings(kinds: list[str], literals: list[str], gaps: list[str]) -> list[Writing]:
+    """How the template writes leaves of these kinds. `gaps` are the literals where texts are padded: with what is left
+    of it."""
+    written = [NOTHING, *((kind, Writing()) for kind in kinds), NOTHING]
     for k, (literal, gap) in enumerate(zip(literals, gaps, strict=True)):
-        before = slots[k - 1] if k > 0 else None
-        after = slots[k] if k < len(slots) else None
-        choice = fit_gap(literal, gap, before, after, outline)
+        before, after = written[k], written[k + 1]
+        choice = fit_gap(literal, gap, before, after)
         if choice is None:
             raise ValueError(f"the chat template changes whitespace at a text's ends: {literal!r} became {gap!r}")
-        if before is not None:
-            slots[k - 1] = choice[0]
-        if after is not None:
-            slots[k] = choice[1]
-    return slots
+        written[k], written[k + 1] = (before[0], choice[0]), (after[0], choice[1])
+    return [writing for _, writing in written[1:-1]]
 
 
-def fit_gap(
-    literal: str, gap: str, before: Slot | None, after: Slot | None, outline: Outline
-) -> tuple[Slot | None, Slot | None] | None:
+def fit_gap(literal: str, gap: str, before: Written, after: Written) -> tuple[Writing, Writing] | None:
     """`before` with its right end and `after` with its left end and its way of writing, so that padding explains how
     `literal` became `gap`. None if nothing does.
 
     What the template puts around some arguments only (CDATA, say) is left open: a turn that has it is read as what
     stands between what surrounds it.
     """
-    first_candidates, second_candidates = list_ends(before, outline), list_beginnings(after, outline)
+    first_candidates, second_candidates = list_ends(*before), list_beginnings(*after)
     for first, left_of_gap in first_candidates:
         for second, right_of_gap in second_candidates:
             if left_of_gap + literal + right_of_gap == gap:
                 return first, second
-    is_open_before, is_open_after = is_argument(before, outline), is_argument(after, outline)
-    if is_open_before and is_open_after:
-        return (before, after) if literal in gap else None
-    if is_open_before:
-        return next(((before, second) for second, right in second_candidates if gap.endswith(literal + right)), None)
-    if is_open_after:
-        return next(((first, after) for first, left in first_candidates if gap.startswith(left + literal)), None)
+    (kind_before, first), (kind_after, second) = before, after
+    if kind_before == kind_after == "argument":
+        return (first, second) if literal in gap else None
+    if kind_before == "argument":
+        return next(((first, second) for second, right in second_candidates if gap.endswith(literal + right)), None)
+    if kind_after == "argument":
+        return next(((first, second) for first, left in first_candidates if gap.startswith(left + literal)), None)
     return None
 
 
-def is_argument(slot: Slot | None, outline: Outline) -> bool:
-    return slot is not None and outline.leaves[slot.leaf].kind == "argument"
+def is_padded(kind: str) -> bool:
+    return kind in ("content", "reasoning", "argument")
 
 
-def is_padded(leaf: Leaf) -> bool:
-    return leaf.kind in ("content", "reasoning", "argument")
+@cache
+def list_ends(kind: str, writing: Writing) -> list[tuple[Writing, str]]:
+    """What may be left of a leaf's padding at its end."""
+    if not is_padded(kind):
+        return [(writing, "")]
+    return [(replace(writing, right=chars), writing.write((LETTER + PADDING).rstrip(chars))) for chars in STRIPS]
 
 
-def list_ends(slot: Slot | None, outline: Outline) -> list[tuple[Slot | None, str]]:
-    """What may be left of a slot's padding at its end."""
-    if slot is None or not is_padded(outline.leaves[slot.leaf]):
-        return [(slot, "")]
-    return [(replace(slot, right=chars), slot.write((LETTER + PADDING).rstrip(chars))) for chars in STRIPS]
-
-
-def list_beginnings(slot: Slot | None, outline: Outline) -> list[tuple[Slot | None, str]]:
-    """What may be left of a slot's padding at its beginning, however it is written."""
-    if slot is None or not is_padded(outline.leaves[slot.leaf]):
-        return [(slot, "")]
+@cache
+def list_beginnings(kind: str, writing: Writing) -> list[tuple[Writing, str]]:
+    """What may be left of a leaf's padding at its beginning, however it is written."""
+    if not is_padded(kind):
+        return [(writing, "")]
     return [
-        (replace(slot, left=chars, write=write), write((PADDING + LETTER).lstrip(chars)))
+        (replace(writing, left=chars, write=write), write((PADDING + LETTER).lstrip(chars)))
         for write in WAYS_TO_WRITE
         for chars in STRIPS
     ]
@@ -204,7 +211,7 @@ def pad_outline(outline: Outline) -> list[Message]:
     """The outline's messages, where whitespace and a letter surround each text."""
 
     def pad(i: int, placeholder: Any) -> Any:
-        if not is_padded(outline.leaves[i]):
+        if not is_padded(outline.leaves[i].kind):
             return placeholder
         return f"{PADDING}{LETTER}{placeholder}{LETTER}{PADDING}"
 
@@ -261,15 +268,16 @@ def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) ->
     if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
         return None
     rest = text[len(before) : len(text) - len(after)]
-    if any(not part or count_overlapping(rest, part) != between.count(part) for part in between):
+    if any(not part or count_overlapping(rest, part) != count for part, count in Counter(between).items()):
         return None
-    bodies = []
+    bodies, at = [], 0
     for part in between:
-        body, found, rest = rest.partition(part)
-        if not found:
+        found = rest.find(part, at)
+        if found < 0:
             return None
-        bodies.append(body)
-    return [*bodies, rest]
+        bodies.append(rest[at:found])
+        at = found + len(part)
+    return [*bodies, rest[at:]]
 
 
 def count_overlapping(text: str, part: str) -> int:

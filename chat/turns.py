@@ -262,8 +262,9 @@ class TurnLearner:
         found = self.stops.special.search(literal)
         before = found.start() if found else 0
         start = literal[:before]
-        for key in list_keys(self.outline.messages[message]):
-            start = start.replace(json.dumps(key, ensure_ascii=False), '"key"')
+        if start.count('"') >= 2:  # without two quotes there is no key in it
+            for key in list_keys(self.outline.messages[message]):
+                start = start.replace(json.dumps(key, ensure_ascii=False), '"key"')
         return last_new, (start, literal[before:], *others, *kinds, *following, calls), before
 
     def learn_end_by_cut(self, message: int, own: list[int]) -> tuple[int, int] | None:

@@ -372,6 +372,27 @@ def test_long_conversations_cost_few_renderings():
     assert len(rendered) < 3 * 3
 
 
+def test_calls_are_known_one_by_one(monkeypatch):
+    """Two calls that were in other messages are not tried again where they are in one."""
+    masker, rendered = make_masker.__wrapped__("trl:qwen3" if TRL else "content that may not be null"), []
+    render = masker.render
+
+    def count(conversations: list, **options: object) -> list[str]:
+        rendered.extend(conversations)
+        return render(conversations, **options)
+
+    def make_row(first: dict, second: dict) -> Chat:
+        calls = call(first), call(second, name="look_up", id="ghi456jkl")
+        return Chat([USER, calling(*calls), result(), SECOND_RESULT, ANSWER], tools=TOOLS)
+
+    a, b, c = {"deep": True, "terms": "two"}, {"n": 2, "none": None}, {"terms": "", "wide": False}
+    masker.mask([make_row(a, b), make_row(b, c)])
+    monkeypatch.setattr(masker, "render", count)
+    (known,) = masker.mask([make_row(a, c)])
+    assert not isinstance(known, ValueError)
+    assert len(rendered) == 3, "the row, its outline, and once more with whitespace around the texts"
+
+
 words = st.text("ab \n<\"'é", min_size=1, max_size=6).map(lambda text: f"v{text}v")
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | words | st.just(""),
