@@ -272,8 +272,11 @@ class TurnLearner:
         cut_own = [leaf for leaf in order if self.outline.leaves[leaf].message == message]
         if not cut_own or order[-1] != cut_own[-1]:
             raise ValueError(f"it is not certain where message {message + 1} ends: the chat template repeats its texts")
-        ends = [self.find_last(leaf, cut_own, own) for leaf in set(cut_own)]
-        if None in ends:
+        leaves, here = self.outline.leaves, {self.order[k] for k in own}
+        # Reasoning may be left out where the conversation goes on: the turn then ends where it does without.
+        remaining = {leaf for leaf in cut_own if leaf in here or leaves[leaf].kind != "reasoning"}
+        ends = [self.find_last(leaf, cut_own, own) for leaf in remaining]
+        if cut_own[-1] not in remaining or None in ends:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
         last = max(ends)
         known_ids = [k for k in own if self.outline.leaves[self.order[k]].kind == "id" and self.order[k] not in cut_own]

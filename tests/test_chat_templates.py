@@ -422,10 +422,17 @@ def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
 
 
 @cache
-def make_masker(name: str) -> ChatMasker:
-    family = FAMILIES[name]
-    tokenizer = make_tokenizer(family)
-    return ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(family.stops)))
+def find_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    return make_tokenizer(FAMILIES[name])
+
+
+def make_new_masker(name: str) -> ChatMasker:
+    """One that has not seen any conversation yet."""
+    tokenizer = find_tokenizer(name)
+    return ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(FAMILIES[name].stops)))
+
+
+make_masker = cache(make_new_masker)
 
 
 def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict] | None = None) -> list[str]:
@@ -483,7 +490,7 @@ def test_missing_stop_token_allowed_in_vain(name):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_trained_text(name, case):
-    masker, expected = make_masker(name), FAMILIES[name].trained[case]
+    masker, expected = make_new_masker(name), FAMILIES[name].trained[case]
     tools = [TOOL] if case == "tools" else None
     if isinstance(expected, Refused):
         with pytest.raises(ValueError) as error:
