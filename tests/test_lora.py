@@ -18,10 +18,11 @@ from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, compile_by, save_mod
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen3MoeConfig
 
 from chat.masking import fingerprint_tokenizer
+from command_line import find_problems
 from corpus.reader import TokenizedData
 from methods.lora import NUM_COMPARED, LoRA
 from methods.nf4 import NF4Linear, pack, unpack
-from options import DataOptions, LoRAOptions
+from options import DataOptions, LoRAOptions, TrainOptions, group_options
 from sampler import draw_samples
 
 BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
@@ -398,3 +399,23 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     assert again.returncode == 2 and "is there already" in again.stderr
     none = run_forked(0, "merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
     assert none.returncode == 2 and "holds no adapter_config.json" in none.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (dict(lora_rank=8, base_quantization="nf4"), "--lora-rank, --base-quantization: no effect without --lora"),
+        (dict(lora=True, lora_rank=0), "--lora-rank 0: must be at least 1"),
+        (dict(lora=True, lora_alpha=0.0), "--lora-alpha 0.0: must be above 0"),
+        (dict(lora=True, lora_dropout=1.0), "--lora-dropout 1.0: must be at least 0 and below 1"),
+        (dict(lora=True, osft=True, osft_unfreeze_rank_ratio=0.5), "--lora and --osft both say what trains: give one"),
+        (dict(lora=True, master_weights="bfloat16"), "--master-weights bfloat16 has no effect with --lora"),
+        (dict(lora=True, float8=True), "--float8 cannot be used with --lora"),
+        (dict(lora=True, lora_use_dora=True, base_quantization="nf4"), "--lora-use-dora needs the whole weights"),
+        (dict(lora=True, lora_adapter="a", lora_rank=4), "--lora-rank: no effect with --lora-adapter, which says it"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, problem):
+    given = group_options(TrainOptions, model_name_or_path="m", data_path="d", output_dir="o", max_steps=1, **options)
+    (found,) = find_problems(given)
+    assert found.startswith(problem)
