@@ -190,8 +190,9 @@ class Soak:
         tally.counts["runs"] += 1
         tally.counts["mismatches"] += not is_same
         name = f"{num_ranks} ranks{', async' if is_async else ''}"
-        print(f"{time.strftime('%H:%M:%S')} run {number}: {name}, {kills} kills, {'the same bit for bit' if is_same else 'DIFFERENT'}; "
-              f"{self.total().counts['kills']} kills so far", flush=True)  # fmt: skip
+        verdict = "the same bit for bit" if is_same else "DIFFERENT"
+        print(f"{time.strftime('%H:%M:%S')} run {number}: {name}, {kills} kills, {verdict};", end=" ")
+        print(f"{self.total().counts['kills']} kills so far", flush=True)
         if is_same and job.process.returncode == 0:
             shutil.rmtree(output_dir)
 
