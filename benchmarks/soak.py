@@ -6,8 +6,8 @@
 Every run is the real program on a tiny model: a fresh directory, kills of all ranks, one rank or torchrun (SIGKILL),
 most of them aimed at the moment in which a checkpoint or an export is being written, until the run comes to its end.
 After each kill the metrics so far, and at its end these, the last checkpoint and the last export are compared, bit for
-bit, with a run on as many ranks that nobody disturbed. The layout with the fewest kills is next. Prints a line for each
-run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
+bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS` gets as many kills. Prints a line for
+each run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
 
 With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
 ranks are forked from a process that has imported everything (tests/forked.py), and there is no torchrun: when a rank is
@@ -40,7 +40,7 @@ from processes import ENV, Job, flags, is_alive, list_children, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-NUM_STEPS, BATCH_SIZE = 100, 8  # about twenty kills a run
+NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 40
 SECONDS_TO_BE_GONE = 10
 SECONDS_TO_MOMENT = 180  # for a start to come to the moment at which it is to be killed, on a busy machine
 LAYOUTS = [  # ranks, and whether checkpoints are written in the background
@@ -161,16 +161,16 @@ class Soak:
             self.references[num_ranks] = Reference(read_steps(output_dir), hashes(output_dir), seconds)
         return self.references[num_ranks]
 
-    def run_once(self, number: int, is_over: Callable[[], bool]) -> None:
-        """One run from zero to its end, killed again and again until `is_over`."""
-        layout = num_ranks, is_async = min(LAYOUTS, key=self.kills.__getitem__)
+    def run_once(self, number: int, layout: tuple[int, bool], may_kill: Callable[[], bool]) -> None:
+        """One run from zero to its end, killed again and again while it may be."""
+        num_ranks, is_async = layout
         reference, tally = self.reference(num_ranks), self.tallies[num_ranks]
         output_dir = self.root / f"run_{number}"
         argv = make_arguments(self.inputs, output_dir, is_async)
         kills, expected, begun, is_same = 0, 0, 0, True
         while True:
             job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
-            is_killed = not is_over() and self.kill(job, num_ranks)
+            is_killed = kills < KILLS_PER_RUN and may_kill() and self.kill(job, num_ranks)
             job.process.wait(timeout=600)
             self.check_start(job, tally, expected=expected, begun=begun)
             rows = read_steps(output_dir)
@@ -315,23 +315,23 @@ def send(number: signal.Signals, pids: Sequence[int] | set[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, required=True, help="no kill after them; the last run ends by itself")
-    parser.add_argument("--kills", type=int, help="no more than these")
+    parser.add_argument("--kills", type=int, default=1000, help="so many, rounded up to an equal share of each layout")
     parser.add_argument("--starts", choices=("torchrun", "forked"), default="torchrun")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ |= ENV  # which forked processes have from this one
     root = Path(tempfile.mkdtemp(prefix="soak_"))
     soak = Soak(root, options.seed, is_forked=options.starts == "forked")
-    begin = time.monotonic()
-
-    def is_over() -> bool:
-        is_late = time.monotonic() > begin + 60 * options.minutes
-        return is_late or (options.kills is not None and soak.total().counts["kills"] >= options.kills)
-
+    begin, share = time.monotonic(), -(-options.kills // len(LAYOUTS))
     for number in itertools.count():
-        if is_over():
+        layout = min(LAYOUTS, key=soak.kills.__getitem__)
+
+        def may_kill(layout: tuple[int, bool] = layout) -> bool:
+            return soak.kills[layout] < share and time.monotonic() < begin + 60 * options.minutes
+
+        if not may_kill():
             break
-        soak.run_once(number, is_over)
+        soak.run_once(number, layout, may_kill)
     print(f"seed {options.seed}, {options.starts} starts, {(time.monotonic() - begin) / 60:.0f} minutes")
     soak.print_table()
     if soak.total().counts["bad"]:
