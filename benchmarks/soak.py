@@ -40,7 +40,7 @@ from processes import ENV, Job, flags, is_alive, list_children, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 40
+NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 25
 SECONDS_TO_BE_GONE = 10
 SECONDS_TO_MOMENT = 180  # for a start to come to the moment at which it is to be killed, on a busy machine
 LAYOUTS = [  # ranks, and whether checkpoints are written in the background
@@ -134,6 +134,7 @@ class Reference:
     rows: list[dict]
     files: dict[str, str]  # SHA-256 by name
     seconds_to_first_step: float
+    seconds_per_step: float  # with its share of checkpoints and exports
 
 
 class Soak:
@@ -156,9 +157,10 @@ class Soak:
             begin = time.monotonic()
             if not wait_until(job, lambda: read_steps(output_dir)):
                 raise RuntimeError(f"the undisturbed run does not begin:\n{job.log.read_text()}")
-            seconds = time.monotonic() - begin
+            first = time.monotonic()
             job.process.wait()
-            self.references[num_ranks] = Reference(read_steps(output_dir), hashes(output_dir), seconds)
+            seconds = first - begin, (time.monotonic() - first) / NUM_STEPS
+            self.references[num_ranks] = Reference(read_steps(output_dir), hashes(output_dir), *seconds)
         return self.references[num_ranks]
 
     def run_once(self, number: int, layout: tuple[int, bool], may_kill: Callable[[], bool]) -> None:
@@ -242,8 +244,13 @@ class Soak:
             return not wait_until(job, lambda: False, seconds=seconds) and job.process.poll() is None
         if not wait_until(job, lambda: re.search(r"^step \d+/", job.log.read_text(), re.MULTILINE)):
             return False
-        wait_until(job, lambda: False, seconds=self.random.uniform(0, 0.6))
-        if moment == "a save":
+        if moment == "the loop":
+            seconds = self.random.uniform(0, 12 * self.reference(num_ranks).seconds_per_step)
+            wait_until(job, lambda: False, seconds=seconds)
+        else:
+            for _ in range(self.random.choice([0, 0, 1, 2])):  # let pass, or no run would get past its next save
+                wait_until(job, lambda: is_saving(job.output_dir), pause=0.001)
+                wait_until(job, lambda: not is_saving(job.output_dir), pause=0.001)
             if not wait_until(job, lambda: is_saving(job.output_dir), pause=0.001):
                 return False
             time.sleep(self.random.choice([0, 0, self.random.uniform(0, 0.02), self.random.uniform(0, 0.1)]))
