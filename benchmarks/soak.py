@@ -110,7 +110,7 @@ class Tally:
     """What came of the runs on one number of ranks, or on all of them."""
 
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
-    lost_steps: list[int] = field(default_factory=list)  # of each start that resumed
+    lost_steps: list[int] = field(default_factory=list)  # of each start that finds steps taken
     seconds_to_be_gone: list[float] = field(default_factory=list)  # of each kill
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -269,6 +269,7 @@ class Soak:
         resumed = int(found[2] or 0) if found else None
         if resumed:
             tally.counts["resumes"] += 1
+        if found and begun > 0:
             tally.lost_steps.append(max(0, begun - resumed))
         if resumed not in (None, expected) or "cannot be trusted" in text:
             self.bad(tally, job, f"step {expected} was there, and the start went on from {resumed}")
