@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
 
 import torch
+from forked import ForkedJob
 from processes import RAISING_RANK, Job, flags, is_alive, list_children, torchrun, torchrun_node
 from soak import newest_checkpoint, read_steps
 from tiny_data import make_samples, write_samples
@@ -56,7 +57,8 @@ class Run:
     reference: Path
     inputs: dict[str, Any]
     num_steps: int = NUM_STEPS
-    job: Job = None
+    is_forked: bool = False  # sooner started, for faults that strike in or after a step and need no torchrun
+    job: Job | ForkedJob = None
     begin: float = 0.0  # when the fault struck
     seconds: float = 0.0  # from then until every process was gone
     log: str = ""
@@ -71,6 +73,9 @@ class Run:
         argv = self.command(**fault.options)
         alone = self.num_ranks == 1 and not fault.needs_torchrun
         env = {name: text.format(root=self.root) for name, text in fault.env.items()}
+        if self.is_forked:
+            self.job = ForkedJob(0 if alone else self.num_ranks, argv, self.output_dir, env=env)
+            return
         self.job = Job([sys.executable, *argv] if alone else torchrun(self.num_ranks, *argv), self.output_dir, env=env)
 
     def steps(self, count: int = 4) -> None:

@@ -1,11 +1,18 @@
 """Kills a training run at random instants, starts it again, and checks that nothing was lost and nothing changed.
 
     python benchmarks/soak.py --minutes 60 --seed 1
+    python benchmarks/soak.py --starts forked --kills 1000 --minutes 120
 
 Every run is the real program on a tiny model: a fresh directory, kills of all ranks, one rank or torchrun (SIGKILL),
-about half of them aimed at the moment in which a checkpoint or an export is being written, until the run comes to its
-end. Then its metrics and its last checkpoint are compared, bit for bit, with a run of the same layout that nobody
-disturbed. Prints a line for each run and a summary; exits with 1 if anything was not as promised.
+most of them aimed at the moment in which a checkpoint or an export is being written, until the run comes to its end.
+After each kill the metrics so far, and at its end these, the last checkpoint and the last export are compared, bit for
+bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS` gets as many kills. Prints a line for
+each run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
+
+With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
+ranks are forked from a process that has imported everything (tests/forked.py), and there is no torchrun: when a rank is
+killed, the others have to end by themselves. Only before the ranks are tied together nothing but torchrun could end
+them, and a SIGTERM is sent in its place.
 """
 
 import argparse
@@ -16,22 +23,26 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
 
-from processes import ENV, flags, is_alive, list_children, torchrun
+from forked import ForkedJob
+from processes import ENV, Job, flags, is_alive, list_children, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-NUM_STEPS = 60
+NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 25
 SECONDS_TO_BE_GONE = 10
+SECONDS_TO_MOMENT = 180  # for a start to come to the moment at which it is to be killed, on a busy machine
 LAYOUTS = [  # ranks, and whether checkpoints are written in the background
     (1, False),
     (1, True),
@@ -40,17 +51,28 @@ LAYOUTS = [  # ranks, and whether checkpoints are written in the background
     (4, True),
 ]
 TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
+TIED = r"^(resuming from .*step_(\d+):|starting from step 0)"  # what a start says once every rank knows the others
+HEAD = (
+    "ranks", "kills", "of all", "of one rank", "of torchrun", "in a save", "in start-up", "resumes",
+    "steps lost: median, most", "s until all were gone: median, most", "runs", "mismatches", "bad",
+)  # fmt: skip
 
 
-def command(inputs: dict[str, Path], output_dir: Path, num_ranks: int, is_async: bool) -> list[str]:
+def make_arguments(inputs: dict[str, Path], output_dir: Path, is_async: bool) -> list[str]:
     """One run: a checkpoint every 5 steps, an export about every 16."""
     argv = flags(
-        **inputs, output_dir=output_dir, batch_size=8, max_tokens_per_gpu=64, max_steps=NUM_STEPS, learning_rate=1e-3,
-        checkpoint_every_steps=5, min_samples_per_checkpoint=128, async_checkpoint=is_async,
-        activation_checkpointing="none",
+        **inputs, output_dir=output_dir, batch_size=BATCH_SIZE, max_tokens_per_gpu=128, max_steps=NUM_STEPS,
+        learning_rate=1e-3, checkpoint_every_steps=5, min_samples_per_checkpoint=16 * BATCH_SIZE,
+        async_checkpoint=is_async, activation_checkpointing="none",
     )  # fmt: skip
-    script = str(ROOT / "train.py")
-    return [sys.executable, script, *argv] if num_ranks == 1 else torchrun(num_ranks, script, *argv)
+    return [str(ROOT / "train.py"), *argv]
+
+
+def start(num_ranks: int, argv: Sequence[str], output_dir: Path, *, is_forked: bool) -> Job | ForkedJob:
+    """One rank is `python train.py`, or what is forked in its place."""
+    if is_forked:
+        return ForkedJob(num_ranks if num_ranks > 1 else 0, argv, output_dir)
+    return Job([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv), output_dir)
 
 
 def read_steps(output_dir: Path) -> list[dict]:
@@ -66,7 +88,7 @@ def read_steps(output_dir: Path) -> list[dict]:
 def hashes(output_dir: Path) -> dict[str, str]:
     """SHA-256 of every file of weights and optimizer state in the last checkpoint, and of the last export's."""
     (checkpoint,) = output_dir.glob(f"checkpoints/step_{NUM_STEPS}")
-    (export,) = output_dir.glob(f"hf_format/samples_{NUM_STEPS * 8}")
+    (export,) = output_dir.glob(f"hf_format/samples_{NUM_STEPS * BATCH_SIZE}")
     found = {}
     for directory in (checkpoint, export):
         files = json.loads((directory / "manifest.json").read_text())["files"]
@@ -83,139 +105,246 @@ def is_saving(output_dir: Path) -> bool:
     return any(itertools.chain(output_dir.glob("checkpoints/.writing_*"), output_dir.glob("hf_format/.writing_*")))
 
 
+@dataclass
+class Tally:
+    """What came of the runs on one number of ranks, or on all of them."""
+
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    lost_steps: list[int] = field(default_factory=list)  # of each start that finds steps taken
+    seconds_to_be_gone: list[float] = field(default_factory=list)  # of each kill
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(
+            self.counts + other.counts,
+            self.lost_steps + other.lost_steps,
+            self.seconds_to_be_gone + other.seconds_to_be_gone,
+        )
+
+    def format_row(self, name: str) -> str:
+        lost, gone = sorted(self.lost_steps) or [0], sorted(self.seconds_to_be_gone) or [0.0]
+        cells = [name, *(self.counts[key] for key in HEAD[1:8]), f"{lost[len(lost) // 2]}, {lost[-1]}",
+                 f"{gone[len(gone) // 2]:.2f}, {gone[-1]:.2f}", *(self.counts[key] for key in HEAD[10:])]  # fmt: skip
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The undisturbed run on one number of ranks."""
+
+    rows: list[dict]
+    files: dict[str, str]  # SHA-256 by name
+    seconds_to_first_step: float
+    seconds_per_step: float  # with its share of checkpoints and exports
+
+
 class Soak:
-    def __init__(self, root: Path, seed: int):
-        self.root, self.random = root, random.Random(seed)
+    def __init__(self, root: Path, seed: int, *, is_forked: bool):
+        self.root, self.random, self.is_forked = root, random.Random(seed), is_forked
         model = save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))
         data = write_samples(root / "data.arrow", make_samples(37, vocab_size=VOCAB_SIZE))
-        self.steps_before = 0  # in the metrics when the last kill came
         self.inputs = dict(model_name_or_path=model, data_path=data)
-        self.references: dict[int, tuple[list[dict], dict[str, str]]] = {}
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.lost_steps: list[int] = []
-        self.seconds_to_be_gone: list[float] = []
+        self.references: dict[int, Reference] = {}
+        self.tallies = {num_ranks: Tally() for num_ranks, _ in LAYOUTS}
+        self.kills = dict.fromkeys(LAYOUTS, 0)
+        self.endings: collections.Counter[str] = collections.Counter()  # exit.json after a rank or torchrun was killed
 
-    def reference(self, num_ranks: int) -> tuple[list[dict], dict[str, str]]:
+    def reference(self, num_ranks: int) -> Reference:
         """What the undisturbed run leaves; written synchronously, which must make no difference."""
         if num_ranks not in self.references:
             output_dir = self.root / f"reference_{num_ranks}"
-            subprocess.run(
-                command(self.inputs, output_dir, num_ranks, False), env=ENV, check=True, stderr=subprocess.DEVNULL
-            )
-            self.references[num_ranks] = read_steps(output_dir), hashes(output_dir)
+            argv = make_arguments(self.inputs, output_dir, False)
+            job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
+            begin = time.monotonic()
+            if not wait_until(job, lambda: read_steps(output_dir)):
+                raise RuntimeError(f"the undisturbed run does not begin:\n{job.log.read_text()}")
+            first = time.monotonic()
+            job.process.wait()
+            seconds = first - begin, (time.monotonic() - first) / NUM_STEPS
+            self.references[num_ranks] = Reference(read_steps(output_dir), hashes(output_dir), *seconds)
         return self.references[num_ranks]
 
-    def run_once(self, number: int, deadline: float) -> None:
-        """One run from zero to its end, killed again and again."""
-        num_ranks, is_async = LAYOUTS[number % len(LAYOUTS)]
+    def run_once(self, number: int, layout: tuple[int, bool], may_kill: Callable[[], bool]) -> None:
+        """One run from zero to its end, killed again and again while it may be."""
+        num_ranks, is_async = layout
+        reference, tally = self.reference(num_ranks), self.tallies[num_ranks]
         output_dir = self.root / f"run_{number}"
-        kills, expected, log_path = 0, 0, self.root / f"run_{number}.log"
-        self.steps_before = 0
+        argv = make_arguments(self.inputs, output_dir, is_async)
+        kills, expected, begun, is_same = 0, 0, 0, True
         while True:
-            with open(log_path, "ab") as log:
-                begin = log.tell()
-                process = subprocess.Popen(
-                    command(self.inputs, output_dir, num_ranks, is_async), env=ENV, stdout=log, stderr=log,
-                    start_new_session=True,
-                )  # fmt: skip
-            is_killed = time.monotonic() < deadline and self.kill(process, output_dir, num_ranks)
-            process.wait()
-            text = log_path.read_bytes()[begin:].decode(errors="replace")
-            self.check_start(text, expected, begun=self.steps_before)
+            job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
+            is_killed = kills < KILLS_PER_RUN and may_kill() and self.kill(job, num_ranks)
+            job.process.wait(timeout=600)
+            self.check_start(job, tally, expected=expected, begun=begun)
+            rows = read_steps(output_dir)
+            if rows != reference.rows[: len(rows)]:
+                is_same = False
+                self.bad(tally, job, f"step {begun} on: not the metrics of the undisturbed run")
             if not is_killed:
                 break
             kills += 1
-            expected, self.steps_before = newest_checkpoint(output_dir), len(read_steps(output_dir))
-        if process.returncode != 0:
-            self.bad(f"run {number}: ended with {process.returncode}; see {log_path}")
-        rows, files = self.reference(num_ranks)
-        is_same = read_steps(output_dir) == rows and hashes(output_dir) == files
-        self.counts["runs"] += 1
-        if not is_same:
-            self.bad(f"run {number}: not the undisturbed run")
-            self.counts["mismatches"] += 1
-        print(f"run {number}: {num_ranks} ranks{', async' if is_async else ''}, {kills} kills, "
-              f"{'the same bit for bit' if is_same else 'DIFFERENT'}; {self.summary()}", flush=True)  # fmt: skip
+            self.kills[layout] += 1
+            expected, begun = newest_checkpoint(output_dir), len(rows)
+        if job.process.returncode != 0:
+            self.bad(tally, job, f"ended by itself with {job.process.returncode}")
+        elif hashes(output_dir) != reference.files or len(rows) != NUM_STEPS:
+            is_same = False
+            self.bad(tally, job, "not the checkpoint and the export of the undisturbed run")
+        tally.counts["runs"] += 1
+        tally.counts["mismatches"] += not is_same
+        name = f"{num_ranks} ranks{', async' if is_async else ''}"
+        verdict = "the same bit for bit" if is_same else "DIFFERENT"
+        print(f"{time.strftime('%H:%M:%S')} run {number}: {name}, {kills} kills, {verdict};", end=" ")
+        print(f"{self.total().counts['kills']} kills so far", flush=True)
+        if is_same and job.process.returncode == 0:
+            shutil.rmtree(output_dir)
 
-    def kill(self, process: subprocess.Popen, output_dir: Path, num_ranks: int) -> bool:
+    def kill(self, job: Job | ForkedJob, num_ranks: int) -> bool:
         """Kills what is chosen at the instant that is chosen; False if the run was over before."""
-        aim = self.random.choice(["save", "save", "save", "any"])
-        metrics = output_dir / "training_metrics_0.jsonl"
-        until_loop = self.random.random() < 0.9  # else the start is what is hit
-        delay = self.random.uniform(0, 6)
-        begin = time.monotonic()
-        size = metrics.stat().st_size if metrics.exists() else 0
-        if until_loop:
-            while process.poll() is None and not (metrics.exists() and metrics.stat().st_size != size):
-                time.sleep(0.005)
-            delay = self.random.uniform(0, 0.6)
-            begin = time.monotonic()
-        while process.poll() is None and time.monotonic() < begin + delay:
-            time.sleep(0.001)
-        if aim == "save" and until_loop:
-            while process.poll() is None and not is_saving(output_dir):
-                time.sleep(0.001)
-            time.sleep(self.random.choice([0, 0, self.random.uniform(0, 0.02)]))
-        if process.poll() is not None:
+        tally, output_dir = self.tallies[num_ranks], job.output_dir
+        moment = self.random.choices(["a save", "the loop", "start-up"], [0.65, 0.2, 0.15])[0]
+        if not self.wait_for(moment, job, num_ranks):
+            if job.process.poll() is None:
+                self.bad(tally, job, f"{moment} never came")
+                job.kill()
             return False
-        pids = [process.pid, *list_children(process.pid)]
-        ranks = pids[1:] if num_ranks > 1 else pids
-        target = self.random.choice(["all", "one", "torchrun"]) if num_ranks > 1 and len(ranks) == num_ranks else "all"
-        victims = {"all": pids, "one": [self.random.choice(ranks or pids)], "torchrun": [process.pid]}[target]
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+
+        # Who is killed.
+        ranks = self.find_ranks(job, num_ranks)
+        targets = ["all", "one rank"] if self.is_forked else ["all", "one rank", "torchrun"]
+        target = self.random.choice(targets) if len(ranks) == num_ranks > 1 else "all"
+        pids = {"all": {job.process.pid, *ranks}, "one rank": {self.random.choice(ranks or [0])}}
+        victims = pids.get(target, {job.process.pid})
+        is_tied = re.search(TIED, job.log.read_text(), re.MULTILINE) is not None
+        send(signal.SIGKILL, victims)
         killed = time.monotonic()
-        while any(is_alive(pid) for pid in ranks) and time.monotonic() < killed + SECONDS_TO_BE_GONE:
+        if target == "one rank" and self.is_forked and not is_tied:
+            send(signal.SIGTERM, set(ranks) - victims)
+
+        # When the others are gone, and what they have said.
+        while any(map(is_alive, ranks)) and time.monotonic() < killed + SECONDS_TO_BE_GONE:
             time.sleep(0.01)
-        survivors = [pid for pid in ranks if is_alive(pid)]
+        tally.seconds_to_be_gone.append(time.monotonic() - killed)
+        tally.counts.update(["kills", f"of {target}"])
+        survivors = list(filter(is_alive, ranks))
         if survivors:
-            self.bad(f"{target} killed: {len(survivors)} ranks still there after {SECONDS_TO_BE_GONE} s")
-            for pid in survivors:
-                os.kill(pid, signal.SIGKILL)
-        self.seconds_to_be_gone.append(time.monotonic() - killed)
-        self.counts["kills"] += 1
-        self.counts[f"kills of {target}"] += 1
-        self.counts["kills inside a save"] += is_saving(output_dir)
-        self.counts["kills during start-up"] += not until_loop
+            self.bad(tally, job, f"{target} killed: {len(survivors)} ranks still there after {SECONDS_TO_BE_GONE} s")
+            send(signal.SIGKILL, survivors)
+        if moment == "start-up":
+            tally.counts["in start-up"] += 1
+        else:
+            tally.counts["in a save"] += is_saving(output_dir)
+            if target != "all":
+                self.check_ending(job, tally)
         return True
 
-    def check_start(self, text: str, expected: int, *, begun: int) -> None:
+    def wait_for(self, moment: str, job: Job | ForkedJob, num_ranks: int) -> bool:
+        """Waits until a start is where it is to be killed; False if it has ended, or does not get there."""
+        if moment == "start-up":
+            seconds = self.random.uniform(0, 1.1 * self.reference(num_ranks).seconds_to_first_step)
+            return not wait_until(job, lambda: False, seconds=seconds) and job.process.poll() is None
+        if not wait_until(job, lambda: re.search(r"^step \d+/", job.log.read_text(), re.MULTILINE)):
+            return False
+        if moment == "the loop":
+            seconds = self.random.uniform(0, 12 * self.reference(num_ranks).seconds_per_step)
+            wait_until(job, lambda: False, seconds=seconds)
+        else:
+            for _ in range(self.random.choice([0, 0, 1, 2])):  # let pass, or no run would get past its next save
+                wait_until(job, lambda: is_saving(job.output_dir), pause=0.001)
+                wait_until(job, lambda: not is_saving(job.output_dir), pause=0.001)
+            if not wait_until(job, lambda: is_saving(job.output_dir), pause=0.001):
+                return False
+            time.sleep(self.random.choice([0, 0, self.random.uniform(0, 0.02), self.random.uniform(0, 0.1)]))
+        return job.process.poll() is None
+
+    def find_ranks(self, job: Job | ForkedJob, num_ranks: int) -> list[int]:
+        """Process ids; fewer than there are to be while torchrun is starting them."""
+        if self.is_forked:
+            return list(job.ranks.values())
+        return [job.process.pid] if num_ranks == 1 else list_children(job.process.pid)
+
+    def check_start(self, job: Job | ForkedJob, tally: Tally, *, expected: int, begun: int) -> None:
         """The start must have gone on from the newest checkpoint there was, unless it was killed before it said so."""
-        found = re.search(r"^resuming from .*step_(\d+):", text, re.MULTILINE)
-        fresh = re.search(r"^starting from step 0", text, re.MULTILINE)
-        if found:
-            self.counts["resumes"] += 1
-            self.lost_steps.append(max(0, begun - int(found[1])))
-        if (found and int(found[1]) != expected) or (fresh and expected > 0) or "cannot be trusted" in text:
-            self.bad(f"step {expected} was there, and the start said: {(found or fresh)[0]}")
+        text = job.log.read_text(errors="replace")
+        found = re.search(TIED, text, re.MULTILINE)
+        resumed = int(found[2] or 0) if found else None
+        if resumed:
+            tally.counts["resumes"] += 1
+        if found and begun > 0:
+            tally.lost_steps.append(max(0, begun - resumed))
+        if resumed not in (None, expected) or "cannot be trusted" in text:
+            self.bad(tally, job, f"step {expected} was there, and the start went on from {resumed}")
 
-    def bad(self, what: str) -> None:
-        self.counts["bad"] += 1
-        print(f"BAD: {what}", flush=True)
+    def check_ending(self, job: Job | ForkedJob, tally: Tally) -> None:
+        """What the ranks that were not killed have said of it; the run may have been over by then."""
+        path = job.output_dir / "exit.json"
+        name = json.loads(path.read_text())["name"] if path.exists() else "none"
+        self.endings[name] += 1
+        if name not in ("peer_died", "done"):
+            self.bad(tally, job, f"exit.json says {name}")
 
-    def summary(self) -> str:
-        return ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
+    def bad(self, tally: Tally, job: Job | ForkedJob, what: str) -> None:
+        tally.counts["bad"] += 1
+        copy = job.log.with_suffix(f".bad_{self.total().counts['bad']}")
+        shutil.copy(job.log, copy)
+        print(f"BAD: {what}; see {copy}", flush=True)
+
+    def total(self) -> Tally:
+        return sum(self.tallies.values(), Tally())
+
+    def print_table(self) -> None:
+        print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
+        for num_ranks, tally in self.tallies.items():
+            print(tally.format_row(str(num_ranks)))
+        print(self.total().format_row("all"))
+        print("kills by layout:", ", ".join(f"{ranks}{' async' * is_async}: {count}"
+                                            for (ranks, is_async), count in self.kills.items()))  # fmt: skip
+        print("exit.json after one rank or torchrun was killed in the loop:",
+              ", ".join(f"{name} {count}" for name, count in self.endings.items()) or "-", flush=True)  # fmt: skip
+
+
+def wait_until(
+    job: Job | ForkedJob, condition: Callable[[], object], *, seconds: float = SECONDS_TO_MOMENT, pause: float = 0.01
+) -> bool:
+    """Whether `condition` came true, while the run went on and within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while job.process.poll() is None and time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(min(pause, max(0, deadline - time.monotonic())))
+    return False
+
+
+def send(number: signal.Signals, pids: Sequence[int] | set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--minutes", type=float, required=True, help="no kill after them; the last run ends by itself")
+    parser.add_argument("--kills", type=int, default=1000, help="so many, rounded up to an equal share of each layout")
+    parser.add_argument("--starts", choices=("torchrun", "forked"), default="torchrun")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak_") as root:
-        soak = Soak(Path(root), options.seed)
-        deadline = time.monotonic() + 60 * options.minutes
-        number = options.seed  # so that the layout to begin with differs
-        while time.monotonic() < deadline:
-            soak.run_once(number, deadline)
-            number += 1
-    lost = sorted(soak.lost_steps) or [0]
-    gone = sorted(soak.seconds_to_be_gone) or [0.0]
-    print(f"seed {options.seed}: {soak.summary()}")
-    print(f"steps lost by a kill: median {lost[len(lost) // 2]}, most {lost[-1]}")
-    print(f"seconds until every rank was gone: median {gone[len(gone) // 2]:.2f}, most {gone[-1]:.2f}")
-    sys.exit(1 if soak.counts["bad"] else 0)
+    os.environ |= ENV  # which forked processes have from this one
+    root = Path(tempfile.mkdtemp(prefix="soak_"))
+    soak = Soak(root, options.seed, is_forked=options.starts == "forked")
+    begin, share = time.monotonic(), -(-options.kills // len(LAYOUTS))
+    for number in itertools.count():
+        layout = min(LAYOUTS, key=soak.kills.__getitem__)
+
+        def may_kill(layout: tuple[int, bool] = layout) -> bool:
+            return soak.kills[layout] < share and time.monotonic() < begin + 60 * options.minutes
+
+        if not may_kill():
+            break
+        soak.run_once(number, layout, may_kill)
+    print(f"seed {options.seed}, {options.starts} starts, {(time.monotonic() - begin) / 60:.0f} minutes")
+    soak.print_table()
+    if soak.total().counts["bad"]:
+        sys.exit(f"not as promised; {root} is kept")
+    shutil.rmtree(root)
 
 
 if __name__ == "__main__":

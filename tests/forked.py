@@ -50,29 +50,82 @@ def run_forked(
 
     The first of `argv` is a script. AssertionError if that takes longer than `timeout` seconds.
     """
-    context = start_server()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory() as directory:
         outputs = [Path(directory) / name for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()
-        processes = []
-        for rank in range(max(1, num_ranks)):
-            environment = describe_rank(rank, num_ranks, store.port) if num_ranks else {}
-            process = context.Process(target=run_script, args=(words, environment | (env or {}), *map(str, outputs)))
-            process.start()
-            processes.append(process)
+        ranks = ForkedRanks(num_ranks, words, *outputs, env=env)
         try:
-            codes = wait_for_all(processes, timeout=timeout)
+            code = ranks.wait(timeout=timeout)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            ranks.kill()
         stdout, stderr = (path.read_text() for path in outputs)
-    assert None not in codes, f"still running after {timeout} s:\n{stderr}"
-    code = codes[0] if num_ranks == 0 else int(any(codes))
+    assert code is not None, f"still running after {timeout} s:\n{stderr}"
     return subprocess.CompletedProcess(words, code, stdout, stderr)
+
+
+class ForkedRanks:
+    """A script's processes, as many as there are ranks; 0 ranks are one process without torchrun's environment.
+
+    Seen from outside they are one process of subprocess.Popen, that of rank 0.
+    """
+
+    def __init__(
+        self, num_ranks: int, argv: Sequence[str], stdout: Path, stderr: Path, *, env: dict[str, str] | None = None
+    ):
+        """Starts them; returns once every process is there. What they print is appended to the two files."""
+        context = start_server()
+        self.num_ranks, self.processes = num_ranks, []
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # there as long as this is
+        for rank in range(max(1, num_ranks)):
+            environment = describe_rank(rank, num_ranks, self.store.port) if num_ranks else {}
+            arguments = (list(argv), environment | (env or {}), str(stdout), str(stderr))
+            process = context.Process(target=run_script, args=arguments)
+            process.start()
+            self.processes.append(process)
+        self.pids = [process.pid for process in self.processes]
+        self.pid = self.pids[0]
+
+    @property
+    def returncode(self) -> int | None:
+        """None while one of them is left; then the code of the one process, or, as torchrun's, 0 or 1."""
+        codes = [process.exitcode for process in self.processes]
+        if None in codes:
+            return None
+        return codes[0] if self.num_ranks == 0 else int(any(codes))
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float = 240) -> int | None:
+        """Waits for their end as torchrun does, which tells the others to end when one has failed."""
+        wait_for_all(self.processes, timeout=timeout)
+        return self.returncode
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+class ForkedJob:
+    """A run of a script on forked ranks in the background, to be used as processes.Job is.
+
+    There is no torchrun: when a rank is killed, the others have to end by themselves.
+    """
+
+    def __init__(self, num_ranks: int, argv: Sequence[str], output_dir: Path, *, env: dict[str, str] | None = None):
+        self.output_dir, self.log = output_dir, output_dir.with_suffix(".log")
+        self.log.write_text("")
+        self.process = ForkedRanks(num_ranks, argv, self.log, self.log, env=env)
+        self.find_ranks()
+
+    def find_ranks(self) -> None:
+        self.ranks = dict(enumerate(self.process.pids))
+
+    def kill(self) -> None:
+        self.process.kill()
 
 
 def describe_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -88,8 +141,8 @@ def describe_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     )
 
 
-def wait_for_all(processes: Sequence, *, timeout: float) -> list[int | None]:
-    """The processes' exit codes, None of one that goes on; once one has failed, the others are told to end."""
+def wait_for_all(processes: Sequence, *, timeout: float) -> None:
+    """Waits until the processes have ended, at most this long; once one has failed, the others are told to end."""
     deadline, waiting = time.monotonic() + timeout, {process.sentinel: process for process in processes}
     has_failed = False
     while waiting and time.monotonic() < deadline:
@@ -100,7 +153,6 @@ def wait_for_all(processes: Sequence, *, timeout: float) -> list[int | None]:
                 has_failed, deadline = True, min(deadline, time.monotonic() + SECONDS_TO_END)
                 for other in waiting.values():
                     other.terminate()
-    return [process.exitcode for process in processes]
 
 
 def run_script(argv: list[str], env: dict[str, str], stdout: str, stderr: str) -> None:

@@ -20,7 +20,7 @@ NAMES = [  # none that needs a disk of its own, and with it root
 def problems(tmp_path_factory) -> dict[str, list[str]]:
     """What was not as promised, by fault: one run that suffers them all, and then comes to its end."""
     root = tmp_path_factory.mktemp("faults")
-    run = Run(2, root, root / "run", root / "reference", make_inputs(root), num_steps=NUM_STEPS)
+    run = Run(2, root, root / "run", root / "reference", make_inputs(root), num_steps=NUM_STEPS, is_forked=True)
     train_forked(2, **run.inputs, output_dir=run.reference, max_steps=NUM_STEPS, keep_checkpoints=NUM_STEPS)
     run.output_dir.mkdir()
     table = Table()
