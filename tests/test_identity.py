@@ -15,8 +15,16 @@ from lifecycle.record import OF_METHOD, check_same_run
 IDENTITY = {"seed": 42, "osft-basis": "weights", OF_METHOD: [], "data": "0" * 64}
 
 
-def check(before: dict, now: dict, *, allow_changes: bool = False) -> list[str]:
-    return check_same_run(Path("step_1"), {"identity": before}, now, allow_changes=allow_changes)
+def check(before: dict, now: dict, *, allow_changes: bool = False, needs_model: bool = False) -> list[str]:
+    state = {"identity": before}
+    return check_same_run(Path("step_1"), state, now, allow_changes=allow_changes, needs_model=needs_model)
+
+
+def test_another_model_can_be_allowed_only_where_the_checkpoint_holds_all_weights():
+    before, now = (IDENTITY | {"model": digit * 64} for digit in "01")
+    assert check(before, now, allow_changes=True) == ["model"]
+    with pytest.raises(ValueError, match="made with other model: it holds what was made by them"):
+        check(before, now, allow_changes=True, needs_model=True)
 
 
 def test_what_an_older_version_did_not_note_down_counts_as_the_default():
