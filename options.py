@@ -196,7 +196,7 @@ class LoRAOptions:
     """What an export holds: the adapter for peft and vLLM, the model with the adapter added to its weights, or both,
     the adapter then in the folder adapter/ of the model's."""
     base_quantization: Literal["none", "nf4"] = "none"
-    """nf4: hold the weights that have an adapter in 4 bits (QLoRA; pip install 'mini-trainer[qlora]')."""
+    """nf4: hold the weights of the blocks' linear layers in 4 bits (QLoRA; pip install 'mini-trainer[qlora]')."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """An adapter on disk, as peft writes and reads it, and the model that it belongs to."""
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -86,7 +87,11 @@ def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str,
 def write_adapter(directory: Path, config: "LoraConfig", tensors: dict[str, Tensor], base: dict[str, Any]) -> None:
     """Writes what `PeftModel.from_pretrained` reads; `tensors` by their names in the file."""
     directory.mkdir(exist_ok=True)
-    config.save_pretrained(str(directory))
+    written = copy.deepcopy(config)
+    for key in ("target_modules", "target_parameters"):  # peft's sets have another order in every process
+        if isinstance(names := getattr(config, key), set):
+            setattr(written, key, sorted(names))
+    written.save_pretrained(str(directory))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what is tied is there twice
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (directory / BASE_FILE).write_text(json.dumps(base, indent=2) + "\n")
