@@ -235,10 +235,28 @@ def loss_at(points: list[tuple[float, float]], most: float) -> float:
     return least
 
 
+def read_runs(results: dict[str, dict]) -> dict[tuple[str, str], dict]:
+    """The runs on B, by method and learning rate."""
+    return {tuple(name.split(" @ ")): r for name, r in results.items() if name.count(" @ ") == 1}
+
+
+def read_points(results: dict[str, dict]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Their losses on A and B."""
+    return {name: (r["a"], r["b"]) for name, r in read_runs(results).items()}
+
+
+def losses_at(results: dict[str, dict], method: str, levels: list[float]) -> list[float]:
+    """A method's least loss on B at each level of forgetting; none where it has no runs."""
+    own = sorted((float(lr), point) for (m, lr), point in read_points(results).items() if m == method)
+    if not own:
+        return []
+    start = (results["a"]["a"], results["a"]["b"])
+    return [loss_at([start, *(point for _, point in own)], start[0] + level) for level in levels]
+
+
 def write_report(results: dict[str, dict], args: argparse.Namespace, path: Path) -> None:
     start = results["a"]
-    runs = {tuple(name.split(" @ ")): r for name, r in results.items() if name.count(" @ ") == 1}
-    points = {name: (r["a"], r["b"]) for name, r in runs.items()}
+    runs, points = read_runs(results), read_points(results)
     lines = [f"Before task B: {start['a']:.3f} on A, {start['b']:.3f} on B.", ""]
     lines += ["| method | learning rate | A | B | on its front |", "|---|---|---|---|---|"]
     fronts = find_front(points)
@@ -248,11 +266,9 @@ def write_report(results: dict[str, dict], args: argparse.Namespace, path: Path)
     lines += ["", "Loss on B at no more forgetting (loss on A, less that before B) than:", ""]
     lines += ["| method | " + " | ".join(map(str, levels)) + " |", "|---" * (len(levels) + 1) + "|"]
     for method in METHODS:
-        own = sorted((float(lr), point) for (m, lr), point in points.items() if m == method)
-        if not own:
-            continue
-        own = [(start["a"], start["b"]), *(point for _, point in own)]
-        lines.append(f"| {method} | " + " | ".join(f"{loss_at(own, start['a'] + e):.3f}" for e in levels) + " |")
+        losses = losses_at(results, method, levels)
+        if losses:
+            lines.append(f"| {method} | " + " | ".join(f"{loss:.3f}" for loss in losses) + " |")
     lines += ["", "| method | CPU seconds a step | weights, gradients, optimizer |", "|---|---|---|"]
     for method in METHODS:
         own = [r for (m, _), r in runs.items() if m == method]
@@ -272,16 +288,6 @@ def write_report(results: dict[str, dict], args: argparse.Namespace, path: Path)
     path.write_text("\n".join(lines) + "\n")
 
 
-def read_points(results: dict[str, dict]) -> dict[str, dict[str, tuple[float, float]]]:
-    """The losses on A and B after B, by method and learning rate."""
-    points: dict[str, dict[str, tuple[float, float]]] = {}
-    for name, r in results.items():
-        if name.count(" @ ") == 1:
-            method, lr = name.split(" @ ")
-            points.setdefault(method, {})[lr] = (r["a"], r["b"])
-    return points
-
-
 def summarize(runs: list[dict[str, dict]], levels: list[float]) -> str:
     """A table over runs of several seeds: loss on B at each level of forgetting, mean and standard deviation.
 
@@ -289,22 +295,15 @@ def summarize(runs: list[dict[str, dict]], levels: list[float]) -> str:
     """
     lines = [f"{len(runs)} seeds; loss on B at no more forgetting than, mean and standard deviation:", ""]
     lines += ["| method | " + " | ".join(map(str, levels)) + " | on the front |", "|---" * (len(levels) + 2) + "|"]
-    all_points = [read_points(results) for results in runs]
-    fronts = [
-        find_front({(method, lr): point for method, own in points.items() for lr, point in own.items()})
-        for points in all_points
-    ]
+    fronts = [find_front(read_points(results)) for results in runs]
     for method in METHODS:
-        if not all(method in points for points in all_points):
+        losses = [losses_at(results, method, levels) for results in runs]
+        if not all(losses):
             continue
-        columns = []
-        for level in levels:
-            losses = []
-            for results, points in zip(runs, all_points, strict=True):
-                start = (results["a"]["a"], results["a"]["b"])
-                own = [start, *(point for _, point in sorted(points[method].items(), key=lambda item: float(item[0])))]
-                losses.append(loss_at(own, start[0] + level))
-            columns.append(f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}")
+        columns = [
+            f"{statistics.mean(of_level):.3f} ± {statistics.stdev(of_level):.3f}"
+            for of_level in zip(*losses, strict=True)
+        ]
         count = sum(any(name == method for name, _ in front) for front in fronts)
         lines.append(f"| {method} | {' | '.join(columns)} | {count} of {len(runs)} |")
     return "\n".join(lines)

@@ -94,7 +94,8 @@ def write_export(
         files = sorted(path for path in aside.rglob("*") if path.is_file())
         for file in files:
             sync_file(file)
-            sync_dir(file.parent)
+        for directory in {file.parent for file in files}:
+            sync_dir(directory)
         entries = {str(file.relative_to(aside)): hash_file(file) for file in files}
         write_manifest(aside, {"format": FORMAT, "files": entries})
         if export_dir.exists():

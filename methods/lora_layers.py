@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from model.blocks import find_linear_layers
 from model.method import MetaModel
 from model.weights import Reader
 from options import LoRAOptions
@@ -42,14 +42,12 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     ValueError for a name that nothing has, and for what an adapter of experts cannot have.
     """
     model = meta.model
-    inside = {id(module) for block in meta.blocks for module in block.modules()}
-    modules = {name: module for name, module in model.named_modules() if id(module) in inside}
-    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
+    layers = list(find_linear_layers(model, meta.blocks))
+    inside = {id(param) for param in meta.blocks.parameters()}
     experts = [
-        f"{name}.{key}"
-        for name, module in modules.items()
-        for key, param in module.named_parameters(recurse=False)
-        if param.ndim == 3 and min(param.shape) > 1
+        name
+        for name, param in model.named_parameters()
+        if id(param) in inside and param.ndim == 3 and min(param.shape) > 1
     ]
     whole_names = list_wholes(meta, options)
     if given is not None:

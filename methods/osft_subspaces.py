@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from disk import written_aside
+from model.blocks import find_linear_layers
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
@@ -34,12 +35,7 @@ def find_targets(
 
     Raises ValueError for a pattern that no layer's name contains.
     """
-    inside = {module for block in blocks for module in block.modules()}
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if module in inside and isinstance(module, (nn.Linear, Conv1D))
-    }
+    layers = find_linear_layers(model, blocks)
     unused = [pattern for pattern in patterns if not any(pattern in name for name in layers)]
     if unused or not layers:
         kinds = sorted({name.rpartition(".")[2] for name in layers})
