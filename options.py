@@ -48,6 +48,22 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationOptions:
+    """Whether it learns: losses on data that it is not trained on (docs/validation.md)."""
+
+    validation_data_path: tuple[str, ...] = ()
+    """Tokenized data sets to measure the model on, before the first step, after the last, and as the next two say."""
+    validate_every_steps: int | None = None
+    """Measure each time this many steps have been taken."""
+    validate_at_epoch: bool = False
+    """Measure at the first step that completes an epoch."""
+    export_best: bool = True
+    """Export the model to hf_format/best whenever its validation loss is the lowest so far."""
+    early_stopping_patience: int | None = None
+    """End the run when this many validations in a row have not been better than the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizationOptions:
     """How gradients become weights."""
 
@@ -272,6 +288,7 @@ class TrainOptions:
     """What rank 0 prints; WARNING leaves out the step lines."""
     model: ModelOptions
     data: DataOptions
+    validation: ValidationOptions = field(default_factory=ValidationOptions)
     optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
     end: EndOptions = field(default_factory=EndOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)

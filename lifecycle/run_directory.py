@@ -100,9 +100,12 @@ class RunDirectory:
         """The sinks that are told of every step; none on the ranks other than 0."""
         if self.world.rank > 0:
             return TrainingLog([])
-        first_step = self.start.step
+        first_step, validates = self.start.step, bool(self.options.validation.validation_data_path)
         return TrainingLog(
-            [MetricsFile(self.path, first_step=first_step), Console(first_step=first_step, num_steps=num_steps)]
+            [
+                MetricsFile(self.path, first_step=first_step, validates=validates),
+                Console(first_step=first_step, num_steps=num_steps),
+            ]
         )
 
     def start_loop(self) -> None:

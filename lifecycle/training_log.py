@@ -4,20 +4,25 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from ranks.devices import describe_duration
 from ranks.ending import log
 
 METRICS_FILE = "training_metrics_0.jsonl"
+VALIDATION_FILE = "validation_metrics_0.jsonl"
 SECONDS_BETWEEN_LINES = 2.0  # on the console
 
 
 class Sink(Protocol):
-    """Somebody who is told of every step, on rank 0."""
+    """Somebody who is told of every step and every validation, on rank 0."""
 
     def write(self, metrics: dict[str, Any]) -> None:
         """The metrics of one step, by name, all of them JSON."""
+        ...
+
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        """Those of one validation, after the step that its `step` names, or before the first."""
         ...
 
     def flush_to_disk(self) -> None:
@@ -37,6 +42,10 @@ class TrainingLog:
         for sink in self.sinks:
             sink.write(metrics)
 
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write_validation(metrics)
+
     def flush_to_disk(self) -> None:
         for sink in self.sinks:
             sink.flush_to_disk()
@@ -47,33 +56,49 @@ class TrainingLog:
 
 
 class MetricsFile:
-    """A JSON line a step. A run that goes on after `first_step` steps keeps their lines, and takes later ones again."""
+    """A JSON line a step, and in a file of its own one a validation.
 
-    def __init__(self, output_dir: Path, *, first_step: int):
+    A run that goes on after `first_step` steps keeps their lines, and takes later ones again.
+    """
+
+    def __init__(self, output_dir: Path, *, first_step: int, validates: bool):
         path = output_dir / METRICS_FILE
-        keep_steps(path, first_step)
+        num_kept = keep_steps(path, first_step)
+        if num_kept < first_step:
+            log.warning(f"warning: {path}: no lines of steps {num_kept + 1} to {first_step}, which the run took before")
         self.file = path.open("a", encoding="utf-8")
+        self.validation_file = None
+        if validates or (output_dir / VALIDATION_FILE).exists():
+            keep_steps(output_dir / VALIDATION_FILE, first_step, has_all=False)
+            self.validation_file = (output_dir / VALIDATION_FILE).open("a", encoding="utf-8")
 
     def write(self, metrics: dict[str, Any]) -> None:
         """OSError naming the file if it cannot be written."""
-        try:
-            print(json.dumps(metrics), file=self.file, flush=True)
-        except OSError as error:
-            raise OSError(f"cannot write {self.file.name}: {error}") from None
+        write_line(metrics, self.file)
+
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        write_line(metrics, self.validation_file)
 
     def flush_to_disk(self) -> None:
-        os.fsync(self.file.fileno())
+        for file in self.files:
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        self.file.close()
+        for file in self.files:
+            file.close()
+
+    @property
+    def files(self) -> list[TextIO]:
+        return [file for file in (self.file, self.validation_file) if file is not None]
 
 
 class Console:
-    """Shows the first and last step, and between them one every `SECONDS_BETWEEN_LINES`."""
+    """Shows every validation, the first and last step, and between them one every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, *, first_step: int, num_steps: int | None):
         self.first_step, self.num_steps = first_step, num_steps
         self.first_step_end = self.last_shown = time.monotonic()
+        self.validation_loss: float | None = None  # the last there was
 
     def write(self, metrics: dict[str, Any]) -> None:
         now, step = time.monotonic(), metrics["step"]
@@ -83,7 +108,12 @@ class Console:
         if is_first or step == self.num_steps or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
             seconds_per_step = (now - self.first_step_end) / max(1, step - self.first_step - 1)
-            log.info(describe_step(metrics, num_steps=self.num_steps, seconds_per_step=seconds_per_step))
+            shown = metrics if self.validation_loss is None else metrics | {"validation_loss": self.validation_loss}
+            log.info(describe_step(shown, num_steps=self.num_steps, seconds_per_step=seconds_per_step))
+
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        self.validation_loss = metrics["loss"]
+        log.info(describe_validation(metrics))
 
     def flush_to_disk(self) -> None:
         pass
@@ -92,12 +122,20 @@ class Console:
         pass
 
 
-def keep_steps(path: Path, num_steps: int) -> None:
-    """Cuts a metrics file after the line of step `num_steps`: what follows was trained after the checkpoint, or torn.
+def write_line(metrics: dict[str, Any], file: TextIO) -> None:
+    """OSError naming the file if it cannot be written."""
+    try:
+        print(json.dumps(metrics), file=file, flush=True)
+    except OSError as error:
+        raise OSError(f"cannot write {file.name}: {error}") from None
 
-    Warns of lines that are missing before it.
+
+def keep_steps(path: Path, num_steps: int, *, has_all: bool = True) -> int:
+    """Cuts a metrics file after the last line of steps up to `num_steps`; returns the step of that line, or 0.
+
+    What follows was trained after the checkpoint, or is torn. With `has_all` every step from 1 has a line, else some.
     """
-    end, next_step = 0, 1
+    end, last_step = 0, 0 if has_all else -1
     if path.exists():
         with path.open("rb+") as file:
             for line in file:
@@ -105,12 +143,11 @@ def keep_steps(path: Path, num_steps: int) -> None:
                     step = json.loads(line)["step"] if line.endswith(b"\n") else None
                 except (ValueError, KeyError, TypeError):
                     step = None
-                if step != next_step or step > num_steps:
+                if step is None or not last_step < step <= num_steps or (has_all and step > last_step + 1):
                     break
-                end, next_step = end + len(line), step + 1
+                end, last_step = end + len(line), step
             file.truncate(end)
-    if next_step <= num_steps:
-        log.warning(f"warning: {path}: no lines of steps {next_step} to {num_steps}, which the run took before")
+    return max(0, last_step)
 
 
 def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per_step: float) -> str:
@@ -123,8 +160,23 @@ def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per
         **shown, end="" if num_steps is None else f"/{num_steps}"
     )
     line += f"  {metrics['tokens_per_second']:,.0f} tokens/s"
+    if "validation_loss" in metrics:
+        line += f"  validation {metrics['validation_loss']:.4f}"
     if metrics["mfu"] is not None:
         line += f"  mfu {metrics['mfu']:.1%}"
     if num_steps is not None and seconds_per_step > 0:
         line += f"  left {describe_duration(seconds_per_step * (num_steps - metrics['step']))}"
+    return line
+
+
+def describe_validation(metrics: dict[str, Any]) -> str:
+    """The console's line for a validation; each set's loss where there are several."""
+    line = (
+        f"validation after step {metrics['step']}: loss {metrics['loss']:.4f}  perplexity {metrics['perplexity']:.3f}"
+        f"  token accuracy {metrics['token_accuracy']:.2%}"
+    )
+    if metrics["is_best"]:
+        line += "  the best so far"
+    if len(metrics["sets"]) > 1:
+        line += "".join(f"\n  {name}: loss {scores['loss']:.4f}" for name, scores in metrics["sets"].items())
     return line

@@ -228,7 +228,13 @@ def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, in
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
         check_unused(output_dir, identity, resume=asked.resume)
     if checkpoint is not None:
-        check_same_run(checkpoint.path, checkpoint.state, identity, allow_changes=asked.allow_changed_options)
+        check_same_run(
+            checkpoint.path,
+            checkpoint.state,
+            identity,
+            allow_changes=asked.allow_changed_options,
+            needs_model=not inputs.method.saves_frozen,
+        )
 
 
 def plan_memory(

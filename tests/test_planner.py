@@ -192,6 +192,15 @@ def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
     assert code == ExitCode.BAD_INPUT and "there is no such directory" in text and "40 samples" in text
 
 
+def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world, tmp_path):
+    run = dict(output_dir=str(tmp_path / "run"), checkpoint_every_steps=2, save_final_checkpoint=False)
+    train_here(world, **inputs | run | dict(dry_run=False, max_steps=2))
+    code, text = plan(**run)
+    assert code == ExitCode.DONE and "5 steps of 8 samples, 2 of them done" in text, text
+    code, text = plan(**run | dict(learning_rate=1.0))
+    assert code == ExitCode.BAD_INPUT and "was made with other learning-rate (1e-05 before, now 1.0)" in text, text
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
