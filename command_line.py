@@ -15,10 +15,12 @@ from typing import Any, NoReturn, get_origin
 
 from options import (
     SCHEDULES_WITH_END,
+    DataOptions,
     Options,
     OSFTOptions,
     ProcessDataOptions,
     TrainOptions,
+    ValidationOptions,
     flag_name,
     flatten_options,
     iterate_fields,
@@ -144,6 +146,8 @@ def find_train_problems(options: TrainOptions) -> list[str]:
     """Values out of range, options without effect, and options that contradict each other."""
     return [
         *find_numbers_out_of_range(flatten_options(options)),
+        *find_training_data_problems(options.data),
+        *find_validation_problems(options.validation),
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_osft_problems(options.osft),
@@ -162,7 +166,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
 
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
-                 "hang_timeout", "plan_world_size", "prefetch_blocks"):  # fmt: skip
+                 "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
+                 "early_stopping_patience"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
@@ -181,6 +186,31 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     except ValueError as error:
         problems.append(f"--max-time {error}")
     return problems
+
+
+def find_training_data_problems(o: DataOptions) -> list[str]:
+    """Of several data sets."""
+    problems, weights = [], o.data_weights
+    if weights and len(weights) != len(o.data_path):
+        problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
+    if not all(0 < weight < math.inf for weight in weights):
+        problems.append(f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite")
+    if weights and len(o.data_path) == 1:
+        problems.append("--data-weights has no effect on one data set: name several with --data-path")
+    if not weights and o.data_weights_by != "samples":
+        problems.append("--data-weights-by has no effect without --data-weights")
+    return problems
+
+
+def find_validation_problems(o: ValidationOptions) -> list[str]:
+    """Options without effect."""
+    given = list_given(o)
+    if not o.validation_data_path:
+        return [f"{', '.join(given)}: no effect without --validation-data-path"] if given else []
+    if o.early_stopping_patience is not None and o.validate_every_steps is None and not o.validate_at_epoch:
+        return ["--early-stopping-patience needs validations on the way: add --validate-every-steps or"
+                " --validate-at-epoch"]  # fmt: skip
+    return []
 
 
 def find_optimization_problems(options: TrainOptions) -> list[str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from chat.templates import load_tokenizer
 from command_line import exit_with_message, parse_options
-from lifecycle.export import write_export
+from lifecycle.export import ExportParts, write_export
 from methods.full import Full
 from methods.lora import LoRA
 from methods.lora_files import read_config
@@ -67,11 +67,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         dict(method.merger.merge(trained, dtype)),
         output_dir,
         model_config,
-        objective=objective,
-        method=Full(),
-        generation_config=generation_config,
-        tokenizer=tokenizer,
-        dtype=dtype,
+        ExportParts(objective, Full(), generation_config, tokenizer, dtype),
     )
     print(f"{method.describe()}; merged into {name}: {output_dir}")
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_origin
 
 # Schedules that fall towards the end of the run, so the end has to be known.
 SCHEDULES_WITH_END = ("linear", "cosine", "wsd")
@@ -34,8 +34,13 @@ class ModelOptions:
 class DataOptions:
     """What it is trained on, and how much of that at a time."""
 
-    data_path: str
-    """Tokenized data set written by process_data.py: .arrow, .parquet or .jsonl."""
+    data_path: tuple[str, ...]
+    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl."""
+    data_weights: tuple[float, ...] = ()
+    """Of several data sets, how much is drawn of each beside the others, such as 7 3; none: as much as they hold, so
+    that an epoch has every sample once."""
+    data_weights_by: Literal["samples", "tokens"] = "samples"
+    """What the weights count: the samples that are drawn, or their tokens."""
     batch_size: int = 128
     """Samples per optimizer step, over all ranks."""
     max_tokens_per_gpu: int | Literal["auto"] = 8192
@@ -301,7 +306,7 @@ class TrainOptions:
 
 
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
-IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8")
+IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by")
 IDENTIFYING_GROUPS = (OptimizationOptions, OSFTOptions, LoRAOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
 # Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
@@ -410,11 +415,16 @@ def list_defaults() -> dict[str, Any]:
 
 
 def group_options(options_class: type[Options], **values: Any) -> Options:
-    """Options from values by name, the others at their defaults. TypeError for a name that no option has."""
+    """Options from values by name, the others at their defaults. TypeError for a name that no option has.
+
+    Of an option that takes several values, one that stands alone is taken for a tuple of it.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for option, group in iterate_fields(options_class):
         if option.name in values:
-            groups.setdefault(group, {})[option.name] = values.pop(option.name)
+            value = values.pop(option.name)
+            is_alone = get_origin(option.type) is tuple and not isinstance(value, (tuple, list))
+            groups.setdefault(group, {})[option.name] = (value,) if is_alone else value
     if values:
         raise TypeError(f"no options: {', '.join(values)}")
     types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}

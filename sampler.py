@@ -4,18 +4,19 @@ Everything about a step is a pure function of (data, seed, step): every rank pla
 table of micro-batches without talking to the others, and then reads its own rows only.
 """
 
+import bisect
 import functools
 import gc
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from batch_packer import pack_batch
-from corpus.reader import TokenizedData
+from corpus.mixture import Mixture, interleave
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective
 from options import DataOptions, EndOptions
@@ -53,37 +54,82 @@ class Batch:
     num_loss_tokens: int  # trained targets, over all ranks
     table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids
     micro_batches: list[MicroBatch]  # this rank's column of the table
+    data: Mixture  # whose rows they are
 
 
-@functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-def permute_epoch(seed: int, epoch: int, num_samples: int) -> np.ndarray:  # (num_samples,)
-    """Epoch `epoch` of the stream: a permutation drawn from (seed, epoch)."""
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+@functools.lru_cache(maxsize=256)
+def epoch_permutations(seed: tuple[int, ...], num_samples: int) -> Callable[[int], np.ndarray]:
+    """A data set's order in each epoch: a permutation (num_samples,) drawn from (seed, epoch)."""
+
+    @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
+    def permute(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed[0], epoch, *seed[1:]]).permutation(num_samples)
+
+    return permute
 
 
-def draw_samples(data: TokenizedData, *, seed: int, start: int, count: int) -> np.ndarray:  # (count,)
-    """Rows at positions [start, start + count) of the infinite stream."""
-    num_samples = len(data.kept)
-    parts = []
+def draw_from(kept: np.ndarray, *, seed: tuple[int, ...], start: int, count: int) -> np.ndarray:  # (count,)
+    """Rows at positions [start, start + count) of the infinite stream of one data set's rows `kept`."""
+    parts = [kept[:0]]
     while count > 0:
-        epoch, offset = divmod(start, num_samples)
-        part = permute_epoch(seed, epoch, num_samples)[offset : offset + count]
+        epoch, offset = divmod(start, len(kept))
+        part = kept[epoch_permutations(seed, len(kept))(epoch)[offset : offset + count]]
         parts.append(part)
         start, count = start + len(part), count - len(part)
-    return data.kept[np.concatenate(parts)]
+    return np.concatenate(parts)
+
+
+def stream_seeds(data: Mixture, seed: int) -> list[tuple[int, ...]]:
+    """What each data set's permutations are drawn from."""
+    return [(seed,)] if len(data.sources) == 1 else [(seed, i) for i in range(len(data.sources))]
+
+
+def draw_samples(data: Mixture, *, seed: int, start: int, count: int) -> np.ndarray:  # (count,)
+    """Rows at positions [start, start + count) of the infinite stream, which takes its turns through the data sets."""
+    sources, before = interleave(data.shares, start=start, count=count)
+    rows = np.empty(count, dtype=data.kept.dtype)
+    for i, source_seed in enumerate(stream_seeds(data, seed)):
+        here = sources == i
+        rows[here] = draw_from(data.kept_of[i], seed=source_seed, start=int(before[i]), count=int(here.sum()))
+    return rows
+
+
+def count_drawn(data: Mixture, num_samples: int) -> np.ndarray:  # (sources,)
+    """How many of the first `num_samples` of the stream are each data set's."""
+    return interleave(data.shares, start=num_samples, count=0)[1]
+
+
+def count_tokens(data: Mixture, num_samples: int, *, seed: int) -> int:
+    """Tokens of the first `num_samples` of the stream."""
+    total = 0
+    for kept, drawn, source_seed in zip(
+        data.kept_of, count_drawn(data, num_samples).tolist(), stream_seeds(data, seed), strict=True
+    ):
+        num_epochs, rest = divmod(drawn, len(kept))
+        rows = draw_from(kept, seed=source_seed, start=num_epochs * len(kept), count=rest)
+        total += num_epochs * int(data.lengths[kept].sum(dtype=np.int64)) + int(data.lengths[rows].sum(dtype=np.int64))
+    return total
+
+
+def find_position(data: Mixture, num_tokens: int, *, seed: int) -> int:
+    """The first position of the stream at which `num_tokens` have been read."""
+    mean_length = float(data.shares @ [data.lengths[kept].mean() for kept in data.kept_of])
+    expected, width = int(num_tokens / mean_length), 1024
+    count = functools.partial(count_tokens, data, seed=seed)
+    while count(max(0, expected - width)) >= num_tokens or count(expected + width) < num_tokens:
+        width *= 2
+    first = max(0, expected - width)
+    return first + bisect.bisect_left(range(first, expected + width), num_tokens, key=count)
 
 
 def count_steps(
-    data: TokenizedData, options: DataOptions, end: EndOptions, *, start: RunPosition = RunPosition()
+    data: Mixture, options: DataOptions, end: EndOptions, *, start: RunPosition = RunPosition()
 ) -> int | None:
     """The run's steps, those before `start` included, until it reaches the first given end; None if none is given."""
     epoch_length = len(data.kept)
     num_samples = [n for n in (end.max_samples, None if end.max_epochs is None else end.max_epochs * epoch_length) if n]
     if end.max_tokens is not None:
-        epoch, rest = divmod(end.max_tokens, int(data.lengths[data.kept].sum(dtype=np.int64)))
-        order = data.kept[permute_epoch(options.seed, epoch, epoch_length)]
-        in_epoch = int(np.searchsorted(np.cumsum(data.lengths[order], dtype=np.int64), rest)) + 1 if rest else 0
-        num_samples.append(epoch * epoch_length + in_epoch)
+        num_samples.append(find_position(data, end.max_tokens, seed=options.seed))
     ends = [start.step + max(0, -(-(n - start.num_samples) // options.batch_size)) for n in num_samples]
     ends += [] if end.max_steps is None else [end.max_steps]
     return min(ends, default=None)
@@ -95,7 +141,7 @@ def derive_seed(seed: int, step: int, rank: int) -> int:
 
 
 def iterate_batches(
-    data: TokenizedData,
+    data: Mixture,
     options: DataOptions,
     *,
     objective: Objective,
@@ -111,14 +157,20 @@ def iterate_batches(
         sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
         lengths = data.lengths[sample_ids]
         table = pack_batch(lengths, options.max_tokens_per_gpu, world_size, attention_cost)
-        micro_batches = []
-        for row in table:
-            samples = [data.read(sample_ids[i]) for i in row[rank]]
-            micro_batches.append(objective.pack(samples or [objective.make_idle_sample()]))
+        micro_batches = [read_micro_batch(data, sample_ids[row[rank]], objective) for row in table]
         num_loss_tokens = int(data.num_loss_tokens[sample_ids].sum())
         data.release_pages()
-        yield Batch(step, sample_ids, lengths, num_loss_tokens, table, micro_batches)
+        yield Batch(step, sample_ids, lengths, num_loss_tokens, table, micro_batches, data)
         step, num_drawn = step + 1, num_drawn + options.batch_size
+
+
+def read_micro_batch(data: Mixture, rows: np.ndarray, objective: Objective) -> MicroBatch:
+    """The rows packed; of several data sets with the one that each is from. Without rows, an idle micro-batch."""
+    if len(rows) == 0:
+        return objective.pack([objective.make_idle_sample()], num_sources=len(data.sources))
+    num_sources = len(data.sources)
+    sources = data.source_of(rows) if num_sources > 1 else None
+    return objective.pack([data.read(row) for row in rows.tolist()], sources=sources, num_sources=num_sources)
 
 
 def pin_memory(batches: Iterator[Batch]) -> Iterator[Batch]:

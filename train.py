@@ -70,13 +70,14 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     run.restore(state)
 
     # The loop.
+    num_steps = run.start.step if run.has_learnt_enough else inputs.num_steps
     flops = count_flops(model.model, inputs.config)
     batches = iterate_batches(
         inputs.data,
         options.data,
         objective=inputs.objective,
         start=run.start,
-        num_steps=inputs.num_steps,
+        num_steps=num_steps,
         attention_cost=flops.attention_cost,
         rank=world.rank,
         world_size=world.world_size,
@@ -88,43 +89,43 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         epoch_length, options.data.max_tokens_per_gpu, flops, peak_flops(world.device, inputs.compute_dtype)
     )
     training_log = run.open_log(num_steps=inputs.num_steps)
-    if run.is_export_missing(epoch_length=epoch_length, num_steps=inputs.num_steps):
+    if run.is_export_missing(epoch_length=epoch_length, num_steps=num_steps):
         run.export(state, position, inputs)
+    if run.is_validation_missing:
+        run.validate(state, position, inputs, training_log, attention_cost=flops.attention_cost)
     run.start_loop()
     step_end = time.monotonic()
     for batch in collect_garbage_between(prefetch(batches)):
         step_start = time.monotonic()
         lr = learning_rate_at(batch.step, options.optimization, num_steps=inputs.num_steps)
+        waited = step_start - step_end
         sums = train_step(
-            state,
-            batch,
-            options,
-            lr=lr,
-            data_wait_seconds=step_start - step_end,
-            flags=run.flags,
-            progress=control.progress,
+            state, batch, options, lr=lr, data_wait_seconds=waited, flags=run.flags, progress=control.progress
         )
         position = position.after(batch)
-        due = what_is_due(position, options, epoch_length=epoch_length, num_steps=inputs.num_steps, flags=sums.flags)
+        due = what_is_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
         step_end = time.monotonic()
         metrics = meter.measure(batch, sums, position, lr=lr, seconds=step_end - step_start)
         own = state.method.measure() if due.export else dict.fromkeys(state.method.metrics)
         training_log.write(metrics | own)
+        if due.validation and run.validate(state, position, inputs, training_log, attention_cost=flops.attention_cost):
+            num_steps = position.step  # it has learnt enough: this step was the last
+            due = what_is_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
         control.step_done(position.step)
         run.finish_write(sums.flags)
         if due.checkpoint:
             run.save(state, position, training_log)
         if due.export:
             run.export(state, position, inputs)
-        if due.stop is not None:
+        if due.stop is not None or position.step == num_steps:
             break
         step_end = time.monotonic()
-    is_stopped = due is not None and due.stop is not None
-    run.close(training_log, is_done=not is_stopped)
-    if is_stopped:
-        code, reason = due.stop
+    stop = None if due is None else due.stop
+    run.close(training_log, is_done=stop is None)
+    if stop is not None:
+        code, reason = stop
         return code, f"stopped after step {position.step}: {reason}; saved"
-    return ExitCode.DONE, "done"
+    return ExitCode.DONE, run.describe_end(position)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,9 @@ from continual_tasks import make_tasks
 from harness import build, build_state, count_state_bytes, make_options, time_call
 from make_tiny_model import save_tiny_model, train_tokenizer
 
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from lifecycle.export import export_model
+from lifecycle.export import ExportParts, export_model
 from lifecycle.step import TrainState, train_step
 from methods.full import Full
 from methods.lora import LoRA
@@ -115,16 +116,14 @@ def build_only_linear(model_dir: Path, options: TrainOptions, world: World) -> T
 
 def save(state: TrainState, export_dir: Path, model_dir: Path) -> None:
     """Writes the model as an ordinary one."""
-    model = state.model.model
-    export_model(
-        state.model, export_dir, objective=CausalLM(), method=state.method, world=state.world, dtype=torch.float32,
-        generation_config=load_generation_config(str(model_dir), model.config),
-        tokenizer=AutoTokenizer.from_pretrained(model_dir),
-    )  # fmt: skip
+    generation_config = load_generation_config(str(model_dir), state.model.model.config)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    parts = ExportParts(CausalLM(), state.method, generation_config, tokenizer, torch.float32)
+    export_model(state.model, export_dir, parts, world=state.world)
 
 
-def open_data(path: Path) -> TokenizedData:
-    data = TokenizedData(path)
+def open_data(path: Path) -> Mixture:
+    data = Mixture([TokenizedData(path)])
     data.fit_to(MAX_TOKENS, drop_overlong=True)
     return data
 
@@ -133,7 +132,7 @@ def data_options(*, batch_size: int, seed: int) -> DataOptions:
     return DataOptions(data_path="", batch_size=batch_size, max_tokens_per_gpu=MAX_TOKENS, seed=seed)
 
 
-def read_batches(data: TokenizedData, options: DataOptions, *, num_steps: int) -> Iterator[Batch]:
+def read_batches(data: Mixture, options: DataOptions, *, num_steps: int) -> Iterator[Batch]:
     return iterate_batches(
         data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.0, rank=0, world_size=1
     )

@@ -47,6 +47,7 @@ def write_data(path: Path, num_samples: int) -> None:
 def measure(path: str) -> None:
     """Prints the measurements of this process as JSON."""
     from batch_packer import pack_batch
+    from corpus.mixture import Mixture
     from corpus.reader import TokenizedData
     from objectives.causal_lm import CausalLM
     from options import DataOptions
@@ -55,7 +56,7 @@ def measure(path: str) -> None:
     pack_batch([1, 2], 4, 1)
     start = time.perf_counter()
     options = DataOptions(data_path=path, batch_size=256)
-    data = TokenizedData(path)
+    data = Mixture([TokenizedData(path)])
     data.vocab_size = VOCAB_SIZE
     data.fit_to(options.max_tokens_per_gpu, drop_overlong=False)
     batches = prefetch(

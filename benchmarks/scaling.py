@@ -40,6 +40,7 @@ from train_step import SHAPES, make_config, open_world, save_random_model
 
 from batch_packer import pack_batch
 from chat.labels import IGNORED
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.step import run_backward
 from model.blocks import find_blocks
@@ -120,7 +121,7 @@ def assume_costs(flops: FlopCount, *, sustained: float, fixed: float, recompute:
 
 
 def measure_costs(
-    model_dir: Path, data: TokenizedData, *, longest: int, num_repeats: int, activation_checkpointing: str
+    model_dir: Path, data: Mixture, *, longest: int, num_repeats: int, activation_checkpointing: str
 ) -> Costs:
     """Times micro-batches of up to `longest` tokens and prints how well four costs explain them."""
     world = open_world()
@@ -328,7 +329,7 @@ def measure_here(args: argparse.Namespace) -> Costs:
         print(f"\n2. Micro-batches of {shape}, {'wall-clock' if on_cuda else 'CPU'} seconds\n")
         costs = measure_costs(
             model_dir,
-            TokenizedData(data_path),
+            Mixture([TokenizedData(data_path)]),
             longest=args.max_tokens_per_gpu if on_cuda else args.max_tokens,
             num_repeats=args.num_repeats,
             activation_checkpointing=args.activation_checkpointing if on_cuda else "none",
@@ -341,7 +342,7 @@ def find_lengths(args: argparse.Namespace) -> tuple[np.ndarray, float]:
     """The lengths of all samples, and the share of their tokens that is trained."""
     if args.data_path is None:
         return np.minimum(draw_lengths(args.lengths, 10_000)[0], args.max_tokens_per_gpu), 0.57  # GSM8K's share
-    data = TokenizedData(args.data_path)
+    data = Mixture([TokenizedData(args.data_path)])
     data.fit_to(args.max_tokens_per_gpu, drop_overlong=True)
     return data.lengths[data.kept], data.num_loss_tokens[data.kept].sum() / data.lengths[data.kept].sum()
 

@@ -48,6 +48,7 @@ from make_tiny_model import train_tokenizer
 from packing import DISTRIBUTIONS, draw_lengths
 
 from chat.labels import IGNORED
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.step import train_step
 from methods.full import Full
@@ -161,7 +162,7 @@ def find_leak(encode: Callable[[Tensor], Tensor], input_ids: Tensor, sample_of: 
     return ((after - before).norm(dim=-1) / before.norm(dim=-1)).max().item()
 
 
-def plan_batches(data: TokenizedData, method: str, args: argparse.Namespace) -> list[np.ndarray]:
+def plan_batches(data: Mixture, method: str, args: argparse.Namespace) -> list[np.ndarray]:
     """The rows of each global batch, the untimed first included: the stream's, but for group_by_length."""
     size = args.batch_size
     if method != "grouped":
@@ -206,7 +207,7 @@ def open_world() -> World:
 # --- The methods: each trains the batches and fills the record ----------------------------------------------
 
 
-def train_ours(args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record) -> None:
+def train_ours(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray], record: Record) -> None:
     world = open_world()
     options = make_options(
         batch_size=args.batch_size, max_tokens_per_gpu=args.max_tokens_per_gpu, seed=args.seed,
@@ -271,7 +272,7 @@ def pad_samples(samples: list[Sample], device: torch.device) -> dict[str, Tensor
     }
 
 
-def train_plain(args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record) -> None:
+def train_plain(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray], record: Record) -> None:
     world = open_world()
     model = load_model(args, world.device).train()
     blocks = find_blocks(model)
@@ -321,9 +322,7 @@ def pack_with_trl(rows: list[dict], strategy: str, max_length: int, num_packed: 
     return packed.to_list()
 
 
-def train_with_trainer(
-    args: argparse.Namespace, data: TokenizedData, batches: list[np.ndarray], record: Record
-) -> None:
+def train_with_trainer(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray], record: Record) -> None:
     """transformers.Trainer, or TRL's, which loads the batches' samples in order."""
     import datasets
     from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -445,8 +444,8 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def open_data(args: argparse.Namespace) -> TokenizedData:
-    data = TokenizedData(args.data_path)
+def open_data(args: argparse.Namespace) -> Mixture:
+    data = Mixture([TokenizedData(args.data_path)])
     data.fit_to(args.max_tokens_per_gpu, drop_overlong=True)
     data.vocab_size = make_config(args.shape).vocab_size
     return data

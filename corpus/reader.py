@@ -21,9 +21,10 @@ INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and 
 class TokenizedData:
     """A tokenized data set, memory-mapped: lengths, counts and the order are all that is held, 28 bytes a sample."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, option: str = "--data-path"):
+        """`option` is what messages name: the one that the path was given by."""
         self.path = Path(path)
-        table, self._maps = open_table(self.path)
+        table, self._maps = open_table(self.path, named=f"{option} {path}")
         self.lengths = read_column(table, "len")
         self.num_loss_tokens = read_column(table, "num_loss_counted_tokens")
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
@@ -102,30 +103,33 @@ class TokenizedData:
         return num_overlong
 
 
-def open_table(path: Path) -> tuple[pa.Table, list[mmap.mmap]]:
-    """The table behind a data set and its memory maps; .parquet and .jsonl are first converted to Arrow, once."""
+def open_table(path: Path, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
+    """The table behind a data set and its memory maps; .parquet and .jsonl are first converted to Arrow, once.
+
+    Messages begin with `named`.
+    """
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
-        raise ValueError(f"--data-path {path}: must end in .arrow, .parquet or .jsonl")
+        raise ValueError(f"{named}: must end in .arrow, .parquet or .jsonl")
     try:
         if not path.stat().st_size:
-            raise ValueError(f"--data-path {path}: holds no samples")
+            raise ValueError(f"{named}: holds no samples")
         tables, maps = zip(*map(map_table, [path] if path.suffix == ".arrow" else convert_to_arrow(path)), strict=True)
         table = pa.concat_tables(tables)
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"--data-path {path}: cannot be read as a data set of process_data.py: {error}") from None
+        raise ValueError(f"{named}: cannot be read as a data set of process_data.py: {error}") from None
     missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(
-            f"--data-path {path}: no column {', '.join(missing)}; found {', '.join(table.column_names)}."
+            f"{named}: no column {', '.join(missing)}; found {', '.join(table.column_names)}."
             " Tokenize the data with process_data.py"
         )
     for name in SCHEMA.names:
         if name in table.column_names:
-            check_column(table.column(name), name, path=path)
+            check_column(table.column(name), name, named=named)
     return table, list(maps)
 
 
-def check_column(column: pa.ChunkedArray, name: str, *, path: Path) -> None:
+def check_column(column: pa.ChunkedArray, name: str, *, named: str) -> None:
     """Raises ValueError for another type than SCHEMA's, but for the width of numbers, and for nulls in the wrong place.
 
     Where the column has lists, `null_count` is of the lists; the numbers in them are never null.
@@ -134,11 +138,11 @@ def check_column(column: pa.ChunkedArray, name: str, *, path: Path) -> None:
     kind = column.type.value_type if is_list else column.type
     if name == WEIGHTS_COLUMN:
         if not is_list or not pa.types.is_floating(kind):
-            raise ValueError(f"--data-path {path}: column {name} is {column.type}, expected a list of floats")
+            raise ValueError(f"{named}: column {name} is {column.type}, expected a list of floats")
     elif is_list != (name in LIST_COLUMNS) or not pa.types.is_integer(kind) or column.null_count:
-        raise ValueError(f"--data-path {path}: column {name} is {column.type} with {column.null_count} nulls")
+        raise ValueError(f"{named}: column {name} is {column.type} with {column.null_count} nulls")
     if is_list and any(chunk.values.null_count for chunk in column.chunks):
-        raise ValueError(f"--data-path {path}: column {name} has lists that hold null, where numbers are expected")
+        raise ValueError(f"{named}: column {name} has lists that hold null, where numbers are expected")
 
 
 def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,37 +19,27 @@ from ranks.world import World, call_on_rank0
 MAX_SHARD_SIZE = "5GB"
 
 
-def export_model(
-    packed_model: PackedModel,
-    export_dir: Path,
-    *,
-    objective: Objective,
-    method: Method,
-    world: World,
-    generation_config: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-) -> None:
+@dataclass(frozen=True)
+class ExportParts:
+    """What becomes of the weights in an export, and what lies beside them."""
+
+    objective: Objective
+    method: Method
+    generation_config: GenerationConfig
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    notes: dict[str, str] = field(default_factory=dict)  # texts by the names of their files
+
+
+def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, world: World) -> None:
     """Writes sharded safetensors, config, generation config, tokenizer and chat template to `export_dir`.
 
     All ranks call this. One parameter at a time is gathered, cast to `dtype`, and moved to rank 0's CPU memory, so no
     device ever holds the whole model. Raises ValueError on every rank if rank 0 cannot write; nothing is left then.
     """
-    gathered = method.gather_weights(packed_model, dtype, world=world)
+    gathered = parts.method.gather_weights(packed_model, parts.dtype, world=world)
     weights = {name: weight for name, weight in gathered if weight is not None}
-    call_on_rank0(
-        world,
-        lambda: write_export(
-            weights,
-            export_dir,
-            packed_model.model.config,
-            objective=objective,
-            method=method,
-            generation_config=generation_config,
-            tokenizer=tokenizer,
-            dtype=dtype,
-        ),
-    )
+    call_on_rank0(world, lambda: write_export(weights, export_dir, packed_model.model.config, parts))
 
 
 def follow_tokenizer(
@@ -68,12 +59,7 @@ def write_export(
     weights: dict[str, Tensor],
     export_dir: Path,
     config: PreTrainedConfig,
-    *,
-    objective: Objective,
-    method: Method,
-    generation_config: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
+    parts: ExportParts,
 ) -> None:
     """Writes `weights` and all that belongs to them beside `export_dir`, then renames the directory to it.
 
@@ -83,14 +69,16 @@ def write_export(
     aside = make_aside(export_dir, needed_bytes, what="the export")
     try:
         with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
-            shell = objective.make_model(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-        shell.generation_config = copy.deepcopy(generation_config)
+            shell = parts.objective.make_model(copy.deepcopy(config), dtype=parts.dtype, trust_remote_code=False)
+        shell.generation_config = copy.deepcopy(parts.generation_config)
         for written in (shell.config, shell.generation_config):
-            follow_tokenizer(written, tokenizer, vocab_size=config.vocab_size)
+            follow_tokenizer(written, parts.tokenizer, vocab_size=config.vocab_size)
         if weights:  # else the method writes all there is
             shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
-        tokenizer.save_pretrained(aside)
-        method.write_extras(aside)
+        parts.tokenizer.save_pretrained(aside)
+        parts.method.write_extras(aside)
+        for name, text in parts.notes.items():
+            (aside / name).write_text(text, encoding="utf-8")
         files = sorted(path for path in aside.rglob("*") if path.is_file())
         for file in files:
             sync_file(file)

@@ -8,7 +8,7 @@ import numpy as np
 from batch_packer import cost_samples
 from model.flops import FlopCount
 from optim.reduction import StepSums
-from sampler import Batch, RunPosition
+from sampler import Batch, RunPosition, count_drawn
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ class StepMetrics:
     rank_balance: float  # mean / max of the ranks' cost, over the micro-batches: 1 is perfect
     data_wait_seconds: float  # longest that a rank waited for its batch
     mfu: float | None  # model FLOP utilisation; null where the device's peak is unknown
+
+
+@dataclass(frozen=True)
+class SourceMetrics:
+    """What one of several data sets had in a step, and how far the run has come with it."""
+
+    loss: float | None  # mean over its trained tokens; null where it had none
+    num_loss_counted_tokens: int
+    num_samples: int
+    epoch: float  # of its own samples
 
 
 @dataclass(frozen=True)
@@ -77,4 +87,24 @@ class StepMeter:
             data_wait_seconds=sums.data_wait_seconds,
             mfu=None if peak is None else batch_flops / total_seconds / (peak * world_size),
         )
-        return asdict(metrics)
+        sources = measure_sources(batch, sums, position)
+        return asdict(metrics) | ({"sources": sources} if sources else {})
+
+
+def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict[str, dict[str, Any]]:
+    """`SourceMetrics` of each data set by its name, where there are several."""
+    data = batch.data
+    if len(data.sources) == 1:
+        return {}
+    source_of, trained = data.source_of(batch.sample_ids), data.num_loss_tokens[batch.sample_ids]
+    drawn, sources = count_drawn(data, position.num_samples), {}
+    for i, name in enumerate(data.names):
+        num_trained = int(trained[source_of == i].sum())
+        metrics = SourceMetrics(
+            loss=sums.source_loss_sums[i] / num_trained if num_trained else None,
+            num_loss_counted_tokens=num_trained,
+            num_samples=int((source_of == i).sum()),
+            epoch=int(drawn[i]) / len(data.kept_of[i]),
+        )
+        sources[name] = asdict(metrics)
+    return sources

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
-from corpus.reader import TokenizedData
-from disk import written_aside
+from corpus.mixture import Mixture
+from disk import hash_json, written_aside
 from model.fingerprints import fingerprint_data, fingerprint_model
 from options import (
     TrainOptions,
@@ -37,8 +37,8 @@ def identify_run(
     options: TrainOptions,
     *,
     model_dir: str,
-    data: TokenizedData,
-    data_source: Any,
+    data: Mixture,
+    data_sources: list[Any],
     tokenizer: PreTrainedTokenizerBase,
     method_data: list[str],
     compute_dtype: torch.dtype,
@@ -46,12 +46,16 @@ def identify_run(
 ) -> dict[str, Any]:
     """Whatever decides what a run computes: a checkpoint only fits a run that has the same.
 
-    `data_source` is what the sidecar says of the file that the data was made from, `method_data` the digests of what
+    `data_sources` is what the sidecars say of the files that the data was made from, `method_data` the digests of what
     the method reads beside it; `num_steps` is None unless the learning rate depends on it.
     """
     values = flatten_options(options)
+    digests = [
+        fingerprint_data(source.path, source=made_from, lengths=source.lengths, kept=source.kept)
+        for source, made_from in zip(data.sources, data_sources, strict=True)
+    ]
     return {
-        "data": fingerprint_data(data.path, source=data_source, lengths=data.lengths, kept=data.kept),
+        "data": digests[0] if len(digests) == 1 else hash_json(digests),
         "tokenizer": fingerprint_tokenizer(tokenizer),
         "chat template": fingerprint_chat_template(tokenizer),
         "model": fingerprint_model(model_dir),

@@ -1,5 +1,6 @@
 """The directory of a run: locked, owned, resumed from, written to."""
 
+import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from disk import remove_leftovers
 from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer
 from lifecycle.due import what_is_due
-from lifecycle.export import export_model
+from lifecycle.export import ExportParts, export_model
 from lifecycle.record import (
     check_output_dir,
     check_same_run,
@@ -24,11 +25,15 @@ from lifecycle.record import (
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
 from lifecycle.training_log import Console, MetricsFile, TrainingLog
+from lifecycle.validation import Progress, start_progress
+from lifecycle.validation import validate as measure_validation
 from options import TrainOptions, flatten_options
 from ranks.ending import log
 from ranks.monitor import Flag, RunControl
 from ranks.world import World, call_on_rank0
 from sampler import RunPosition
+
+BEST_FILE = "validation.json"  # in the export of the best model: its line of validation_metrics_0.jsonl
 
 
 class RunDirectory:
@@ -60,6 +65,7 @@ class RunDirectory:
         self.auto_settings: dict[str, Any] | None = None
         if self.checkpoint is not None:
             self.auto_settings = self.checkpoint.state.get("auto_settings")
+        self.validated: Progress | None = None  # where there is validation data
         self.last_save = time.monotonic()
         if self.checkpoint is None:
             log.info(f"starting from step 0 in {self.path}")
@@ -82,6 +88,9 @@ class RunDirectory:
                 needs_model=not inputs.method.saves_frozen,
             )
         call_on_rank0(self.world, lambda: remove_leftovers(self.exports_dir))
+        if inputs.validation_data is not None:
+            previous = self.checkpoint and self.checkpoint.state.get("validation")
+            self.validated = call_on_rank0(self.world, lambda: start_progress(inputs.validation_data, previous))
 
     def restore(self, state: TrainState) -> None:
         """Fills weights and optimizer from the checkpoint, if there is one, and notes this start in the directory."""
@@ -107,6 +116,46 @@ class RunDirectory:
                 Console(first_step=first_step, num_steps=num_steps),
             ]
         )
+
+    @property
+    def has_learnt_enough(self) -> bool:
+        """Whether --early-stopping-patience ends the run where it is."""
+        return self.validated is not None and self.validated.has_enough(self.options.validation.early_stopping_patience)
+
+    @property
+    def is_validation_missing(self) -> bool:
+        """Whether the model has to be measured before the first step."""
+        return self.validated is not None and self.validated.last_step is None
+
+    def describe_end(self, position: RunPosition) -> str:
+        """How a run that is done has ended."""
+        if not self.has_learnt_enough:
+            return "done"
+        return (
+            f"done after step {position.step}, by --early-stopping-patience: {self.validated.num_worse} validations"
+            f" in a row were not below the loss of {self.validated.best_loss} after step {self.validated.best_step}"
+        )
+
+    def validate(
+        self, state: TrainState, position: RunPosition, inputs: RunInputs, log: TrainingLog, *, attention_cost: float
+    ) -> bool:
+        """Measures the model at `position`, and exports it if it is the best so far; says whether it learnt enough."""
+        metrics = measure_validation(
+            state,
+            inputs.validation_data,
+            inputs.objective,
+            cap=self.options.data.max_tokens_per_gpu,
+            attention_cost=attention_cost,
+            position=position,
+            epoch_length=len(inputs.data.kept),
+            progress=self.control.progress,
+        )
+        self.validated = self.validated.after(metrics["loss"], step=position.step)
+        metrics["is_best"] = is_best = self.validated.best_step == position.step
+        log.write_validation(metrics)
+        if is_best and self.options.validation.export_best:
+            self.export(state, position, inputs, best=metrics)
+        return self.has_learnt_enough
 
     def start_loop(self) -> None:
         """From here on the clock of --checkpoint-every-minutes runs, and a request to stop waits for a step's end."""
@@ -134,6 +183,7 @@ class RunDirectory:
             "options": flatten_options(self.options),
             "changed": self.changes,
             "auto_settings": self.auto_settings,
+            **({} if self.validated is None else {"validation": asdict(self.validated)}),
         }
         with self.control.slow(f"the checkpoint after step {position.step}"):
             self.checkpointer.save(state, step=position.step, state=content)
@@ -149,19 +199,22 @@ class RunDirectory:
     def export_dir(self, position: RunPosition) -> Path:
         return self.exports_dir / f"samples_{position.num_samples}"
 
-    def export(self, state: TrainState, position: RunPosition, inputs: RunInputs) -> None:
-        """Writes the model as it is at `position`."""
+    def export(
+        self, state: TrainState, position: RunPosition, inputs: RunInputs, *, best: dict[str, Any] | None = None
+    ) -> None:
+        """Writes the model as it is at `position`; with the metrics that make it the `best`, as that one."""
+        notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
+        export_dir = self.export_dir(position) if best is None else self.exports_dir / "best"
+        parts = ExportParts(
+            inputs.objective,
+            state.method,
+            inputs.generation_config,
+            inputs.tokenizer,
+            getattr(torch, self.options.exports.export_dtype),
+            notes,
+        )
         with self.control.slow(f"the export after step {position.step}"):
-            export_model(
-                state.model,
-                self.export_dir(position),
-                objective=inputs.objective,
-                method=state.method,
-                world=self.world,
-                generation_config=inputs.generation_config,
-                tokenizer=inputs.tokenizer,
-                dtype=getattr(torch, self.options.exports.export_dtype),
-            )
+            export_model(state.model, export_dir, parts, world=self.world)
 
     def close(self, log: TrainingLog, *, is_done: bool) -> None:
         """Waits for the last checkpoint; notes that the run is done, if it is."""

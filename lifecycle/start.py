@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
 from methods.full import Full
@@ -78,8 +79,9 @@ class RunInputs:
     method: Method
     data_options: DataOptions  # with a number for max_tokens_per_gpu: the longest sample's, where it is auto
     compute_dtype: torch.dtype
-    data: TokenizedData | None = None
-    sidecar: dict[str, Any] | None = None
+    data: Mixture | None = None
+    sidecars: list[dict[str, Any] | None] = field(default_factory=list)  # of each data set, if it has one
+    validation_data: Mixture | None = None  # None, too, where none is asked for
     model_dir: str | None = None
     config: PreTrainedConfig | None = None
     generation_config: GenerationConfig | None = None
@@ -98,7 +100,7 @@ class RunInputs:
             options,
             model_dir=self.model_dir,
             data=self.data,
-            data_source=self.sidecar and self.sidecar.get("source"),
+            data_sources=[sidecar and sidecar.get("source") for sidecar in self.sidecars],
             tokenizer=self.tokenizer,
             method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
@@ -112,9 +114,11 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
     )
     num_dropped = open_data(inputs, options)
+    open_validation_data(inputs, options)
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
-        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.data.longest))
+        longest = max(data.longest for data in (inputs.data, inputs.validation_data) if data is not None)
+        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=longest))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
@@ -126,17 +130,37 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
 
 
 def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
-    """The data set and its sidecar; returns how many samples are too long."""
-    path, cap = options.data.data_path, options.data.max_tokens_per_gpu
-    inputs.data = data = inputs.errors.attempt(lambda: TokenizedData(path))
+    """The data sets and their sidecars; returns how many samples are too long."""
+    o, cap = options.data, options.data.max_tokens_per_gpu
+    inputs.data = data = inputs.errors.attempt(
+        lambda: Mixture([TokenizedData(path) for path in o.data_path], weights=o.data_weights, by=o.data_weights_by)
+    )
     if data is None:
         return None
     if cap == "auto":  # until the model is there to choose it
         cap = int(data.lengths.max())
-    inputs.data_options = replace(options.data, max_tokens_per_gpu=cap)
-    num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=options.data.drop_overlong))
-    inputs.sidecar = inputs.errors.attempt(lambda: read_sidecar(path, num_samples=len(data.lengths)))
+    inputs.data_options = replace(o, max_tokens_per_gpu=cap)
+    num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=o.drop_overlong))
+    inputs.sidecars = [
+        inputs.errors.attempt(lambda source=source: read_sidecar(source.path, num_samples=len(source.lengths)))
+        for source in data.sources
+    ]
     return num_dropped
+
+
+def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
+    """The sets of --validation-data-path; each must have something to predict."""
+    paths = options.validation.validation_data_path
+
+    def open_sets() -> Mixture:
+        data = Mixture([TokenizedData(path, option="--validation-data-path") for path in paths])
+        for source in data.sources:
+            if source.num_loss_tokens.sum() == 0:
+                raise ValueError(f"--validation-data-path {source.path}: no token of it is trained, so it has no loss")
+        return data
+
+    if paths:
+        inputs.validation_data = inputs.errors.attempt(open_sets)
 
 
 def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
@@ -156,22 +180,30 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
 
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     """The tokenizer that made the data; the config learns how many embeddings it needs, and what ends a turn."""
-    config, sidecar = inputs.config, inputs.sidecar
+    config, validation_data = inputs.config, inputs.validation_data
+    known = {source.path: sidecar for source, sidecar in zip(inputs.data.sources, inputs.sidecars, strict=True)}
+    if validation_data is not None:
+        for source in validation_data.sources:
+            known[source.path] = inputs.errors.attempt(
+                lambda source=source: read_sidecar(source.path, num_samples=len(source.lengths))
+            )
     found = inputs.errors.attempt(
         lambda: choose_tokenizer(
             inputs.model_dir,
-            options.data.data_path,
-            sidecar,
+            known,
             vocab_size=config.vocab_size,
             vocabulary_multiple=inputs.method.vocabulary_multiple,
             trust_remote_code=options.model.trust_remote_code,
         )
     )
     inputs.tokenizer, config.vocab_size = found or (None, config.vocab_size)
-    inputs.data.vocab_size = config.vocab_size
-    if inputs.tokenizer is not None and sidecar is not None and sidecar.get("stop_token_id") is not None:
-        replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template is not the model's
-        end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
+    for data in (inputs.data, validation_data):
+        if data is not None:
+            data.vocab_size = config.vocab_size
+    for sidecar in filter(None, reversed(inputs.sidecars)):  # the first one's is the first in the end
+        if inputs.tokenizer is not None and sidecar.get("stop_token_id") is not None:
+            replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template is not the model's
+            end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
 
 
 def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> None:
@@ -194,10 +226,18 @@ def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> 
 
 
 def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
-    data, num_steps = inputs.data, inputs.num_steps
+    data, num_steps, validation_data = inputs.data, inputs.num_steps, inputs.validation_data
+    sources = ""
+    if len(data.sources) > 1:
+        sources = "".join(
+            f"\n  {name}: {len(kept):,} samples, {share:.1%} of those drawn"
+            for name, kept, share in zip(data.names, data.kept_of, data.shares, strict=True)
+        )
+    if validation_data is not None:
+        sources += f"\nvalidation: {len(validation_data.lengths):,} samples of {', '.join(validation_data.names)}"
     log.info(
         f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
-        f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu\n"
+        f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu{sources}\n"
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.data_options.batch_size} samples"
         f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )

@@ -46,12 +46,14 @@ def train_step(
     """
     world = state.world
     torch.manual_seed(derive_seed(options.data.seed, batch.step, world.rank))  # for dropout
-    losses = []
+    losses, source_losses = [], None
     for k, micro_batch in enumerate(batch.micro_batches):
         progress(describe_micro_batch(batch, k))
         is_last = k + 1 == len(batch.micro_batches)
         set_gradient_sync(state.model, options.sharding.micro_batch_grad_sync, is_last=is_last)
         losses.append(run_backward(state.model, micro_batch.to(world.device), num_targets=batch.num_loss_tokens))
+        if state.model.source_losses is not None:
+            source_losses = state.model.source_losses if k == 0 else source_losses + state.model.source_losses
     raised = flags()
     state.method.constrain_gradients()
     sums = reduce_step(
@@ -61,9 +63,10 @@ def train_step(
         num_shards=world.num_shards,
         data_wait_seconds=data_wait_seconds,
         flags=raised,
+        source_losses=source_losses,
     )
     if not sums.finite:
-        raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums, options.data.data_path))
+        raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums))
     max_grad_norm = options.optimization.max_grad_norm
     clip_gradients(local_gradients(state.model), grad_norm=sums.grad_norm, max_grad_norm=max_grad_norm)
     update_weights(state, step=batch.step, lr=lr)
@@ -99,13 +102,12 @@ def describe_micro_batch(batch: Batch, k: int) -> str:
     )
 
 
-def describe_bad_step(batch: Batch, sums: StepSums, data_path: str) -> str:
+def describe_bad_step(batch: Batch, sums: StepSums) -> str:
     """Where a loss or gradient stopped being finite: step, ranks and rows of the data set."""
     bad = sums.bad_micro_batches or [(k, rank) for k, ranks in enumerate(batch.table) for rank in range(len(ranks))]
-    rows = sorted(int(batch.sample_ids[i]) + 1 for k, rank in bad for i in batch.table[k][rank])
-    shown = ", ".join(map(str, rows[:20])) + (f" and {len(rows) - 20} more" if len(rows) > 20 else "")
+    rows = [batch.sample_ids[i] for k, rank in bad for i in batch.table[k][rank]]
     return (
         f"step {batch.step + 1}: the {'loss' if sums.bad_micro_batches else 'gradient'} is not finite (loss"
-        f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of {data_path}: {shown}"
-        f" (rank {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
+        f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of"
+        f" {batch.data.name_rows(rows)} (rank {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
     )

@@ -133,7 +133,8 @@ def write_line(metrics: dict[str, Any], file: TextIO) -> None:
 def keep_steps(path: Path, num_steps: int, *, has_all: bool = True) -> int:
     """Cuts a metrics file after the last line of steps up to `num_steps`; returns the step of that line, or 0.
 
-    What follows was trained after the checkpoint, or is torn. With `has_all` every step from 1 has a line, else some.
+    What follows was trained after the checkpoint, or is torn. With `has_all` every step from 1 has one line, else some
+    have, and perhaps several.
     """
     end, last_step = 0, 0 if has_all else -1
     if path.exists():
@@ -143,7 +144,8 @@ def keep_steps(path: Path, num_steps: int, *, has_all: bool = True) -> int:
                     step = json.loads(line)["step"] if line.endswith(b"\n") else None
                 except (ValueError, KeyError, TypeError):
                     step = None
-                if step is None or not last_step < step <= num_steps or (has_all and step > last_step + 1):
+                follows = step is not None and (step == last_step + 1 if has_all else step >= last_step)
+                if not follows or step > num_steps:
                     break
                 end, last_step = end + len(line), step
             file.truncate(end)

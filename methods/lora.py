@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file
 from methods.full import gather_parameters
@@ -227,7 +228,7 @@ class LoRA:
 
 def read_sample(options: DataOptions, objective: Objective, *, vocab_size: int) -> MicroBatch:
     """The first samples of the data that have room together in a micro-batch."""
-    data = TokenizedData(options.data_path)
+    data = Mixture([TokenizedData(path) for path in options.data_path])
     data.vocab_size = vocab_size
     data.fit_to(options.max_tokens_per_gpu, drop_overlong=True)
     rows = data.kept[:NUM_COMPARED]

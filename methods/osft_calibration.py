@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from chat.masking import fingerprint_tokenizer
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, read_sidecar
 from disk import hash_file, written_aside
 from methods.osft_subspaces import find_targets, weight_shape
@@ -55,7 +56,7 @@ class Statistics:
 
 def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens_per_gpu: int) -> TokenizedData:
     """What OSFT has to remember, without what is too long; ValueError if another tokenizer made it."""
-    data = TokenizedData(path)
+    data = TokenizedData(path, option="--osft-calibration-data")
     sidecar = read_sidecar(path, num_samples=len(data.lengths))
     if sidecar is None:
         log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
@@ -161,7 +162,7 @@ def prepare_statistics(
     data.vocab_size = model.model.config.vocab_size
     batch = next(
         iterate_batches(
-            data,
+            Mixture([data]),
             replace(options, batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept))),
             objective=objective,
             num_steps=1,

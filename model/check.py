@@ -6,10 +6,10 @@ L tokens of one sequence, T of a packed row, H hidden size.
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
 
 from model.method import Method
+from model.sharding import reshard
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
 
@@ -72,9 +72,7 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
             f"{refused}its head does something to the logits that is not known here; our loss over {len(sequences)}"
             f" sequences is {loss:.6f}, the model's own {own_loss:.6f}"
         )
-    for module in packed_model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # without a backward, FSDP leaves parameters gathered: the root's, or all
+    reshard(packed_model)
     packed_model.train()
 
 

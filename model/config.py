@@ -59,8 +59,7 @@ def load_generation_config(model_dir: str, config: PreTrainedConfig) -> Generati
 
 def choose_tokenizer(
     model_dir: str,
-    data_path: str,
-    sidecar: dict[str, Any] | None,
+    sidecars: dict[Path, dict[str, Any] | None],
     *,
     vocab_size: int,
     vocabulary_multiple: int,
@@ -68,16 +67,20 @@ def choose_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer that made the data, and how many embeddings the model needs for it.
 
-    It is the model's, or one saved beside the data that extends the model's; ValueError if it is any other. Every
-    export carries it. Embeddings grow to a multiple of `vocabulary_multiple`.
+    `sidecars`: of each data set, by its path. The tokenizer is the model's, or one saved beside the data that extends
+    the model's; ValueError if it is any other, or not the same for all. Every export carries it. Embeddings grow to a
+    multiple of `vocabulary_multiple`.
     """
     # The tokenizer that made the data: the model's, or its extension beside the data.
     model_tokenizer = tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
-    if sidecar is None:
-        log.warning(f"warning: no {data_path}.meta.json: cannot tell whether the data fits this tokenizer")
+    for path in (path for path, sidecar in sidecars.items() if sidecar is None):
+        log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
+    known = {path: sidecar for path, sidecar in sidecars.items() if sidecar is not None}
+    if not known:
         return tokenizer, vocab_size
+    data_path, sidecar = next(iter(known.items()))
     if sidecar.get("tokenizer_dir") is not None:
-        tokenizer_dir = Path(data_path).parent / sidecar["tokenizer_dir"]
+        tokenizer_dir = data_path.parent / sidecar["tokenizer_dir"]
         if not tokenizer_dir.is_dir():
             raise ValueError(
                 f"--data-path {data_path}: the directory {tokenizer_dir} with its tokenizer is missing: copy it"
@@ -98,11 +101,16 @@ def choose_tokenizer(
             f"--data-path {data_path} was made with another tokenizer than --model-name-or-path's:"
             " tokenize the data again with process_data.py and this model"
         )
-    if sidecar["max_token_id"] >= vocab_size:
-        raise ValueError(
-            f"--data-path {data_path} holds token id {sidecar['max_token_id']}, beyond the {vocab_size} rows of"
-            " the model's embedding"
-        )
+    for path, other in known.items():
+        if other["tokenizer_fingerprint"] != sidecar["tokenizer_fingerprint"]:
+            raise ValueError(
+                f"{path} was made with another tokenizer than {data_path}: tokenize both with process_data.py and this"
+                " model, with the same --chat-template and --add-special-tokens"
+            )
+        if other["max_token_id"] >= vocab_size:
+            raise ValueError(
+                f"{path} holds token id {other['max_token_id']}, beyond the {vocab_size} rows of the model's embedding"
+            )
     return tokenizer, vocab_size
 
 

@@ -79,6 +79,14 @@ def apply_fsdp(
             block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
     register_fsdp_forward_method(packed_model, "hidden_states")
     register_fsdp_forward_method(packed_model, "reference")
+    register_fsdp_forward_method(packed_model, "score")
+
+
+def reshard(packed_model: PackedModel) -> None:
+    """After forward passes without a backward, which leave parameters gathered: the root's, or all."""
+    for module in packed_model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def set_gradient_sync(packed_model: PackedModel, when: str, *, is_last: bool) -> None:

@@ -3,6 +3,7 @@
 T tokens in a packed row, N trained tokens among them, L tokens of one sequence, H hidden size, V vocabulary size.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from chat.labels import IGNORED
 from objectives.micro_batch import MicroBatch, Sample, make_idle_sample, pack_samples
-from objectives.token_loss import sum_token_loss
+from objectives.token_loss import score_tokens, sum_token_loss
 
+MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several of them
 
 
@@ -54,8 +56,18 @@ class CausalLM:
     ) -> "PackedCausalLM":
         return PackedCausalLM(model, backend=backend, compute_dtype=compute_dtype, fuses_loss=fuses_loss)
 
-    def pack(self, samples: Sequence[Sample]) -> MicroBatch:
-        return pack_samples(samples)
+    def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
+        return pack_samples(samples, sources=sources, num_sources=num_sources)
+
+    def summarize(self, sums: Tensor) -> dict[str, float]:
+        loss_sum, num_right, num_targets = sums.tolist()
+        loss = loss_sum / num_targets
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, MAX_EXPONENT)),
+            "token_accuracy": num_right / num_targets,
+            "num_loss_counted_tokens": int(num_targets),
+        }
 
     def make_idle_sample(self) -> Sample:
         return make_idle_sample()
@@ -87,6 +99,7 @@ class PackedCausalLM(nn.Module):
         # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
         self.logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.fuses_loss = fuses_loss
+        self.source_losses: Tensor | None = None
 
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """The packed row's final hidden states."""
@@ -102,25 +115,39 @@ class PackedCausalLM(nn.Module):
         )
         return outputs.last_hidden_state
 
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Sum of the (weighted) cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
+    def predict(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """What the loss of the micro-batch's trained tokens is computed from, as arguments of `sum_token_loss`."""
         hidden = self.encode(micro_batch)[0, micro_batch.trained_index]  # (N, H)
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
-        head = self.model.get_output_embeddings()
-        targets = micro_batch.targets[micro_batch.trained_index]
-        weights = micro_batch.target_weights
-        if weights is not None:
-            weights = weights[micro_batch.trained_index]
-        return sum_token_loss(
-            hidden,
-            head.weight,
-            targets,
+        head, weights = self.model.get_output_embeddings(), micro_batch.target_weights
+        return dict(
+            hidden=hidden,
+            weight=head.weight,
+            targets=micro_batch.targets[micro_batch.trained_index],
             bias=head.bias,
-            token_weights=weights,
+            token_weights=None if weights is None else weights[micro_batch.trained_index],
             softcap=self.softcap,
-            compiled=self.fuses_loss,
         )
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Sum of the (weighted) cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
+        self.source_losses, by_source = None, None
+        if micro_batch.num_sources > 1:
+            self.source_losses = torch.zeros(micro_batch.num_sources, device=micro_batch.targets.device)
+            by_source = None if micro_batch.sources is None else (micro_batch.sources, self.source_losses)
+        return sum_token_loss(**self.predict(micro_batch), compiled=self.fuses_loss, by_source=by_source)
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch) -> Tensor:  # (num_sources, 3) fp64
+        """Of each data set the summed loss, the number of targets that were most likely, and that of targets."""
+        scores = score_tokens(**self.predict(micro_batch))  # (N, 3)
+        if micro_batch.sources is None:
+            sums = scores.new_zeros(micro_batch.num_sources, scores.shape[1])
+            sums[0] = scores.sum(0)
+            return sums
+        sums = scores.new_zeros(micro_batch.num_sources, scores.shape[1])
+        return sums.index_add_(0, micro_batch.sources, scores)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """`encode` for the self-checks: an entry point of its own, which FSDP knows about."""

@@ -23,6 +23,8 @@ class MicroBatch:
     target_weights: Tensor | None  # (T,) fp32, of each target's loss; None: all are 1
     max_seqlen: int
     seq_lengths: list[int]
+    sources: Tensor | None = None  # (N,) int64: the data set that each trained position is of; None: all of the first
+    num_sources: int = 1  # data sets
 
     def to(self, device: torch.device) -> "MicroBatch":
         """On `device`; the copy does not wait if the memory is pinned."""
@@ -41,8 +43,8 @@ def make_idle_sample() -> Sample:
     return np.zeros(2, dtype=np.int64), np.full(2, IGNORED), None
 
 
-def pack_samples(samples: Sequence[Sample]) -> MicroBatch:
-    """Packs samples into one row; either all have weights or none.
+def pack_samples(samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
+    """Packs samples into one row; either all have weights or none. `sources`: of each, which data set it is from.
 
     Where no sample has more than one token, an idle one joins them: torch.compile takes 0 and 1 for constants, and
     would compile such a row by itself, whenever it comes.
@@ -59,14 +61,20 @@ def pack_samples(samples: Sequence[Sample]) -> MicroBatch:
         targets[predicting] = labels[1:]
         if target_weights is not None:
             target_weights[predicting] = weights[1:]
+    trained_index = np.flatnonzero(targets != IGNORED)
+    if sources is not None:
+        sequence_of = np.searchsorted(cu_seqlens, trained_index, side="right") - 1  # an idle one has no targets
+        sources = torch.from_numpy(sources[sequence_of])
     input_ids = np.concatenate([input_ids for input_ids, _, _ in samples]).astype(np.int64)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids)[None],
         position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         targets=torch.from_numpy(targets),
-        trained_index=torch.from_numpy(np.flatnonzero(targets != IGNORED)),
+        trained_index=torch.from_numpy(trained_index),
         target_weights=None if target_weights is None else torch.from_numpy(target_weights),
         max_seqlen=max(lengths),
         seq_lengths=lengths,
+        sources=sources,
+        num_sources=num_sources,
     )

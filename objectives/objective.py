@@ -17,9 +17,14 @@ class PackedModel(Protocol):
     model: PreTrainedModel
     backend: str  # of model.attention
     compute_dtype: torch.dtype
+    source_losses: Tensor | None  # (num_sources,) fp32: of the last micro-batch, where it is from several data sets
 
     def __call__(self, micro_batch: MicroBatch) -> Tensor:
         """The loss summed over the micro-batch's targets: an fp32 scalar."""
+        ...
+
+    def score(self, micro_batch: MicroBatch) -> Tensor:
+        """(num_sources, scores) fp64: sums over the micro-batch of what a validation measures. No gradients."""
         ...
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
@@ -56,7 +61,13 @@ class Objective(Protocol):
         """The module that is trained; with `fuses_loss` the loss's arithmetic is compiled."""
         ...
 
-    def pack(self, samples: Sequence[Sample]) -> MicroBatch: ...
+    def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
+        """A micro-batch of the samples; `sources` (samples,): from which of `num_sources` data sets each one is."""
+        ...
+
+    def summarize(self, sums: Tensor) -> dict[str, float]:
+        """What a validation says of sums (scores,) of `PackedModel.score`, by name: `loss` among them."""
+        ...
 
     def make_idle_sample(self) -> Sample:
         """What a rank without work trains on: no target, so that it takes part in every collective."""

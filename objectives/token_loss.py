@@ -26,21 +26,23 @@ def sum_token_loss(
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     compiled: bool = False,
+    by_source: tuple[Tensor, Tensor] | None = None,  # (N,) int64 and (sources,) fp32
 ) -> Tensor:
     """Sum over N of token_weights * cross_entropy(hidden @ weight.T + bias, targets), in fp32.
 
     `softcap`: the logits z become softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118, section 2). Works with
     N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so
     the peak memory is one chunk of logits plus the gradients themselves, whatever N is. `compiled`: all that is done
-    with a chunk's logits between the matrix products is fused by torch.compile.
+    with a chunk's logits between the matrix products is fused by torch.compile. `by_source`: each token's source, and
+    sums of their losses, to which they are added.
     """
-    return _SumTokenLoss.apply(hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled)
+    return _SumTokenLoss.apply(hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled, by_source)
 
 
 class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
     @memory_kind("loss")
-    def forward(ctx, hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled):
+    def forward(ctx, hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled, by_source):
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -52,10 +54,12 @@ class _SumTokenLoss(torch.autograd.Function):
             logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
             is_fused = compiled and len(logits) > 1  # a dimension of 1 would be compiled by itself
             chunk_weights = None if token_weights is None else token_weights[chunk, None]
-            chunk_sum, d_logits, d_bias_part = (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
+            losses, d_logits, d_bias_part = (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
                 logits, targets[chunk, None], chunk_weights, softcap, needs_bias
             )
-            loss_sum += chunk_sum
+            loss_sum += losses.sum()
+            if by_source is not None:
+                by_source[1].index_add_(0, by_source[0][chunk], losses[:, 0])
             if needs_bias:
                 d_bias += d_bias_part
             if needs_hidden:
@@ -78,7 +82,7 @@ class _SumTokenLoss(torch.autograd.Function):
             d_weight = d_weight.mul_(d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
-        return d_hidden, d_weight, None, d_bias, None, None, None, None
+        return d_hidden, d_weight, None, d_bias, None, None, None, None, None
 
 
 def sum_chunk_loss(
@@ -88,7 +92,7 @@ def sum_chunk_loss(
     softcap: float | None,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The summed loss, its derivatives by the logits (rows, V) in their type, and those by the bias (V,) in fp32."""
+    """The losses (rows, 1), their derivatives by the logits (rows, V) in their type, by the bias (V,) in fp32."""
     dtype = logits.dtype
     if softcap is not None:
         logits = logits.float().div_(softcap).tanh_().mul_(softcap)
@@ -101,7 +105,33 @@ def sum_chunk_loss(
         d_logits.mul_(slope)
     if token_weights is not None:
         losses, d_logits = losses * token_weights, d_logits.mul_(token_weights)
-    return losses.sum(), d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
+    return losses, d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
+
+
+@torch.no_grad()
+def score_tokens(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (N,) int64
+    *,
+    bias: Tensor | None = None,  # (V,)
+    token_weights: Tensor | None = None,  # (N,) fp32
+    softcap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:  # (N, 3) fp64
+    """Of each token its (weighted) cross-entropy, whether the target was the most likely one, and 1."""
+    scores = torch.ones(len(targets), 3, dtype=torch.float64, device=hidden.device)
+    num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+    for start in range(0, len(targets), num_rows):
+        chunk = slice(start, start + num_rows)
+        logits = torch.nn.functional.linear(hidden[chunk], weight, bias).float()  # (rows, V)
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        scores[chunk, 0] = torch.nn.functional.cross_entropy(logits, targets[chunk], reduction="none").double()
+        scores[chunk, 1] = (logits.argmax(-1) == targets[chunk]).double()
+    if token_weights is not None:
+        scores[:, 0] *= token_weights
+    return scores
 
 
 @functools.cache

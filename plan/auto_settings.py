@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from corpus.reader import TokenizedData
+from corpus.mixture import Mixture
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
 from model.activation_checkpointing import set_activation_checkpointing
@@ -165,7 +165,7 @@ def settle_auto_options(
     return settled, chosen
 
 
-def probe_settings(prober: Prober, options: TrainOptions, data: TokenizedData, *, most: int) -> dict[str, Any]:
+def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most: int) -> dict[str, Any]:
     """The mode and the number of tokens that the prober finds, and the seconds that these take."""
     longest, given = data.longest, options.data.max_tokens_per_gpu
     mode = options.compute.activation_checkpointing

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from corpus.reader import TokenizedData
+from corpus.mixture import Mixture
 from options import DataOptions
 from ranks.memory import GIB
 from sampler import RunPosition, draw_samples
@@ -116,9 +116,7 @@ def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
     return max(longest, min(most, int(num_tokens) // TOKEN_MULTIPLE * TOKEN_MULTIPLE))
 
 
-def count_useful_tokens(
-    data: TokenizedData, options: DataOptions, *, start: RunPosition, world_size: int
-) -> tuple[int, int]:
+def count_useful_tokens(data: Mixture, options: DataOptions, *, start: RunPosition, world_size: int) -> tuple[int, int]:
     """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one.
 
     Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
@@ -130,14 +128,14 @@ def count_useful_tokens(
     return longest, min(largest, -(-largest // world_size) + longest)
 
 
-def refuse_longest(data: TokenizedData, room: Room) -> str:
+def refuse_longest(data: Mixture, room: Room) -> str:
     """Why not even the longest sample can be trained, and what to change."""
     longest = data.longest
-    row = int(data.kept[data.lengths[data.kept].argmax()])
+    path, row = data.locate(int(data.kept[data.lengths[data.kept].argmax()]))
     needed = extrapolate(room.probes, "bytes", longest)
     limit = int(needed - extrapolate(room.probes, "excess_bytes", longest))
     return (
-        f"--max-tokens-per-gpu auto: the longest sample, row {row + 1} of {data.path} with {longest:,} tokens, needs"
+        f"--max-tokens-per-gpu auto: the longest sample, row {row} of {path} with {longest:,} tokens, needs"
         f" about {needed / GIB:,.2f} GiB, and {limit / GIB:,.2f} GiB may be used: use more GPUs,"
         " --activation-checkpointing full, a larger --memory-budget-gb, or drop long samples with process_data.py"
         " --max-sample-num-tokens"

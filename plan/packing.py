@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batch_packer import cost_samples, pack_batch
-from corpus.reader import TokenizedData
+from corpus.mixture import Mixture
 from model.flops import FlopCount
 from options import DataOptions
 from plan.choice import NUM_BATCHES
@@ -34,7 +34,7 @@ class Packing:
 
 
 def pack_next_batches(
-    data: TokenizedData,
+    data: Mixture,
     options: DataOptions,
     flops: FlopCount,
     *,

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
 
-from lifecycle.export import export_model
+from lifecycle.export import ExportParts, export_model
 from methods.full import Full
 from model.config import load_generation_config
 from objectives.causal_lm import CausalLM
@@ -29,16 +29,9 @@ MODELS = FAMILIES | {
 
 def export(path, export_dir, world, *, dtype=torch.float32):
     model = build(path, world)
-    export_model(
-        model,
-        export_dir,
-        objective=CausalLM(),
-        method=Full(),
-        world=world,
-        generation_config=load_generation_config(str(path), model.model.config),
-        tokenizer=AutoTokenizer.from_pretrained(path),
-        dtype=dtype,
-    )
+    generation_config = load_generation_config(str(path), model.model.config)
+    parts = ExportParts(CausalLM(), Full(), generation_config, AutoTokenizer.from_pretrained(path), dtype)
+    export_model(model, export_dir, parts, world=world)
     return export_dir
 
 

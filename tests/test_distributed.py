@@ -13,6 +13,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from sampler import draw_samples
 
@@ -74,7 +75,7 @@ def runs(inputs) -> dict[str, Path]:
 
 def train_plainly(inputs: dict) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """What the run computes, written with transformers, padding and AdamW alone: losses, norms, weights."""
-    data = TokenizedData(inputs["data"])
+    data = Mixture([TokenizedData(inputs["data"])])
     model = AutoModelForCausalLM.from_pretrained(inputs["model"], attn_implementation="eager").train()
     params = list(model.parameters())
     groups = [

@@ -17,6 +17,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import LlamaConfig
 
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from ranks.ending import ExitCode
 from sampler import draw_samples
@@ -75,7 +76,7 @@ def results(tmp_path_factory) -> dict[str, Result]:
     model = save_tokenizer(save_model(LlamaConfig(**SHAPE | dict(intermediate_size=8192)), root / "model"))
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, max_len=10)
     data = write_samples(root / "data.arrow", samples)
-    drawn = draw_samples(TokenizedData(data), seed=SEED, start=(LONG_STEP - 1) * BATCH_SIZE, count=1)[0]
+    drawn = draw_samples(Mixture([TokenizedData(data)]), seed=SEED, start=(LONG_STEP - 1) * BATCH_SIZE, count=1)[0]
     samples[drawn] = ([7] * LONGEST, [-100] + [7] * (LONGEST - 1))
     write_samples(data, samples)
     (root / "sitecustomize.py").write_text(RAISING_RANK)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from chat.masking import fingerprint_tokenizer
 from command_line import find_problems
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from methods.lora import NUM_COMPARED, LoRA
 from methods.nf4 import NF4Linear, pack, unpack
@@ -51,7 +52,7 @@ def load_with_adapter(inputs: dict[str, str], adapter: Path) -> PeftModel:
 
 def train_plainly(inputs: dict[str, str], start: Path) -> tuple[list[float], PeftModel]:
     """What the run computes, from the adapter `start`: transformers, peft and AdamW, a sample at a time."""
-    data, model = TokenizedData(inputs["data_path"]), load_with_adapter(inputs, start).train()
+    data, model = Mixture([TokenizedData(inputs["data_path"])]), load_with_adapter(inputs, start).train()
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
         dict(params=[p for p in params if p.ndim >= 2], weight_decay=OPTIONS["weight_decay"]),
@@ -234,7 +235,7 @@ def test_an_adapter_of_a_quantized_base_is_the_same_on_one_that_transformers_qua
     )
     theirs = PeftModel.from_pretrained(base, export / "adapter").eval()
     merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
-    data = TokenizedData(inputs["data_path"])
+    data = Mixture([TokenizedData(inputs["data_path"])])
     data.vocab_size = VOCAB_SIZE
     rows = [data.read(i) for i in range(len(data.lengths))][:NUM_COMPARED]
     lengths = np.cumsum([len(ids) for ids, _, _ in rows])

@@ -12,6 +12,7 @@ import torch
 from tiny_data import make_samples, write_samples
 
 from chat.labels import IGNORED
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from objectives.causal_lm import CausalLM
 from objectives.micro_batch import make_idle_sample, pack_samples
@@ -29,7 +30,7 @@ def samples():
 
 @pytest.fixture(scope="module")
 def data(samples, tmp_path_factory):
-    return TokenizedData(write_samples(tmp_path_factory.mktemp("data") / "data.arrow", samples))
+    return Mixture([TokenizedData(write_samples(tmp_path_factory.mktemp("data") / "data.arrow", samples))])
 
 
 def batches_of(data, *, num_steps=8, batch_size=12, max_tokens_per_gpu=64, rank=0, world_size=1, seed=3):
@@ -138,7 +139,7 @@ def test_max_tokens_ends_at_the_step_that_reaches_it(data, max_tokens):
 
 
 def test_samples_that_are_dropped_are_never_drawn(samples, tmp_path):
-    data = TokenizedData(write_samples(tmp_path / "data.arrow", samples))
+    data = Mixture([TokenizedData(write_samples(tmp_path / "data.arrow", samples))])
     num_overlong = data.fit_to(30, drop_overlong=True)
     drawn = draw_samples(data, seed=0, start=0, count=NUM_SAMPLES - num_overlong)
     assert sorted(drawn) == [i for i, (input_ids, _) in enumerate(samples) if len(input_ids) <= 30]

@@ -219,6 +219,13 @@ TESTED_ELSEWHERE = {
     "lora_adapter",
     "lora_export",
     "base_quantization",
+    "data_weights",  # these: test_mixture.py
+    "data_weights_by",
+    "validation_data_path",  # these: test_validation.py
+    "validate_every_steps",
+    "validate_at_epoch",
+    "export_best",
+    "early_stopping_patience",
     "async_checkpoint",  # these: test_resume.py
     "resume",
     "allow_changed_options",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import build
 
+from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.step import run_backward
 from objectives.causal_lm import CausalLM
@@ -25,7 +26,7 @@ from sampler import iterate_batches
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
 world = init_world()
 model = build(model_path, world)
-data = TokenizedData(data_path)
+data = Mixture([TokenizedData(data_path)])
 results = []
 for batch_size in batch_sizes:
     options = DataOptions(

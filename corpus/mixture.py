@@ -1,0 +1,131 @@
+"""One or several tokenized data sets, taken together: their rows are numbered through, in the order of the sets."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from corpus.reader import TokenizedData
+from objectives.columns import Sample
+
+
+class Mixture:
+    """Tokenized data sets of which samples are drawn by their `shares`.
+
+    `lengths`, `num_loss_tokens` and `kept` are as of one data set; `source_of` says from which of them a row is.
+    """
+
+    def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
+        """`weights` are relative, of the samples that are drawn or, with `by` tokens, of their tokens.
+
+        Without any each set has its size, so that an epoch has every sample once. ValueError for a set given twice.
+        """
+        self.sources = list(sources)
+        self.names = name_sources([source.path for source in sources])
+        self.weights, self.by = weights, by
+        self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
+        self.lengths = join([source.lengths for source in sources])
+        self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
+        self._find_kept()
+
+    def _find_kept(self) -> None:
+        first_rows = self._first_rows.tolist()
+        self.kept_of = [source.kept + first for source, first in zip(self.sources, first_rows, strict=False)]
+        self.kept = join(self.kept_of)  # the stream draws from these rows
+        sizes = np.array([len(kept) for kept in self.kept_of], dtype=np.float64)
+        shares = sizes if not self.weights else np.array(self.weights, dtype=np.float64)
+        if self.weights and self.by == "tokens":
+            shares = shares / [self.lengths[kept].mean() for kept in self.kept_of]
+        self.shares = shares / shares.sum()  # (sources,) of the samples that are drawn
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample that is kept."""
+        return int(self.lengths[self.kept].max())
+
+    @property
+    def vocab_size(self) -> float:
+        return self.sources[0].vocab_size
+
+    @vocab_size.setter
+    def vocab_size(self, vocab_size: float) -> None:
+        for source in self.sources:
+            source.vocab_size = vocab_size
+
+    def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
+        """As TokenizedData's, of all sets."""
+        num_dropped = sum(source.fit_to(max_tokens_per_gpu, drop_overlong=drop_overlong) for source in self.sources)
+        self._find_kept()
+        return num_dropped
+
+    def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
+        """Which data set each row is from."""
+        return np.searchsorted(self._first_rows, rows, side="right") - 1
+
+    def read(self, row: int) -> Sample:
+        """`input_ids`, `labels` and weights of a row; ValueError naming the row if they break the contract.
+
+        Where any of the sets has weights, every sample has: samples that are packed into one row must agree.
+        """
+        source = int(self.source_of(np.array(row)))
+        input_ids, labels, weights = self.sources[source].read(row - int(self._first_rows[source]))
+        if weights is None and self.has_weights:
+            weights = np.ones(len(labels), np.float32)
+        return input_ids, labels, weights
+
+    @property
+    def has_weights(self) -> bool:
+        return any(source.has_weights for source in self.sources)
+
+    def release_pages(self) -> None:
+        for source in self.sources:
+            source.release_pages()
+
+    def locate(self, row: int) -> tuple[Path, int]:
+        """The file that a row is in, and its number there, counted from 1."""
+        source = int(self.source_of(np.array(row)))
+        return self.sources[source].path, row - int(self._first_rows[source]) + 1
+
+    def name_rows(self, rows: Sequence[int], *, most: int = 20) -> str:
+        """Rows as a message names them: file by file, counted from 1, the first `most` of each."""
+        numbers: dict[Path, list[int]] = {}
+        for path, number in map(self.locate, sorted(map(int, rows))):
+            numbers.setdefault(path, []).append(number)
+        return "; ".join(
+            f"{path}: {', '.join(map(str, found[:most]))}"
+            + (f" and {len(found) - most} more" if len(found) > most else "")
+            for path, found in numbers.items()
+        )
+
+
+def join(arrays: list[np.ndarray]) -> np.ndarray:
+    """The arrays in a row; one alone is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def name_sources(paths: Sequence[Path]) -> list[str]:
+    """A name for each file: its own without the ending, or its whole path where two have the same."""
+    twice = [str(path) for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise ValueError(f"given twice: {', '.join(twice)}; of a data set that is to count more, raise --data-weights")
+    stems = Counter(path.stem for path in paths)
+    return [path.stem if stems[path.stem] == 1 else str(path) for path in paths]
+
+
+def interleave(shares: np.ndarray, *, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which source each of the positions [start, start + count) draws from, and how many each had drawn before.
+
+    Sample k of a source with share s is due at (k + 1/2) / s, and samples are drawn in the order in which they are due.
+    So at every position each source has its share to within a sample or two, and a position is known by itself.
+    """
+    slack = len(shares) + 1  # by which the number of samples due may differ from the time
+    firsts = [max(0, math.floor(share * (start - slack)) - 1) for share in shares]
+    ends = [math.ceil(share * (start + count + slack)) + 1 for share in shares]
+    due = [(np.arange(first, end) + 0.5) / share for first, end, share in zip(firsts, ends, shares, strict=True)]
+    sources = np.repeat(np.arange(len(shares)), [len(times) for times in due])
+    order = sources[np.lexsort((sources, np.concatenate(due)))]
+    num_earlier = start - sum(firsts)
+    before = np.array(firsts) + np.bincount(order[:num_earlier], minlength=len(shares))
+    return order[num_earlier : num_earlier + count], before

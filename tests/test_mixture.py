@@ -1,0 +1,180 @@
+"""Several data sets: drawn by their weights, a pure function of the position, on any ranks and after a resume."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from in_process import train_here, train_on
+from small_runs import OPTIONS, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM
+
+from command_line import find_problems
+from corpus.mixture import Mixture, interleave
+from corpus.reader import TokenizedData
+from options import TrainOptions, group_options
+from sampler import count_drawn, count_tokens, draw_samples, find_position
+
+SIZES, WEIGHTS = dict(a=30, b=11, c=5), (0.5, 0.3, 0.2)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("inputs")
+    paths = tuple(
+        str(
+            write_samples(
+                root / f"{name}.arrow", make_samples(size, vocab_size=VOCAB_SIZE, max_len=12 + 14 * i, seed=i)
+            )
+        )
+        for i, (name, size) in enumerate(SIZES.items())
+    )
+    model = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], root / "model"))
+    return OPTIONS | dict(model_name_or_path=str(model), data_path=tuple(paths), data_weights=WEIGHTS, max_steps=STEPS)
+
+
+def open_mixture(inputs: dict, **options) -> Mixture:
+    return Mixture([TokenizedData(path) for path in inputs["data_path"]], **options)
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.001, 0.999), (1 / 3, 1 / 3, 1 / 3)])
+def test_sources_take_turns_by_their_shares_from_any_position(shares):
+    shares, count = np.array(shares), 5000
+    due = sorted(((k + 0.5) / share, i) for i, share in enumerate(shares) for k in range(count))
+    expected = np.array([i for _, i in due[:count]])
+    assert (interleave(shares, start=0, count=count)[0] == expected).all()
+    for start in (0, 1, 2, 17, 999, 4000):
+        sources, before = interleave(shares, start=start, count=100)
+        assert (sources == expected[start : start + 100]).all()
+        assert (before == np.bincount(expected[:start], minlength=len(shares))).all()
+    drawn = np.cumsum(expected[:, None] == np.arange(len(shares)), axis=0)  # after each position
+    assert np.abs(drawn - shares * np.arange(1, count + 1)[:, None]).max() <= 2
+    assert interleave(shares, start=10**12, count=10)[1].sum() == 10**12
+
+
+def test_each_source_goes_through_its_own_permutations(inputs):
+    data = open_mixture(inputs, weights=WEIGHTS)
+    stream = draw_samples(data, seed=1, start=0, count=400)
+    sources = data.source_of(stream)
+    for i, (size, kept) in enumerate(zip(SIZES.values(), data.kept_of, strict=True)):
+        own = stream[sources == i]
+        epochs = own[: len(own) // size * size].reshape(-1, size)
+        assert len(epochs) > 1 and (np.sort(epochs) == kept).all() and (epochs[0] != epochs[1]).any()
+        assert len(own) == count_drawn(data, 400)[i] and abs(len(own) / 400 - WEIGHTS[i]) < 0.005
+    for start, count in ((3, 50), (123, 1), (300, 100)):
+        assert (draw_samples(data, seed=1, start=start, count=count) == stream[start : start + count]).all()
+    assert [data.locate(row)[1] for row in data.kept_of[1][:2].tolist()] == [1, 2]
+    assert data.name_rows([45, 0, 31]) == "; ".join(
+        f"{path}: {row}" for path, row in zip(inputs["data_path"], (1, 2, 5), strict=True)
+    )
+
+
+def test_without_weights_an_epoch_has_every_sample_once(inputs):
+    stream = draw_samples(open_mixture(inputs), seed=1, start=0, count=3 * 46).reshape(3, 46)
+    assert (np.sort(stream) == np.arange(46)).all() and (stream[0] != stream[1]).any()
+
+
+def test_weights_can_count_tokens(inputs):
+    data = open_mixture(inputs, weights=(1, 1, 2), by="tokens")
+    stream = draw_samples(data, seed=1, start=0, count=20000)
+    tokens = np.bincount(data.source_of(stream), weights=data.lengths[stream])
+    assert tokens / tokens.sum() == pytest.approx([0.25, 0.25, 0.5], rel=0.01)
+
+
+@pytest.mark.parametrize("weights", [(), WEIGHTS])
+def test_the_position_at_which_tokens_have_been_read(inputs, weights):
+    data = open_mixture(inputs, weights=weights)
+    ends = np.cumsum(data.lengths[draw_samples(data, seed=7, start=0, count=2000)])
+    assert count_tokens(data, 0, seed=7) == 0 and count_tokens(data, 2000, seed=7) == ends[-1]
+    for num_tokens in (1, int(ends[0]), int(ends[0]) + 1, int(ends[45]), 9999):
+        assert find_position(data, num_tokens, seed=7) == np.searchsorted(ends, num_tokens) + 1
+
+
+@pytest.fixture(scope="module")
+def runs(inputs, world, tmp_path_factory) -> dict[int, Path]:
+    """The same run on 1, 2 and 4 ranks."""
+    output_dirs = {num_ranks: tmp_path_factory.mktemp("runs") / f"on_{num_ranks}" for num_ranks in (1, 2, 4)}
+    for num_ranks, output_dir in output_dirs.items():
+        train_on(num_ranks, world, **inputs, output_dir=output_dir)
+    return output_dirs
+
+
+@pytest.mark.slow
+def test_losses_of_sources_do_not_depend_on_ranks(runs):
+    rows = {num_ranks: read_rows(output_dir) for num_ranks, output_dir in runs.items()}
+    for num_ranks in (2, 4):
+        for row, expected in zip(rows[num_ranks], rows[1], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert row["sources"].keys() == SIZES.keys()
+            for name, source in row["sources"].items():
+                other = expected["sources"][name]
+                assert source["loss"] == (other["loss"] and pytest.approx(other["loss"], rel=1e-5))
+                assert {**source, "loss": 0} == {**other, "loss": 0}
+
+
+@pytest.mark.slow
+def test_losses_of_sources_are_those_of_their_samples_alone(inputs, runs):
+    """Of the first step, by transformers, one sample at a time."""
+    data, row = open_mixture(inputs, weights=WEIGHTS), read_rows(runs[1])[0]
+    model = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"])
+    sums, counts = np.zeros(3), np.zeros(3, dtype=int)
+    for sample in draw_samples(data, seed=42, start=0, count=OPTIONS["batch_size"]).tolist():
+        input_ids, labels = (torch.from_numpy(array.astype(np.int64)) for array in data.read(sample)[:2])
+        with torch.no_grad():
+            logits = model(input_ids=input_ids[None], use_cache=False).logits[0]
+        source = int(data.source_of(np.array(sample)))
+        sums[source] += torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum").item()
+        counts[source] += int((labels[1:] != -100).sum())
+    for i, source in enumerate(row["sources"].values()):
+        assert source["num_loss_counted_tokens"] == counts[i]
+        assert source["loss"] == (pytest.approx(sums[i] / counts[i], rel=1e-5) if counts[i] else None)
+    assert row["loss"] == pytest.approx(sums.sum() / counts.sum(), rel=1e-5)
+
+
+def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, runs, world, tmp_path):
+    """From the middle, on one rank, to the bit; other weights are refused, unless they are allowed."""
+    output_dir = Path(shutil.copytree(runs[1], tmp_path / "run"))
+    for step in range(4, STEPS + 1):
+        shutil.rmtree(output_dir / "checkpoints" / f"step_{step}")
+    shutil.rmtree(output_dir / "hf_format")
+    changed = inputs | dict(output_dir=str(output_dir), data_weights=(0.4, 0.4, 0.2))
+    with pytest.raises(ValueError, match=r"other data-weights \(\[0.5, 0.3, 0.2\] before, now \[0.4, 0.4, 0.2\]\)"):
+        train_here(world, **changed)
+    train_here(world, **inputs, output_dir=str(output_dir))
+    assert read_rows(output_dir) == read_rows(runs[1])
+    shutil.rmtree(output_dir / "checkpoints" / f"step_{STEPS}")
+    train_here(world, **changed | dict(allow_changed_options=True))
+    params = json.loads((output_dir / "training_params.json").read_text())
+    assert "data-weights" in str(params["starts"][-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(data_weights=(1, 2)), "--data-weights: 2 numbers for the 3 data sets of --data-path"),
+        (dict(data_weights=(1, 2, 0)), "--data-weights 1 2 0: must be above 0"),
+        (dict(data_path="one.arrow", data_weights=(1,)), "--data-weights has no effect on one data set"),
+        (dict(data_weights=(), data_weights_by="tokens"), "--data-weights-by has no effect without --data-weights"),
+    ],
+)
+def test_weights_that_cannot_be_meant_are_refused(changes, problem, inputs):
+    problems = find_problems(group_options(TrainOptions, **inputs | dict(output_dir="o") | changes))
+    assert [problem in found for found in problems] == [True]
+
+
+def test_a_data_set_given_twice_or_made_otherwise_is_named(inputs, world, tmp_path):
+    first = inputs["data_path"][0]
+    with pytest.raises(ValueError, match=r"given twice: .*a\.arrow; of a data set that is to count more"):
+        train_here(world, **inputs | dict(data_path=(first,) * 3), output_dir=str(tmp_path / "run"))
+    other = Path(shutil.copy(first, tmp_path / "other.arrow"))
+    sidecar = dict(tokenizer_fingerprint="0" * 64, max_token_id=5)
+    Path(f"{other}.meta.json").write_text(json.dumps(sidecar))
+    with pytest.raises(ValueError, match="was made with another tokenizer"):
+        train_here(
+            world, **inputs | dict(data_path=(first, str(other)), data_weights=()), output_dir=str(tmp_path / "r")
+        )

@@ -1,0 +1,194 @@
+"""Validation: the model's own losses on other data, on any ranks, without a trace in training; the best, and enough."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import train_here, train_on
+from safetensors.torch import load_file
+from small_runs import OPTIONS, make_inputs, read_rows
+from tiny_data import make_samples, to_row, write_rows, write_samples
+from tiny_models import VOCAB_SIZE
+from transformers import AutoModelForCausalLM
+
+from command_line import find_problems
+from options import TrainOptions, group_options
+
+STEPS, SIZES = 6, dict(held_out=13, other=5)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict:
+    """Few samples to learn by heart, and others to be measured on: the loss on these rises."""
+    root = tmp_path_factory.mktemp("inputs")
+    paths = []
+    for i, (name, size) in enumerate(SIZES.items()):
+        samples = make_samples(size, vocab_size=VOCAB_SIZE, max_len=90, seed=10 + i)
+        paths.append(str(write_samples(root / f"{name}.arrow", samples)))
+    # a set with weights, and a sample longer than --max-tokens-per-gpu
+    rows = [to_row(sample) | dict(loss_weights=[0.25] * len(sample[0])) for sample in make_samples(4, vocab_size=160)]
+    weighted = write_rows(root / "weighted.arrow", [*rows, to_row(make_samples(30, vocab_size=160, max_len=90)[7])])
+    given = make_inputs(root, "gemma2_softcaps") | OPTIONS
+    return given | dict(validation_data_path=(*paths, str(weighted)), validate_every_steps=2, max_steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def runs(inputs, world, tmp_path_factory) -> dict[int, Path]:
+    """The same run on 1, 2 and 4 ranks, and another cap on each."""
+    root = tmp_path_factory.mktemp("runs")
+    for num_ranks, cap in {1: 64, 2: 50, 4: 41}.items():
+        options = inputs | dict(max_tokens_per_gpu=cap, min_samples_per_checkpoint=8, keep_checkpoints=9)
+        train_on(num_ranks, world, **options, output_dir=root / f"on_{num_ranks}")
+    return {num_ranks: root / f"on_{num_ranks}" for num_ranks in (1, 2, 4)}
+
+
+def read_validation(output_dir: Path) -> list[dict]:
+    lines = (output_dir / "validation_metrics_0.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+
+
+@torch.no_grad()
+def measure_plainly(model_dir: Path, data_path: str) -> tuple[float, int, int]:
+    """By transformers, one sample at a time: the summed loss, targets that were most likely, and targets."""
+    from corpus.reader import TokenizedData
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
+    data, loss_sum, num_right, num_targets = TokenizedData(data_path), 0.0, 0, 0
+    for row in range(len(data.lengths)):
+        input_ids, labels, weights = data.read(row)
+        logits = model(input_ids=torch.tensor(input_ids.astype(int))[None], use_cache=False).logits[0, :-1]
+        targets = torch.tensor(labels[1:].astype(int))
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # 0 where the label is -100
+        loss_sum += (losses * torch.tensor(1.0 if weights is None else weights[1:])).sum().item()
+        num_right += int((logits.argmax(-1) == targets).sum())
+        num_targets += int((targets != -100).sum())
+    return loss_sum, num_right, num_targets
+
+
+@pytest.mark.slow
+def test_scores_are_the_models_own(inputs, runs):
+    """Before the first step and after the last, of each set and of all together."""
+    exported = runs[1] / "hf_format" / f"samples_{STEPS * OPTIONS['batch_size']}"
+    rows = read_validation(runs[1])
+    for model_dir, row in ((inputs["model_name_or_path"], rows[0]), (exported, rows[-1])):
+        found = [measure_plainly(model_dir, path) for path in inputs["validation_data_path"]]
+        sums = [sum(values) for values in zip(*found, strict=True)]
+        for (loss_sum, num_right, num_targets), scores in zip(
+            (*found, sums), (*row["sets"].values(), row), strict=True
+        ):
+            assert scores["loss"] == pytest.approx(loss_sum / num_targets, rel=1e-5)
+            assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+            assert scores["token_accuracy"] == pytest.approx(num_right / num_targets)
+            assert scores["num_loss_counted_tokens"] == num_targets
+    assert list(rows[0]["sets"]) == ["held_out", "other", "weighted"]
+
+
+@pytest.mark.slow
+def test_scores_do_not_depend_on_ranks_and_caps(runs):
+    rows = {num_ranks: read_validation(output_dir) for num_ranks, output_dir in runs.items()}
+    assert [row["step"] for row in rows[1]] == [0, 2, 4, 6]
+    for num_ranks in (2, 4):
+        for row, expected in zip(rows[num_ranks], rows[1], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert row["token_accuracy"] == pytest.approx(expected["token_accuracy"], abs=1e-3)
+            assert row["is_best"] == expected["is_best"]
+
+
+@pytest.mark.slow
+def test_training_is_what_it_is_without(inputs, runs, world, tmp_path):
+    without = {key: value for key, value in inputs.items() if not key.startswith("validat")}
+    train_here(world, **without, output_dir=str(tmp_path / "run"))
+    assert read_rows(tmp_path / "run") == read_rows(runs[1])
+
+
+@pytest.mark.slow
+def test_the_best_export_is_the_lowest_point_of_the_curve(runs):
+    rows = read_validation(runs[1])
+    best = min(rows[1:], key=lambda row: row["loss"])
+    lowest = math.inf
+    for row in rows[1:]:
+        assert row["is_best"] == (row["loss"] < lowest)
+        lowest = min(lowest, row["loss"])
+    export_dir = runs[1] / "hf_format" / "best"
+    note = json.loads((export_dir / "validation.json").read_text())
+    assert (note["step"], note["loss"]) == (best["step"], best["loss"])
+    there = load_file(export_dir / "model.safetensors")
+    then = load_file(runs[1] / "hf_format" / f"samples_{8 * best['step']}" / "model.safetensors")
+    assert all(torch.equal(weight, then[name]) for name, weight in there.items())
+    assert "validation.json" in (export_dir / "manifest.json").read_text()
+
+
+def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path, caplog):
+    """--early-stopping-patience, uninterrupted and from checkpoints before and after its end."""
+    options = inputs | dict(validate_every_steps=1, early_stopping_patience=3, max_steps=50, validate_at_epoch=True)
+    whole = tmp_path / "whole"
+    train_here(world, **options, output_dir=str(whole))
+    rows = read_validation(whole)
+    best = min(rows[1:], key=lambda row: row["loss"])["step"]
+    last = rows[-1]["step"]
+    assert last == best + 3 < 50 and [row["step"] for row in read_rows(whole)][-1] == last
+    assert (whole / "hf_format" / f"samples_{8 * last}").exists()
+    assert json.loads((whole / "training_params.json").read_text())["finished"]
+    for kept in (best + 1, last):
+        again = Path(shutil.copytree(whole, tmp_path / f"from_{kept}"))
+        for path in (again / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step_")) > kept:
+                shutil.rmtree(path)
+        shutil.rmtree(again / "hf_format" / f"samples_{8 * last}")
+        train_here(world, **options, output_dir=str(again))
+        assert read_rows(again) == read_rows(whole) and read_validation(again) == rows
+        assert sorted(path.name for path in (again / "hf_format").iterdir()) == ["best", f"samples_{8 * last}"]
+
+
+def test_how_an_early_end_is_told(inputs, tmp_path):
+    from forked import run_forked
+    from processes import flags
+
+    options = inputs | dict(validate_every_steps=1, early_stopping_patience=1, max_steps=50, export_best=False)
+    result = run_forked(0, "train.py", *flags(**options, output_dir=tmp_path / "run"))
+    assert result.returncode == 0, result.stderr
+    message = json.loads((tmp_path / "run" / "exit.json").read_text())["message"]
+    assert "by --early-stopping-patience: 1 validations in a row were not below the loss of" in message
+    assert "validation after step 0: loss" in result.stderr and "  held_out: loss" in result.stderr
+    assert not (tmp_path / "run" / "hf_format" / "best").exists()
+
+
+def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
+    options = inputs | dict(output_dir=str(tmp_path / "run"), max_steps=2)
+    train_here(world, **options)
+    with caplog.at_level("WARNING", logger="mini_trainer"):
+        changed = dict(validation_data_path=inputs["validation_data_path"][:1], max_steps=4)
+        train_here(world, **options | changed)
+    assert "the validation data is not what it was before this start" in caplog.text
+    assert [(row["step"], row["is_best"], len(row["sets"])) for row in read_validation(tmp_path / "run")] == [
+        (0, False, 3), (2, True, 3), (2, True, 1), (4, True, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(validation_data_path=()), "--validate-every-steps: no effect without --validation-data-path"),
+        (dict(validate_every_steps=0), "--validate-every-steps 0: must be at least 1"),
+        (dict(early_stopping_patience=0), "--early-stopping-patience 0: must be at least 1"),
+        (dict(validate_every_steps=None, early_stopping_patience=2), "needs validations on the way"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(changes, problem, inputs):
+    problems = find_problems(group_options(TrainOptions, **inputs | dict(output_dir="o") | changes))
+    assert [problem in found for found in problems] == [True]
+
+
+def test_sets_that_cannot_be_measured_are_named(inputs, world, tmp_path):
+    options = inputs | dict(output_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"--validation-data-path none\.arrow: cannot be read"):
+        train_here(world, **options | dict(validation_data_path="none.arrow"))
+    masked = write_samples(tmp_path / "masked.arrow", [([5, 6, 7], [-100] * 3)])
+    with pytest.raises(ValueError, match="no token of it is trained, so it has no loss"):
+        train_here(world, **options | dict(validation_data_path=str(masked)))
+    foreign = write_samples(tmp_path / "foreign.arrow", [([5, 6, 999], [-100, -100, 999])])
+    with pytest.raises(ValueError, match=r"foreign\.arrow: row 1: token ids beyond the model's vocabulary"):
+        train_here(world, **options | dict(validation_data_path=str(foreign)))
