@@ -174,6 +174,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     for name in ("adam_beta1", "adam_beta2"):
         require(0 <= values[name] < 1, name, "must be at least 0 and below 1")
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
+    router = values["router_aux_loss"]
+    require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
     norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
     require(norm is None or norm > 0, "max_grad_norm", "must be above 0; None turns clipping off")
     require(ratio is None or 0 <= ratio <= 1, "min_lr_ratio", "must be from 0 to 1")

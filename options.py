@@ -95,6 +95,9 @@ class OptimizationOptions:
     """AdamW's decay of the second moment."""
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
+    router_aux_loss: float | None = None
+    """Mixtures of experts: how much the loss that keeps experts evenly used counts (router_aux_loss_coef); None: as the
+    model's config says, which is 0 unless it has output_router_logits."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
 

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 def choose_objective(options: TrainOptions) -> Objective:
     """What the options say is learned."""
-    return CausalLM()
+    return CausalLM(router_aux_loss=options.optimization.router_aux_loss)
 
 
 def choose_method(options: TrainOptions) -> Method:
