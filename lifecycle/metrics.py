@@ -100,7 +100,7 @@ def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict
     for i, name in enumerate(data.names):
         num_trained = int(trained[source_of == i].sum())
         metrics = SourceMetrics(
-            loss=sums.reports["source_losses"][i].item() / num_trained if num_trained else None,
+            loss=float(sums.reports["source_losses"][i]) / num_trained if num_trained else None,
             num_loss_counted_tokens=num_trained,
             num_samples=int((source_of == i).sum()),
             epoch=int(drawn[i]) / len(data.kept_of[i]),
@@ -118,6 +118,6 @@ def measure_routers(batch: Batch, sums: StepSums) -> dict[str, float]:
         return {}
     loads = sums.reports["expert_loads"]  # (layers, experts)
     return {
-        "router_aux_loss": sums.reports["router_loss"].item() / max(1, batch.num_counted_tokens),
-        "expert_balance": (loads.mean(1).sum() / loads.amax(1).sum().clamp_min(1)).item(),
+        "router_aux_loss": float(sums.reports["router_loss"]) / max(1, batch.num_counted_tokens),
+        "expert_balance": float(loads.mean(axis=1).sum() / max(1, loads.max(axis=1).sum())),
     }

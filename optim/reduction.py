@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +24,7 @@ class StepSums:
     data_wait_seconds: float
     bad_micro_batches: list[tuple[int, int]]  # (k, rank) whose loss is not finite
     flags: int  # of every rank, OR-ed: ranks.monitor.Flag
-    reports: dict[str, Tensor]  # of the model, summed over micro-batches and ranks; fp64, on the CPU
+    reports: dict[str, np.ndarray]  # of the model, summed over micro-batches and ranks; fp64
 
     @property
     def finite(self) -> bool:
@@ -68,7 +69,7 @@ def reduce_step(
         data_wait_seconds=rows[:, 2].max().item(),
         flags=functools.reduce(operator.or_, map(int, rows[:, 3].tolist())),
         reports={
-            name: by_rank.sum(0).reshape(total.shape)
+            name: by_rank.sum(0).reshape(total.shape).numpy()
             for (name, total), by_rank in zip(totals.items(), reports_by_rank, strict=True)
         },
         bad_micro_batches=[(k, rank) for rank, k in (~losses_by_rank.isfinite()).nonzero().tolist()],
