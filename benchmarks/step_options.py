@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/step_options.py
 
-Builds a random Qwen2 of the given shape, runs forward and backward of the same micro-batches with each option in turn,
-and prints the median time and the bytes that a forward pass leaves for its backward; then one update of each optimizer
-and the bytes of weights and moments; then what the losses of several data sets and a validation cost. Time on the CPU is the process's own, which other work on the machine moves
-little.
+Builds a random Qwen2 of the given shape, runs forward and backward of the same micro-batches with each option in
+turn, and prints the median time and the bytes that a forward pass leaves for its backward; then one update of each
+optimizer and the bytes of weights and moments; then what the losses of several data sets and a validation cost. Time
+on the CPU is the process's own, which other work on the machine moves little.
 """
 
 import argparse
