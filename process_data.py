@@ -224,7 +224,7 @@ def check_totals(totals: Totals, reasons: list[str], *, sources: Sequence[Source
 def check_sides(sides: Sequence[Totals], *, share: float) -> None:
     """Refuses a split with nothing on one side."""
     num_kept = sum(side.rows["kept"] for side in sides)
-    for name, totals, change in zip(SIDES, sides, ("larger", "smaller"), strict=True):
+    for name, totals, change in zip(SIDES, sides, ("smaller", "larger"), strict=True):
         if totals.rows["kept"] == 0:
             raise ValueError(
                 f"--validation-share {share}: of {num_kept:,} rows that are kept, none is left for {name}; give a"
