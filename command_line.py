@@ -375,6 +375,8 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
     if o.block_size is not None and o.format not in (None, "messages", "document"):
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
+    if o.validation_share is not None and not 0 < o.validation_share < 1:
+        problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
     return problems

@@ -346,6 +346,9 @@ class ProcessDataOptions:
     """Drop (and count) samples with more tokens than this."""
     block_size: int | None = None
     """Documents only: cut their stream into blocks of this many tokens."""
+    validation_share: float | None = None
+    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. A row's content alone decides
+    where it goes."""
     skip_invalid: bool = False
     """Write rows that cannot be used beside the output and go on, instead of stopping."""
     preview: int = 2
