@@ -225,7 +225,7 @@ def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Itera
     """`items`, with Python's garbage collector running only before each `every`-th of them.
 
     Left alone it runs in the middle of some step, on another rank each time, and all others wait. What there is at
-    the start is never looked through again.
+    the start is never looked through again, after the last of them neither: what follows is the end.
     """
     gc.collect()
     gc.freeze()
@@ -236,5 +236,4 @@ def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Itera
                 gc.collect()
             yield item
     finally:
-        gc.unfreeze()
         gc.enable()
