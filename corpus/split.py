@@ -24,6 +24,8 @@ from corpus.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_s
 
 SIDES = ("training", "validation")
 HASH_BYTES = 8
+# Values that JSON does not have can come from Parquet. Made once, as this takes longer than a row.
+CANONICAL_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=repr)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def falls_into_validation(example: Example, share: float) -> bool:
 
 def hash_example(example: Example) -> int:
     """A number from 0 to 256**HASH_BYTES, the same for all that say the same."""
-    said = json.dumps(list_said(example), ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=repr)
+    said = CANONICAL_JSON.encode(list_said(example))
     digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
