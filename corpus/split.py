@@ -63,6 +63,8 @@ def list_message(message: dict[str, Any]) -> list[Any]:
     """Role, content, reasoning, and calls with their names and arguments. A content of parts is their text."""
     content = message.get("content") or ""
     content = join_parts(content, "") if isinstance(content, list) else content
+    if len(message) == 2 and content:  # a role and a content, as most have, and nothing to look for
+        return [message["role"], content, None, []]
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     return [message["role"], content, reasoning, [list_call(call) for call in calls]]
