@@ -24,6 +24,8 @@ from corpus.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_s
 
 SIDES = ("training", "validation")
 HASH_BYTES = 8
+# Values that JSON does not have can come from Parquet. Made once, as this takes longer than a row.
+CANONICAL_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=repr)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def falls_into_validation(example: Example, share: float) -> bool:
 
 def hash_example(example: Example) -> int:
     """A number from 0 to 256**HASH_BYTES, the same for all that say the same."""
-    said = json.dumps(list_said(example), ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=repr)
+    said = CANONICAL_JSON.encode(list_said(example))
     digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
@@ -61,6 +63,8 @@ def list_message(message: dict[str, Any]) -> list[Any]:
     """Role, content, reasoning, and calls with their names and arguments. A content of parts is their text."""
     content = message.get("content") or ""
     content = join_parts(content, "") if isinstance(content, list) else content
+    if len(message) == 2 and content:  # a role and a content, as most have, and nothing to look for
+        return [message["role"], content, None, []]
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     return [message["role"], content, reasoning, [list_call(call) for call in calls]]

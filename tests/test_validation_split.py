@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
 from transformers import AutoTokenizer
@@ -96,6 +96,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
+@settings(deadline=None)
 @given(TURNS, TEXTS, st.randoms())
 def test_what_is_said_decides_and_not_how_it_is_written(turns, system, shuffler):
     messages = [{"role": "system", "content": system}, *to_messages(turns)]
@@ -123,6 +124,7 @@ def test_what_is_said_decides_and_not_how_it_is_written(turns, system, shuffler)
     assert [hash_example(read_example(row, name, is_given=False)) for name, row in rows] == [expected] * len(rows)
 
 
+@settings(deadline=None)
 @given(TURNS, TURNS)
 def test_other_words_have_another_hash(turns, others):
     assume(turns != others)
@@ -155,6 +157,7 @@ def test_sides_are_the_same_in_every_version():
     assert hash_example(Chat(to_messages([("2 + 2?", "4 €")]))) == 2063957006072820788
 
 
+@settings(deadline=None)
 @given(TEXTS, st.floats(0, 1, exclude_min=True, exclude_max=True), st.floats(0, 1, exclude_min=True, exclude_max=True))
 def test_a_larger_share_only_moves_rows_to_validation(text, share, other):
     smaller, larger = sorted([share, other])
