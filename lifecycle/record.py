@@ -1,5 +1,6 @@
 """What a run is and where it stands, beside its checkpoints: whose directory this is, and what it was started with."""
 
+import functools
 import json
 import os
 import platform
@@ -238,6 +239,7 @@ def describe_run(options: TrainOptions, world: World) -> str:
     return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"
 
 
+@functools.cache
 def read_versions() -> dict[str, str]:
     names = ("torch", "transformers", "datasets", "numba", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
