@@ -7,6 +7,7 @@ read again.
 import json
 import math
 import os
+import shlex
 import time
 from array import array
 from collections.abc import Iterator
@@ -185,7 +186,7 @@ class Run:
             end = read_json(self.path / EXIT_FILE)
             return describe_exit(end)
         except (ValueError, OSError, KeyError, TypeError):
-            return "no sign of life" if seconds_silent is not None else "not known"
+            return "no sign of life" if seconds_silent is not None else "end not recorded"
 
 
 def check_is_run(path: Path) -> None:
@@ -197,7 +198,7 @@ def check_is_run(path: Path) -> None:
     if is_run(path):
         return
     try:
-        runs = sorted(str(entry) for entry in path.iterdir() if entry.is_dir() and is_run(entry))
+        runs = sorted(shlex.quote(str(entry)) for entry in path.iterdir() if entry.is_dir() and is_run(entry))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     hint = f"; did you mean {' '.join(runs[:8])}?" if runs else "; give the --output-dir of a run"

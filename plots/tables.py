@@ -1,5 +1,6 @@
 """Tables of runs: what came of each, which options differ, when each was started."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,7 @@ def compare_options(runs: list[Run]) -> tuple[Table, Table]:
     values = {name: [run.options.get(name) if run.options else None for run in runs] for name in names}
     facts = [list_facts(run) for run in runs]
     values |= {name: [fact.get(name) for fact in facts] for name in dict.fromkeys(name for fact in facts for name in fact)}
-    defaults = {option.name: to_text(option.default) for option, _ in iterate_fields(TrainOptions)}
+    defaults = {option.name: show_default(option) for option, _ in iterate_fields(TrainOptions)}
 
     differing, shared = [], []
     for name, cells in values.items():
@@ -103,6 +104,11 @@ def list_facts(run: Run) -> dict[str, Any]:
         if isinstance(value, str) and len(value) == 64 and name.replace("-", "_") not in run.options
     }
     return (run.starts[-1].facts if run.starts else {}) | digests
+
+
+def show_default(option: dataclasses.Field) -> str | None:
+    """None for what has to be given."""
+    return None if option.default is dataclasses.MISSING else to_text(option.default)
 
 
 def show_name(name: str) -> str:
