@@ -2,7 +2,7 @@ const AXES = ["step", "samples", "tokens", "hours"];
 const MIN_POINTS = 300, MAX_POINTS = 1000;  // of a curve, drawn at a time
 const WINDOWS = [1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000];  // steps
 const SECONDS_BETWEEN_QUESTIONS = 3;
-const CONFIG = {displayModeBar: false, responsive: true, doubleClick: false, scrollZoom: false};
+const CONFIG = {displayModeBar: false, responsive: true, doubleClick: false, showTips: false};
 
 let data = JSON.parse(byId("data").textContent);
 if (!WINDOWS.includes(data.smoothing)) WINDOWS.push(data.smoothing);
@@ -21,8 +21,19 @@ const group = number => number.toLocaleString("en", {maximumFractionDigits: 3});
 
 function shorten(text, limit) {
   const chars = [...text];
-  if (chars.length <= limit) return text;
-  return chars.slice(0, Math.ceil(limit / 2) - 1).join("") + "…" + chars.slice(-Math.floor(limit / 2)).join("");
+  return chars.length <= limit ? text : chars.slice(0, limit - 1).join("") + "…";
+}
+
+// A run's name, of a long one its beginning and what follows where it parts from the name that is most like it.
+function shortName(run, limit) {
+  const name = [...run.name];
+  if (name.length <= limit) return run.name;
+  const countShared = other => { let i = 0; while (i < name.length && name[i] === other[i]) i++; return i; };
+  const parting = Math.max(0, ...data.runs.filter(other => other !== run).map(other => countShared([...other.name])));
+  let start = Math.min(parting, name.length - 1);
+  while (start > 0 && /[\p{L}\p{N}.]/u.test(name[start - 1])) start -= 1;
+  start = Math.min(start, name.length - limit + 9);
+  return start <= 9 ? shorten(run.name, limit) : name.slice(0, 8).join("") + "…" + shorten(name.slice(start).join(""), limit - 9);
 }
 
 // Plotly reads some HTML in text; entities it shows as what they stand for.
@@ -126,7 +137,7 @@ function describeGroup(run, group, value) {
   const range = group.low === group.high ? format(group.low) : `${format(group.low)} to ${format(group.high)}`;
   const step = view.axis === "step" ? "" : ` · step ${group.step}`;
   const shown = value === null ? `<b>${range}</b>` : `<b>${format(value)}</b> (${range})`;
-  return `${shown}  ${escapeText(shorten(run.name, 28))}${step}`;
+  return `${shown}  ${escapeText(shortName(run, 28))}${step}`;
 }
 
 function drawSteps(run, chart, width) {
@@ -146,15 +157,16 @@ function drawSteps(run, chart, width) {
 }
 
 function drawValidations(run, chart, theme) {
-  const found = run.validations, values = found.curves[chart.key];
-  if (!values || !values.some(value => value !== null)) return [];
+  const found = run.validations, xs = found.x[view.axis], [first, last] = findVisible(xs);
+  const values = (found.curves[chart.key] || []).slice(first, last), steps = found.x.step.slice(first, last);
+  if (!values.some(value => value !== null)) return [];
   const onTop = !chart.is_of_validations, colour = colourOf(run);
-  const isBest = i => i === found.best && !onTop && chart.key === "loss";
-  const name = escapeText(shorten(run.name, 28)), what = onTop ? " validation" : "";
-  const text = values.map((value, i) => `<b>${format(value)}</b>${what}  ${name} · step ${found.x.step[i]}`
+  const isBest = i => first + i === found.best && !onTop && chart.key === "loss";
+  const name = escapeText(shortName(run, 28)), what = onTop ? " validation" : "";
+  const text = values.map((value, i) => `<b>${format(value)}</b>${what}  ${name} · step ${steps[i]}`
     + (isBest(i) ? " · best" : ""));
   return [{
-    type: "scatter", mode: "lines+markers", connectgaps: true, name: run.path, x: found.x[view.axis], y: values, text,
+    type: "scatter", mode: "lines+markers", connectgaps: true, name: run.path, x: xs.slice(first, last), y: values, text,
     line: {color: colour, width: onTop ? 1.2 : 1.8, dash: onTop ? "dot" : run.dash},
     marker: {
       color: colour, symbol: values.map((_, i) => isBest(i) ? "star" : onTop ? "circle-open" : "circle"),
@@ -172,7 +184,7 @@ function drawResumes(run) {
   return [{
     type: "scatter", mode: "lines", name: run.path, yaxis: "y2", x: xs.flatMap(x => [x, x, null]),
     y: xs.flatMap(() => [0, 1, null]), line: {color: colourOf(run), width: 1.2, dash: "dot"}, opacity: 0.75,
-    text: run.resumes.texts.flatMap(text => [text, text, ""]).map(text => `${text}  ${escapeText(shorten(run.name, 28))}`),
+    text: run.resumes.texts.flatMap(text => [text, text, ""]).map(text => `${text}  ${escapeText(shortName(run, 28))}`),
     hovertemplate: "%{text}<extra></extra>",
   }];
 }
@@ -348,7 +360,7 @@ function makeRuns() {
     const button = make("button", "run", "");
     button.type = "button";
     button.title = `${run.name}: click to hide or show, double-click to see it alone`;
-    button.append(swatch(run), make("span", "", shorten(run.name, 60)));
+    button.append(swatch(run), make("span", "", shortName(run, 48)));
     button.setAttribute("aria-pressed", !view.hidden.has(run.path));
     button.addEventListener("click", () => {
       if (!view.hidden.delete(run.path)) view.hidden.add(run.path);
