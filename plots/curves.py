@@ -9,15 +9,14 @@ import numpy as np
 
 from plots.run_files import SET, SOURCE, Column, MetricsReader, Run
 
-# Colours that people with any colour vision tell apart: on white, on black.
+# Colours that people with any colour vision tell apart (tests/test_plots.py measures it): on white, on black.
 COLOURS = (
-    ("#0072b2", "#4aa8e8"),
-    ("#d55e00", "#ff8a4c"),
-    ("#00895f", "#2cc295"),
-    ("#b8569b", "#e58cc8"),
-    ("#b98100", "#e9b53a"),
-    ("#5b5bb8", "#a9a4f5"),
-    ("#5f5a52", "#b9b3a6"),
+    ("#0078b4", "#3c96c3"),
+    ("#d25a00", "#f09600"),
+    ("#005a00", "#4bf096"),
+    ("#871e69", "#ff1e87"),
+    ("#d25aff", "#e1c3ff"),
+    ("#6900f0", "#a53cff"),
 )
 DASHES = ("solid", "dash", "dot", "dashdot")  # With more runs than colours these tell those of one colour apart.
 NUMBERS_ON_PAGE = 900_000  # about 8 MB, whatever runs there are
@@ -95,13 +94,11 @@ def list_omissions(runs: list[Run]) -> list[str]:
     ):
         if (number := len(list_parts(readers, prefix))) > MOST_PARTS:
             omitted.append(f"Of {number} {things}, the {MOST_PARTS} with the most points have a chart.")
-    thinned = {run.name: len(run.steps) for run in runs if len(run.steps) > count_points(runs)}
-    if thinned:
-        longest = max(thinned.values())
+    longest, most = max(len(run.steps) for run in runs), count_points(runs)
+    if longest > most:
         omitted.append(
-            f"Long runs are thinned to {count_points(runs):,} points, of the longest each of about"
-            f" {longest / count_points(runs):.0f} steps: their mean, and their lowest and highest value, so that no spike"
-            f" is lost."
+            f"Long runs are thinned to {most:,} points, of the longest each of about {longest / most:.0f} steps: their"
+            " mean, and their lowest and highest value, so that no spike is lost."
         )
     return omitted
 
@@ -174,11 +171,10 @@ def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | No
 
 def describe_validations(run: Run, charts: list[Chart]) -> dict[str, Any]:
     keys = [chart.key for chart in charts if chart.is_of_validations and chart.key in run.validations.columns]
-    best = find_best(run)
     return {
         "x": place_on_axes(run, run.validations["step"]),
         "curves": {key: to_numbers(run.validations[key]) for key in keys},
-        "best": best,
+        "best": find_best(run),
     }
 
 

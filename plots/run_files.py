@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,9 @@ class Run:
     def starts(self) -> list[Start]:
         """In order, the first one included."""
         starts = self.params.get("starts")
-        return [describe_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+        return (
+            [describe_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+        )
 
     @property
     def hours(self) -> Column:
@@ -239,11 +242,16 @@ def name_runs(paths: list[Path]) -> list[str]:
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     if len(parts) == 1:
         return ["/".join(part.strip("/") for part in parts[0][-2:] if part != "/") or "/"]
-    num_first = len(os.path.commonprefix(parts))
+    num_first = count_shared(parts)
     rest = [part[num_first:] or part[-1:] for part in parts]
-    num_last = len(os.path.commonprefix([part[::-1] for part in rest]))
+    num_last = count_shared([part[::-1] for part in rest])
     shortened = ["/".join(part[: len(part) - num_last]) for part in rest]
     return shortened if all(shortened) else ["/".join(part) for part in rest]
+
+
+def count_shared(paths: list[tuple[str, ...]]) -> int:
+    """How many parts all of them begin with."""
+    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 def open_runs(paths: list[Path]) -> list[Run]:

@@ -72,26 +72,30 @@ def shorten_number(value: float) -> str:
 
 
 def compare_options(runs: list[Run]) -> tuple[Table, Table]:
-    """Options, and what else a run was made with: those that differ; and those of all runs that are no defaults."""
-    given = [run for run in runs if run.options]
-    names = list(dict.fromkeys(name for run in given for name in run.options if name not in OWN_OPTIONS))
-    values = {name: [run.options.get(name) if run.options else None for run in runs] for name in names}
-    facts = [list_facts(run) for run in runs]
-    values |= {name: [fact.get(name) for fact in facts] for name in dict.fromkeys(name for fact in facts for name in fact)}
-    defaults = {option.name: show_default(option) for option, _ in iterate_fields(TrainOptions)}
+    """Options, and what else a run was made with: those that differ; and those of all runs that are no defaults.
 
+    A run whose options cannot be read has no value, which does not count as another one.
+    """
+    told = [{name: to_text(value) for name, value in list_values(run).items()} for run in runs]
+    names = dict.fromkeys(name for values in told for name in values)
+    defaults = {option.name: show_default(option) for option, _ in iterate_fields(TrainOptions)}
     differing, shared = [], []
-    for name, cells in values.items():
-        texts = [
-            NO_VALUE if not run.params or (name in names and name not in run.options) else to_text(cell)
-            for run, cell in zip(runs, cells, strict=True)
-        ]
-        if len(set(texts) - ({NO_VALUE} if len(given) < len(runs) else set())) > 1:
+    for name in names:
+        texts = [values.get(name, NO_VALUE) for values in told]
+        known = {text for text, run in zip(texts, runs, strict=True) if run.options}
+        if len(known) > 1:
             differing.append([show_name(name), *texts])
-        elif texts and name in defaults and (told := next(text for text in texts if text != NO_VALUE)) != defaults[name]:
-            shared.append([show_name(name), told])
-    head = ["option", *(run.name for run in runs)]
-    return Table(head, differing), Table(["option", "value"], shared)
+        elif name in defaults and known != {defaults[name]}:
+            shared.append([show_name(name), *known])
+    return Table(["option", *(run.name for run in runs)], differing), Table(["option", "value"], shared)
+
+
+def list_values(run: Run) -> dict[str, Any]:
+    """A run's options, and what its last start says beside them."""
+    if not run.options:
+        return {}
+    options = {name: value for name, value in run.options.items() if name not in OWN_OPTIONS}
+    return options | {name: value for name, value in list_facts(run).items() if value is not None}
 
 
 def list_facts(run: Run) -> dict[str, Any]:
@@ -135,5 +139,3 @@ def list_starts(runs: list[Run]) -> Table:
         if len(run.starts) > 1 or start.resumed_from
     ]  # fmt: skip
     return Table(["run", "started", "after step", "resumed from", "on", "changed options"], rows)
-
-

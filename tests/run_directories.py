@@ -99,7 +99,7 @@ def write_run(
     """A run's directory, and its path."""
     path.mkdir(parents=True)
     noise = random.Random(seed)
-    options = {"output_dir": str(path), "learning_rate": 1e-3, "batch_size": 32, "max_steps": num_steps} | (options or {})
+    options = {"output_dir": str(path), "learning_rate": 1e-3, "batch_size": 32} | (options or {})
     rows = []
     for step in range(1, num_steps + 1):
         row = make_step(step, noise=noise, num_steps=num_steps, lr=options["learning_rate"])
