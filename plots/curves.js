@@ -226,10 +226,10 @@ function findWidestRange() {
 function makeLayout(chart, theme) {
   const id = idOf(chart), axis = {
     gridcolor: theme.line, zeroline: false, showline: false, ticks: "", tickfont: {color: theme.soft, size: 11.5},
-    automargin: true, nticks: 7,
+    nticks: 7,
   };
   return {
-    margin: {l: 46, r: 10, t: 8, b: 30}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: {l: 54, r: 10, t: 8, b: 30}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {family: getComputedStyle(document.body).fontFamily, color: theme.ink, size: 12},
     showlegend: false, hovermode: "x unified", hoverdistance: 30,
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",

@@ -19,8 +19,8 @@ COLOURS = (
     ("#6900f0", "#a53cff"),
 )
 DASHES = ("solid", "dash", "dot", "dashdot")  # With more runs than colours these tell those of one colour apart.
-NUMBERS_ON_PAGE = 900_000  # about 8 MB, whatever runs there are
-FEWEST_POINTS = 200  # of a run's curve, however many runs there are
+NUMBERS_ON_PAGE = 450_000  # about 5 MB, whatever runs there are
+FEWEST_POINTS, MOST_POINTS = 200, 10_000  # of a run's curve, however many runs there are
 MOST_PARTS = 12  # sources or sets with a chart of their own
 DIGITS = 6  # that numbers on the page have
 
@@ -106,7 +106,8 @@ def list_omissions(runs: list[Run]) -> list[str]:
 def count_points(runs: list[Run]) -> int:
     """Points that each run's curves may have, for a page of bounded size."""
     num_curves = sum(not chart.is_of_validations for chart in list_charts(runs))
-    return max(FEWEST_POINTS, NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves)))
+    fitting = NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves))
+    return min(MOST_POINTS, max(FEWEST_POINTS, fitting))
 
 
 def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) -> dict[str, Any]:
@@ -199,10 +200,17 @@ def describe_charts(charts: list[Chart]) -> list[dict[str, Any]]:
 
 def to_numbers(values: Column) -> list[float | None]:
     """As JSON has them: with `DIGITS` digits, but for whole numbers, and None for what is not finite."""
-    return [round_number(value) if math.isfinite(value) else None for value in values.tolist()]
-
-
-def round_number(value: float) -> float:
-    if value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    return float(f"{value:.{DIGITS}g}")
+    is_there = np.isfinite(values)
+    there = values[is_there]
+    if (np.abs(there) < 2**53).all() and (there == np.rint(there)).all():
+        rounded = there.astype(np.int64)
+    else:
+        # A whole number over a power of ten is the double nearest to that decimal, which JSON then writes in short.
+        sizes = np.floor(np.log10(np.abs(there), where=there != 0, out=np.zeros_like(there)))
+        powers = 10.0 ** np.clip(DIGITS - 1 - sizes, 0, 22)
+        rounded = np.rint(there * powers) / powers
+    if is_there.all():
+        return rounded.tolist()
+    numbers = np.full(len(values), None, dtype=object)
+    numbers[is_there] = rounded
+    return numbers.tolist()

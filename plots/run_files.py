@@ -72,12 +72,11 @@ class MetricsReader:
         while steps and steps[-1] >= row["step"]:  # A step that is there again has been taken again.
             for column in self.columns.values():
                 column.pop()
-        num_before = len(steps)
         for name in row.keys() - self.columns.keys():
             if name.startswith((SOURCE, SET)):
-                self.columns[name] = array("d", [math.nan]) * num_before
+                self.columns[name] = array("d", [math.nan]) * len(steps)
         for name, column in self.columns.items():
-            column.append(row.get(name, math.nan))
+            column.append(to_float(row.get(name)))
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -90,25 +89,26 @@ class MetricsReader:
         return [name for name in self.columns if name.startswith(prefix)]
 
 
-def parse_row(line: bytes) -> dict[str, float] | None:
-    """The numbers of a line by name, the losses of sources and sets among them; None if it is no line of metrics."""
+def parse_row(line: bytes) -> Row | None:
+    """A line by name, the losses of its sources and sets among the rest; None if it is no line of metrics."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not is_number(row.get("step")):
+    if not isinstance(row, dict) or not math.isfinite(to_float(row.get("step"))):
         return None
-    numbers = {name: value for name, value in row.items() if is_number(value)}
     for key, prefix in (("sources", SOURCE), ("sets", SET)):
         parts = row.get(key)
-        for name, scores in parts.items() if isinstance(parts, dict) else ():
-            loss = scores.get("loss") if isinstance(scores, dict) else None
-            numbers[prefix + name] = loss if is_number(loss) else math.nan
-    return numbers
+        if isinstance(parts, dict):
+            row |= {prefix + name: part.get("loss") for name, part in parts.items() if isinstance(part, dict)}
+    return row
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+def to_float(value: Any) -> float:
+    """NaN for what is no number."""
+    if type(value) is float:
+        return value
+    return float(value) if type(value) is int and abs(value) < 1e300 else math.nan
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Run:
     @property
     def hours(self) -> Column:
         """Of training and waiting for data, at the end of each step: without starts, checkpoints and exports."""
-        seconds = np.nan_to_num(self.steps["time_per_batch"]) + np.nan_to_num(self.steps["data_wait_seconds"])
-        return np.cumsum(seconds) / 3600
+        seconds = self.steps["time_per_batch"] + self.steps["data_wait_seconds"]
+        return np.cumsum(np.where(np.isfinite(seconds), seconds, 0)) / 3600
 
     @property
     def version(self) -> tuple[object, ...]:
@@ -216,10 +216,10 @@ def describe_start(start: Row) -> Start:
     versions = start.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     world_size, device, changes = (start.get(key) for key in ("world_size", "device", "changed_options"))
-    first_step = start.get("first_step")
+    first_step = to_float(start.get("first_step"))
     return Start(
         when=str(start.get("started") or ""),
-        first_step=int(first_step) if is_number(first_step) else 0,
+        first_step=int(first_step) if math.isfinite(first_step) else 0,
         resumed_from=str(start["resumed_from"]) if start.get("resumed_from") else None,
         changed_options=list(map(str, changes)) if isinstance(changes, list) else [],
         machine=f"{world_size} × {device}" if device else "",
