@@ -149,7 +149,7 @@ function drawSteps(run, chart, width) {
   if (!isSmoothed) return [{...common, x: extremes.x, y: extremes.y, line, marker: {color: line.color},
     text: extremes.groups.map(group => describeGroup(run, group, null)), hovertemplate: template}];
   return [
-    {...common, x: extremes.x, y: extremes.y, line: {color: line.color, width: 1}, opacity: isDark() ? 0.34 : 0.27,
+    {...common, x: extremes.x, y: extremes.y, line: {color: line.color, width: 1}, opacity: isDark() ? 0.42 : 0.3,
       marker: {color: line.color}, hoverinfo: "skip", isBehind: true},
     {...common, x: groups.map(group => group.x), y: groups.map(group => group.line), line, marker: {color: line.color},
       text: groups.map(group => describeGroup(run, group, group.line)), hovertemplate: template},
@@ -312,6 +312,8 @@ function makeChart(chart, isFirst) {
     drawAll();
   });
   plot.id = idOf(chart);
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", chart.title);
   head.append(make("h2", "", chart.title), make("small", "", chart.unit), log);
   box.append(head);
   if (isFirst) box.append(makeKey());
@@ -452,12 +454,16 @@ function makeTables() {
   byId("notes").replaceChildren(...data.notes.map(note => make("p", "", note)));
 }
 
-function showAll() {
+// With `isOld` the runs and charts are those that are there already, and only their numbers are others.
+function showAll({isOld = false} = {}) {
   document.title = `${data.title} · training curves`;
   byId("title").textContent = data.title;
   byId("empty").hidden = data.runs.some(run => run.x.step.length || run.validations.x.step.length);
-  makeRuns();
-  makeAxes();
+  if (!isOld) {
+    makeCharts();
+    makeRuns();
+    makeAxes();
+  }
   makeTables();
   drawAll();
 }
@@ -475,7 +481,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme)
 // ---- following runs ----
 
 const describeCharts = () => JSON.stringify([data.charts, data.runs.map(run => [
-  run.path, run.validations.x.step.length > 0, run.resumes.texts.length > 0])]);
+  run.path, run.x.step.length > 0, run.validations.x.step.length > 0, run.resumes.texts.length > 0])]);
 
 // Asks for what is new, and draws it where the reader is: zoom, hidden runs and smoothing stay.
 async function follow() {
@@ -485,8 +491,7 @@ async function follow() {
     if (answer.status === 200) {
       const before = describeCharts();
       data = await answer.json();
-      if (describeCharts() !== before) makeCharts();
-      showAll();
+      showAll({isOld: describeCharts() === before});
     }
     byId("live").className = answer.status < 300 ? "" : "lost";
     byId("live").textContent = answer.status < 300
@@ -499,7 +504,6 @@ async function follow() {
   setTimeout(follow, Math.max(1000 * SECONDS_BETWEEN_QUESTIONS, 5 * (performance.now() - started)));
 }
 
-makeCharts();
 showWindow();
 showAll();
 if (data.is_live) follow();

@@ -12,7 +12,7 @@ from plots.tables import compare_options, list_starts, summarise
 
 PAGE = Path(__file__).with_name("curves.html")
 STEPS_PER_WINDOW = 50  # of the longest run: how far curves are smoothed if nobody says
-SHORTEST_WINDOW = 5
+SHORTEST_WINDOW = 3
 
 
 def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def make_title(runs: list[Run]) -> str:
 def choose_smoothing(runs: list[Run]) -> int:
     """Steps of the window: short for short runs."""
     window = max(len(run.steps) for run in runs) // STEPS_PER_WINDOW
-    return next((steps for steps in (100, 50, 30, 20, 10) if steps <= window), SHORTEST_WINDOW)
+    return next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW)
 
 
 def make_version(runs: list[Run]) -> str:

@@ -125,7 +125,7 @@ def to_text(value: Any) -> str:
     elif isinstance(value, (list, tuple)):
         text = " ".join(map(str, value)) or "none"
     else:
-        text = json.dumps(value)
+        text = json.dumps(value).replace("e-0", "e-")
     return text if len(text) <= MAX_CELL_CHARS else text[: MAX_CELL_CHARS - 1] + "…"
 
 

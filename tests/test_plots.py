@@ -243,7 +243,7 @@ def test_options_that_differ_and_those_that_are_shared(tmp_path):
     (second / PARAMS).write_text(json.dumps(params))
     tables = describe(first, second)["tables"]
     assert tables["differing"]["rows"] == [
-        ["learning-rate", "0.001", "5e-05"],
+        ["learning-rate", "0.001", "5e-5"],
         ["lora-target-modules", "none", "q_proj k_proj"],
         ["digest of data", "a" * 12, "b" * 12],
     ]
