@@ -1,4 +1,4 @@
-"""The options of both scripts, in groups: one frozen dataclass a concern, each option declared once.
+"""The options of every script, in groups: one frozen dataclass a concern, each option declared once.
 
 An option's name is its flag and its YAML key, in whatever group it stands; no two groups have one of the same name. A
 function takes the group that it needs. Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
@@ -379,6 +379,23 @@ class MergeAdapterOptions:
     """YAML file with any of these options; flags win over it."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the weights that are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """Draw the curves of training runs, laid over each other: a page for a browser, or a picture for papers."""
+
+    runs: tuple[str, ...]
+    """Output directories of train.py, of runs that have ended or go on."""
+    output: str | None = None
+    """File to write: .html, a page that needs no network; .png, .svg or .pdf, a picture."""
+    follow: bool = False
+    """Serve the page to browsers of this machine until Ctrl-C, and keep it up to date while runs go on."""
+    port: int | None = None
+    """Port of --follow; 8765 if not given."""
+    smoothing: int | None = None
+    """Steps over which noisy curves are averaged, 1 for none; on the page that is where its slider stands at first. By
+    default what suits the longest run."""
 
 
 def list_identifying_options() -> list[str]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.mixture import Mixture
 from disk import hash_json, written_aside
+from lifecycle.file_names import PARAMS_FILE
 from model.fingerprints import fingerprint_data, fingerprint_model
 from options import (
     TrainOptions,
@@ -30,7 +31,6 @@ from ranks.devices import describe_device
 from ranks.lock import EXIT_FILE, OWN_FILES
 from ranks.world import World
 
-PARAMS_FILE = "training_params.json"
 OF_METHOD = "data of the method"  # in a run's identity
 
 
