@@ -5,6 +5,7 @@ Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from options import (
     Options,
     OSFTOptions,
     ProcessDataOptions,
+    TrackingOptions,
     TrainOptions,
     ValidationOptions,
     flag_name,
@@ -30,6 +32,11 @@ from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 
 # What an adapter to go on from says, and no option beside it.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+
+# What a tracker is imported by.
+TRACKER_MODULES = {
+    "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
+}  # fmt: skip
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
@@ -153,6 +160,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_osft_problems(options.osft),
         *find_lora_problems(options),
         *find_ending_problems(options),
+        *find_tracking_problems(options.tracking),
     ]
 
 
@@ -347,6 +355,27 @@ def find_lora_problems(options: TrainOptions) -> list[str]:
     if o.base_quantization != "none" and o.lora_use_dora:
         problems.append(f"--lora-use-dora needs the whole weights, given --base-quantization {o.base_quantization}")
     return problems
+
+
+def find_tracking_problems(o: TrackingOptions) -> list[str]:
+    """Of trackers: without effect, given twice, or not installed."""
+    given = list_given(o)
+    if not o.track:
+        return [f"{', '.join(given)}: no effect without --track"] if given else []
+    problems = [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
+    for name in dict.fromkeys(o.track):
+        missing = [module for module in TRACKER_MODULES[name] if not is_installed(module)]
+        if missing:
+            problems.append(
+                f"--track {name}: {', '.join(missing)} is not installed: pip install 'mini-trainer[{name}]'"
+            )
+    return problems
+
+
+def is_installed(module: str) -> bool:
+    """Whether there is a package of this name; a directory of that name that wandb, say, has left here is none."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def list_given(group: Any) -> list[str]:

@@ -162,6 +162,19 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackingOptions:
+    """Who is told of the run beside the metrics files (docs/tracking.md)."""
+
+    track: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
+    """Trackers to send all metrics to (pip install 'mini-trainer[wandb]', and so on). Each goes by its own environment
+    variables, such as WANDB_MODE and MLFLOW_TRACKING_URI."""
+    track_project: str | None = None
+    """Project, or MLflow's experiment; None: what the tracker's environment says, else mini_trainer."""
+    track_name: str | None = None
+    """The run's name there; None: that of output-dir."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OSFTOptions:
     """Continual learning (docs/osft.md)."""
 
@@ -298,6 +311,7 @@ class TrainOptions:
     end: EndOptions = field(default_factory=EndOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     exports: ExportOptions = field(default_factory=ExportOptions)
+    tracking: TrackingOptions = field(default_factory=TrackingOptions)
     osft: OSFTOptions = field(default_factory=OSFTOptions)
     lora: LoRAOptions = field(default_factory=LoRAOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)

@@ -24,6 +24,7 @@ from lifecycle.record import (
 )
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
+from lifecycle.tracker_packages import open_trackers
 from lifecycle.training_log import Console, MetricsFile, TrainingLog
 from lifecycle.validation import Progress, start_progress
 from lifecycle.validation import validate as measure_validation
@@ -114,6 +115,7 @@ class RunDirectory:
             [
                 MetricsFile(self.path, first_step=first_step, validates=validates),
                 Console(first_step=first_step, num_steps=num_steps),
+                *open_trackers(self.options, self.path),
             ]
         )
 
@@ -220,6 +222,7 @@ class RunDirectory:
         """Waits for the last checkpoint; notes that the run is done, if it is."""
         with self.control.slow("the last checkpoint"):
             self.checkpointer.finish()
-        log.close()
+        with self.control.slow("the end of its trackers"):
+            log.close()
         if is_done:
             call_on_rank0(self.world, lambda: record_end(self.path))
