@@ -13,6 +13,7 @@ from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer
 from lifecycle.due import what_is_due
 from lifecycle.export import ExportParts, export_model
+from lifecycle.live_line import open_console
 from lifecycle.record import (
     check_output_dir,
     check_same_run,
@@ -25,7 +26,7 @@ from lifecycle.record import (
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
 from lifecycle.tracker_packages import open_trackers
-from lifecycle.training_log import Console, MetricsFile, TrainingLog
+from lifecycle.training_log import MetricsFile, TrainingLog
 from lifecycle.validation import Progress, start_progress
 from lifecycle.validation import validate as measure_validation
 from options import TrainOptions, flatten_options
@@ -114,7 +115,7 @@ class RunDirectory:
         return TrainingLog(
             [
                 MetricsFile(self.path, first_step=first_step, validates=validates),
-                Console(first_step=first_step, num_steps=num_steps),
+                open_console(first_step=first_step, num_steps=num_steps),
                 *open_trackers(self.options, self.path),
             ]
         )

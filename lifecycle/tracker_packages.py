@@ -1,6 +1,8 @@
 """The packages that runs can be tracked by, each imported when it is asked for, and only in its tracker's thread."""
 
+import contextlib
 import functools
+import io
 import json
 import logging
 import os
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.record import PARAMS_FILE
-from lifecycle.trackers import Entry, KnownRuns, TrackedRun, Tracker, Trackers
+from lifecycle.trackers import Entry, KnownRuns, TrackedRun, Tracker, Trackers, read_earlier
 from options import TrackingOptions, TrainOptions, flatten_options
 from ranks.ending import log
 
@@ -28,7 +30,7 @@ class Wandb:
     after a kill is left out, being the same numbers. An offline run does not know, and then they are there twice.
     """
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
         import wandb
 
         run_id = run.known.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -47,7 +49,9 @@ class Wandb:
         )
         self.run.config.update({"run": run.facts}, allow_val_change=True)
         self.next_step = self.run.step
-        return f"offline, in {Path(self.run.dir).parent}" if self.run.offline else str(self.run.url)
+        if self.run.offline:
+            return f"offline, in {Path(self.run.dir).parent}", None if run.known else 0
+        return str(self.run.url), self.next_step
 
     def log(self, entries: list[Entry]) -> None:
         for step, values in entries:
@@ -64,7 +68,7 @@ class Wandb:
 class TensorBoard:
     """Event files in the run's directory. A resumed run makes TensorBoard forget the steps that are taken again."""
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = run.output_dir / "tensorboard"
@@ -76,7 +80,7 @@ class TensorBoard:
             rows = "".join(f"| {key} | `{json.dumps(value)}` |\n" for key, value in values.items())
             self.writer.add_text(name, f"| | |\n| --- | --- |\n{rows}", global_step=run.first_step)
         self.writer.flush()
-        return str(directory)
+        return str(directory), 0 if is_first else None
 
     def log(self, entries: list[Entry]) -> None:
         for step, values in entries:
@@ -96,7 +100,7 @@ class MLflow:
     MLflow would keep both values of a step that is taken again, so those that it has are left out.
     """
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
         for name in ("mlflow", "alembic"):  # they tell at length how they make their tables
             logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow import MlflowClient, get_tracking_uri
@@ -113,7 +117,8 @@ class MLflow:
         self.client.update_run(self.run_id, status="RUNNING")
         tags = [RunTag(key, json.dumps(value)[:MLFLOW_LONGEST].strip('"')) for key, value in run.facts.items()]
         self.client.log_batch(self.run_id, tags=tags)
-        return f"run {self.run_id} in {get_tracking_uri()}"
+        first_lacking = min((step + 1 for step in self.last_steps.values() if step >= 0), default=0)
+        return f"run {self.run_id} in {get_tracking_uri()}", first_lacking
 
     def _find(self, run_id: str | None) -> str | None:
         from mlflow.exceptions import MlflowException
@@ -176,7 +181,7 @@ class Trackio:
     a resumed run has come: what is taken again is left out.
     """
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -184,9 +189,10 @@ class Trackio:
         name = run.known.get("name") or f"{run.name}-{secrets.token_hex(2)}"
         run.keep({"project": project, "name": name})
         config = {"options": run.options, "run": run.facts}
-        self.run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
+        with contextlib.redirect_stdout(io.StringIO()):  # what it prints would tear the live line
+            self.run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
         self.last_step = SQLiteStorage.get_max_step_for_run(project, name, run_id=self.run.id)
-        return f"run {name} of project {project}"
+        return f"run {name} of project {project}", 0 if self.last_step is None else self.last_step + 1
 
     def log(self, entries: list[Entry]) -> None:
         for step, values in entries:
@@ -197,7 +203,8 @@ class Trackio:
         pass  # it writes twice a second
 
     def finish(self) -> None:
-        self.run.finish()
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.run.finish()
 
 
 PACKAGES: dict[str, type[Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
@@ -222,6 +229,7 @@ def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
             first_step=start["first_step"],
             options=values,
             facts=facts,
+            read_earlier=functools.partial(read_earlier, output_dir, start["first_step"]),
             known=known.runs.get(title, {}),
             keep=functools.partial(known.keep, title),
         )

@@ -4,18 +4,21 @@ Whatever a tracker does, fail, hang or be slow, is told once and costs training 
 """
 
 import hashlib
+import heapq
+import itertools
 import json
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from disk import written_aside
+from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
 from ranks.ending import log
 
 TRACKERS_FILE = "trackers.json"  # in the run's directory: which run of each tracker it is
@@ -46,6 +49,7 @@ class TrackedRun:
     first_step: int  # taken before this start
     options: dict[str, Any]  # by name, JSON
     facts: dict[str, Any]  # host, directory, versions, devices: JSON
+    read_earlier: Callable[[int], Iterator[Entry]]  # of the metrics files, from a step up to `first_step`
     known: dict[str, str]  # what `keep` was given by an earlier start; empty in the first
     keep: Callable[[dict[str, str]], None]  # writes down what the next start needs to go on with the tracker's run
 
@@ -53,8 +57,11 @@ class TrackedRun:
 class Tracker(Protocol):
     """One package. Every function is called in the thread of this tracker, and may raise or wait as it will."""
 
-    def start(self, run: TrackedRun) -> str:
-        """Makes the tracker's run, or goes on with the earlier one; returns where it can be looked at."""
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
+        """Makes the tracker's run, or goes on with the earlier one.
+
+        Returns where it can be looked at, and the first step that it does not have; None if that cannot be known.
+        """
         ...
 
     def log(self, entries: list[Entry]) -> None:
@@ -98,11 +105,15 @@ class TrackerThread:
 
     def _work(self) -> None:
         try:
-            where = self.tracker.start(self.run)
+            where, first_lacking = self.tracker.start(self.run)
             log.info(f"tracking: {self.title}: {hide_secrets(where)}")
         except (Exception, SystemExit) as error:
             self.is_dead = True
             return self.tell(FAILED, f"could not be started: {describe(error)}")
+        if first_lacking is not None:
+            earlier = self.run.read_earlier(first_lacking)
+            while entries := list(itertools.islice(earlier, QUEUE_LENGTH)):
+                self._take(entries)
         is_over = False
         while not is_over:
             is_over = self.ending.wait(SECONDS_TO_COLLECT)  # before the queue is emptied for the last time
@@ -177,6 +188,24 @@ def name_validation_metrics(metrics: dict[str, Any]) -> dict[str, float]:
 
 def name_parts(group: str, values: dict[str, Any]) -> dict[str, float]:
     return keep_numbers({f"{group}/{name}": value for name, value in values.items()})
+
+
+def read_earlier(output_dir: Path, first_step: int, from_step: int) -> Iterator[Entry]:
+    """The metrics files' steps and validations from `from_step` to `first_step`, in order."""
+    paths = {output_dir / METRICS_FILE: name_step_metrics, output_dir / VALIDATION_FILE: name_validation_metrics}
+    streams = [read_entries(path, function) for path, function in paths.items() if path.exists()]
+    for step, values in heapq.merge(*streams, key=lambda entry: entry[0]):
+        if step > first_step:
+            return
+        if step >= from_step:
+            yield step, values
+
+
+def read_entries(path: Path, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            metrics = json.loads(line)
+            yield metrics["step"], name_metrics(metrics)
 
 
 def keep_numbers(values: dict[str, Any]) -> dict[str, float]:

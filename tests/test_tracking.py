@@ -220,9 +220,9 @@ class Standin:
         elif trouble is not None:
             raise trouble
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
         self.meet("start")
-        return "here"
+        return "here", None
 
     def log(self, entries: list) -> None:
         self.calls += 1
@@ -241,7 +241,8 @@ def follow(tmp_path, monkeypatch, caplog):
     """Tells stand-ins of steps; returns the warnings, and the seconds that telling and the end took."""
     monkeypatch.setattr(trackers, "SECONDS_TO_COLLECT", 0.01)
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.5)
-    run = TrackedRun("name", None, tmp_path, 0, options={}, facts={}, known={}, keep=lambda known: None)
+    run = TrackedRun("name", None, tmp_path, 0, options={}, facts={}, read_earlier=lambda step: iter(()), known={},
+                     keep=lambda known: None)  # fmt: skip
 
     def follow(*standins: Standin, num_steps: int) -> tuple[list[str], float, float]:
         caplog.clear()
