@@ -17,6 +17,7 @@ from typing import Any, NoReturn, get_origin
 from options import (
     SCHEDULES_WITH_END,
     DataOptions,
+    HubOptions,
     Options,
     OSFTOptions,
     ProcessDataOptions,
@@ -161,6 +162,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_lora_problems(options),
         *find_ending_problems(options),
         *find_tracking_problems(options.tracking),
+        *find_hub_problems(options.hub),
     ]
 
 
@@ -370,6 +372,16 @@ def find_tracking_problems(o: TrackingOptions) -> list[str]:
                 f"--track {name}: {', '.join(missing)} is not installed: pip install 'mini-trainer[{name}]'"
             )
     return problems
+
+
+def find_hub_problems(o: HubOptions) -> list[str]:
+    """Of uploads: without effect, or to what cannot be a repository."""
+    if o.push_to_hub is None:
+        return [f"{', '.join(list_given(o))}: no effect without --push-to-hub"] if list_given(o) else []
+    part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
+    if len(o.push_to_hub) > 96 or not re.fullmatch(rf"(?:{part}/)?{part}", o.push_to_hub):
+        return [f"--push-to-hub {o.push_to_hub}: must be NAME or OWNER/NAME, of letters, digits, and -, _ or . inside"]
+    return []
 
 
 def is_installed(module: str) -> bool:

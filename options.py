@@ -175,6 +175,16 @@ class TrackingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HubOptions:
+    """Exports on the Hugging Face hub (docs/tracking.md)."""
+
+    push_to_hub: str | None = None
+    """Repository to upload exports to, in the background: NAME, or OWNER/NAME. Made if it is not there."""
+    hub_private: bool = False
+    """Make it a private one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OSFTOptions:
     """Continual learning (docs/osft.md)."""
 
@@ -312,6 +322,7 @@ class TrainOptions:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     exports: ExportOptions = field(default_factory=ExportOptions)
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
+    hub: HubOptions = field(default_factory=HubOptions)
     osft: OSFTOptions = field(default_factory=OSFTOptions)
     lora: LoRAOptions = field(default_factory=LoRAOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)
