@@ -5,6 +5,7 @@ Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import re
@@ -16,10 +17,12 @@ from typing import Any, NoReturn, get_origin
 from options import (
     SCHEDULES_WITH_END,
     DataOptions,
+    HubOptions,
     Options,
     OSFTOptions,
     PlotOptions,
     ProcessDataOptions,
+    TrackingOptions,
     TrainOptions,
     ValidationOptions,
     flag_name,
@@ -35,6 +38,10 @@ LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora",
 # Whose one required option is given as words without a flag.
 WITHOUT_FLAG = (PlotOptions,)
 PICTURES = (".png", ".svg", ".pdf")
+# What a tracker is imported by.
+TRACKER_MODULES = {
+    "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
+}  # fmt: skip
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
@@ -167,6 +174,8 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_osft_problems(options.osft),
         *find_lora_problems(options),
         *find_ending_problems(options),
+        *find_tracking_problems(options.tracking),
+        *find_hub_problems(options.hub),
     ]
 
 
@@ -363,6 +372,37 @@ def find_lora_problems(options: TrainOptions) -> list[str]:
     if o.base_quantization != "none" and o.lora_use_dora:
         problems.append(f"--lora-use-dora needs the whole weights, given --base-quantization {o.base_quantization}")
     return problems
+
+
+def find_tracking_problems(o: TrackingOptions) -> list[str]:
+    """Of trackers: without effect, given twice, or not installed."""
+    given = list_given(o)
+    if not o.track:
+        return [f"{', '.join(given)}: no effect without --track"] if given else []
+    problems = [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
+    for name in dict.fromkeys(o.track):
+        missing = [module for module in TRACKER_MODULES[name] if not is_installed(module)]
+        if missing:
+            problems.append(
+                f"--track {name}: {', '.join(missing)} is not installed: pip install 'mini-trainer[{name}]'"
+            )
+    return problems
+
+
+def find_hub_problems(o: HubOptions) -> list[str]:
+    """Of uploads: without effect, or to what cannot be a repository."""
+    if o.push_to_hub is None:
+        return [f"{', '.join(list_given(o))}: no effect without --push-to-hub"] if list_given(o) else []
+    part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
+    if len(o.push_to_hub) > 96 or not re.fullmatch(rf"(?:{part}/)?{part}", o.push_to_hub):
+        return [f"--push-to-hub {o.push_to_hub}: must be NAME or OWNER/NAME, of letters, digits, and -, _ or . inside"]
+    return []
+
+
+def is_installed(module: str) -> bool:
+    """Whether there is a package of this name; a directory of that name that wandb, say, has left here is none."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def list_given(group: Any) -> list[str]:

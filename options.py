@@ -165,6 +165,29 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackingOptions:
+    """Who is told of the run beside the metrics files (docs/tracking.md)."""
+
+    track: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
+    """Trackers to send all metrics to (pip install 'mini-trainer[wandb]', and so on). Each goes by its own environment
+    variables, such as WANDB_MODE and MLFLOW_TRACKING_URI."""
+    track_project: str | None = None
+    """Project, or MLflow's experiment; None: what the tracker's environment says, else mini_trainer."""
+    track_name: str | None = None
+    """The run's name there; None: that of output-dir."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubOptions:
+    """Exports on the Hugging Face hub (docs/tracking.md)."""
+
+    push_to_hub: str | None = None
+    """Repository to upload exports to, in the background: NAME, or OWNER/NAME. Made if it is not there."""
+    hub_private: bool = False
+    """Make it a private one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OSFTOptions:
     """Continual learning (docs/osft.md)."""
 
@@ -301,6 +324,8 @@ class TrainOptions:
     end: EndOptions = field(default_factory=EndOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     exports: ExportOptions = field(default_factory=ExportOptions)
+    tracking: TrackingOptions = field(default_factory=TrackingOptions)
+    hub: HubOptions = field(default_factory=HubOptions)
     osft: OSFTOptions = field(default_factory=OSFTOptions)
     lora: LoRAOptions = field(default_factory=LoRAOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from disk import commit, describe_failed_write, hash_file, make_aside, remove_di
 from lifecycle.checkpoint_files import FORMAT, write_manifest
 from model.method import Method
 from objectives.objective import Objective, PackedModel
+from ranks.terminal import show_progress, shows_progress
 from ranks.world import World, call_on_rank0
 
 MAX_SHARD_SIZE = "5GB"
@@ -38,7 +40,8 @@ def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts
     device ever holds the whole model. Raises ValueError on every rank if rank 0 cannot write; nothing is left then.
     """
     gathered = parts.method.gather_weights(packed_model, parts.dtype, world=world)
-    weights = {name: weight for name, weight in gathered if weight is not None}
+    shown = show_progress(gathered, "exporting: gathering", unit="tensor")
+    weights = {name: weight for name, weight in shown if weight is not None}
     call_on_rank0(world, lambda: write_export(weights, export_dir, packed_model.model.config, parts))
 
 
@@ -73,6 +76,8 @@ def write_export(
         shell.generation_config = copy.deepcopy(parts.generation_config)
         for written in (shell.config, shell.generation_config):
             follow_tokenizer(written, parts.tokenizer, vocab_size=config.vocab_size)
+        if not shows_progress():
+            transformers.utils.logging.disable_progress_bar()
         if weights:  # else the method writes all there is
             shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
         parts.tokenizer.save_pretrained(aside)

@@ -13,6 +13,9 @@ from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer
 from lifecycle.due import what_is_due
 from lifecycle.export import ExportParts, export_model
+from lifecycle.hub import BEST, MAIN, Uploads
+from lifecycle.live_line import open_console
+from lifecycle.model_card import make_card
 from lifecycle.record import (
     check_output_dir,
     check_same_run,
@@ -24,7 +27,8 @@ from lifecycle.record import (
 )
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
-from lifecycle.training_log import Console, MetricsFile, TrainingLog
+from lifecycle.tracker_packages import open_trackers
+from lifecycle.training_log import MetricsFile, TrainingLog
 from lifecycle.validation import Progress, start_progress
 from lifecycle.validation import validate as measure_validation
 from options import TrainOptions, flatten_options
@@ -67,6 +71,7 @@ class RunDirectory:
             self.auto_settings = self.checkpoint.state.get("auto_settings")
         self.validated: Progress | None = None  # where there is validation data
         self.last_save = time.monotonic()
+        self.uploads: Uploads | None = None  # of rank 0, where exports are uploaded
         if self.checkpoint is None:
             log.info(f"starting from step 0 in {self.path}")
         else:
@@ -109,11 +114,14 @@ class RunDirectory:
         """The sinks that are told of every step; none on the ranks other than 0."""
         if self.world.rank > 0:
             return TrainingLog([])
+        if self.options.hub.push_to_hub is not None:
+            self.uploads = Uploads(self.options.hub)
         first_step, validates = self.start.step, bool(self.options.validation.validation_data_path)
         return TrainingLog(
             [
                 MetricsFile(self.path, first_step=first_step, validates=validates),
-                Console(first_step=first_step, num_steps=num_steps),
+                open_console(first_step=first_step, num_steps=num_steps),
+                *open_trackers(self.options, self.path),
             ]
         )
 
@@ -204,6 +212,7 @@ class RunDirectory:
     ) -> None:
         """Writes the model as it is at `position`; with the metrics that make it the `best`, as that one."""
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
+        notes |= call_on_rank0(self.world, lambda: make_card(self.path, self.options, inputs, position))
         export_dir = self.export_dir(position) if best is None else self.exports_dir / "best"
         parts = ExportParts(
             inputs.objective,
@@ -215,11 +224,17 @@ class RunDirectory:
         )
         with self.control.slow(f"the export after step {position.step}"):
             export_model(state.model, export_dir, parts, world=self.world)
+        if self.uploads is not None:
+            message = f"After step {position.step:,}, {position.num_samples:,} samples"
+            self.uploads.add(export_dir, branch=MAIN if best is None else BEST, message=message)
 
     def close(self, log: TrainingLog, *, is_done: bool) -> None:
         """Waits for the last checkpoint; notes that the run is done, if it is."""
         with self.control.slow("the last checkpoint"):
             self.checkpointer.finish()
-        log.close()
+        with self.control.slow("the end of its trackers and uploads"):
+            log.close()
+            if self.uploads is not None:
+                self.uploads.close(is_done=is_done)
         if is_done:
             call_on_rank0(self.world, lambda: record_end(self.path))

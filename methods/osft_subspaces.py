@@ -5,7 +5,6 @@ Letters as in osft.py: a weight is held as a matrix A of L rows and s columns; k
 
 import hashlib
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +13,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from disk import written_aside
 from model.blocks import find_linear_layers
 from ranks.ending import log
+from ranks.terminal import show_progress
 from ranks.world import World, call_on_rank0
 
 CACHE_VERSION = 1  # of the form of a cached file
@@ -135,7 +134,7 @@ def prepare_subspaces(
             cache_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"--osft-cache-dir {cache_dir}: cannot be made: {error}") from None
-        for name in tqdm(shapes, desc="OSFT: hashing", disable=not sys.stderr.isatty()):
+        for name in show_progress(shapes, "OSFT: hashing", unit="layer"):
             matrix = get_matrix(name)
             if not matrix.isfinite().all():
                 raise ValueError(f"{name}: not finite, so there are no singular vectors")
@@ -149,9 +148,8 @@ def prepare_subspaces(
         f"OSFT: directions of {len(shapes)} layers: {len(missing)} matrices to decompose, the rest is in {cache_dir}"
     )
     # Decompose it, one matrix a rank at a time.
-    is_shown = world.rank == 0 and sys.stderr.isatty()
-    bar = tqdm(total=len(missing), desc="OSFT: decomposing", unit="layer", disable=not is_shown)
-    for start in range(0, len(missing), world.world_size):
+    rounds = range(0, len(missing), world.world_size)
+    for start in show_progress(rounds, "OSFT: decomposing", unit="layer of each rank"):
         dealt = missing[start : start + world.world_size]
         progress(f"OSFT, after {start} of {len(missing)} decompositions")
         if world.rank == 0:
@@ -169,8 +167,6 @@ def prepare_subspaces(
             dist.recv(as_bytes(matrix), 0, group=world.control)
             for value in make_subspace(matrix, device=world.device).values():
                 dist.send(as_bytes(value), 0, group=world.control)
-        bar.update(len(dealt))
-    bar.close()
     return files
 
 

@@ -1,6 +1,5 @@
 """FSDP2 on a finished model, filled unit by unit; and when gradients are summed over ranks."""
 
-import sys
 from collections.abc import Callable, Container
 from dataclasses import replace
 
@@ -16,12 +15,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Shard
-from tqdm import tqdm
 
 from model.method import Method
 from model.weights import Reader
 from objectives.objective import PackedModel
 from options import ShardingOptions
+from ranks.terminal import show_progress
 from ranks.world import World, broadcast_from_rank0
 
 
@@ -50,8 +49,7 @@ def apply_fsdp(
     tied = packed_model.model.all_tied_weights_keys.keys()
     # Fill and shard unit by unit.
     units = (*blocks, *([] if is_tied else [embedding]), packed_model)
-    is_shown = world.rank == 0 and sys.stderr.isatty()
-    for unit in tqdm(units, desc="loading", unit="block", disable=not is_shown):
+    for unit in show_progress(units, "loading", unit="block"):
         for module in unit.modules():
             name = names.get(module, "")
             method.fill(module, name, readers, world=world)

@@ -34,6 +34,7 @@ from ranks.ending import (
 from ranks.lifeline import Lifeline, Message, make_socket_pair
 from ranks.lock import ERRORS_DIR, EXIT_FILE, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
+from ranks.terminal import leave_bars
 
 # Asked for while the program is being imported, since this process gets another parent once torchrun has died.
 PARENT = os.getppid()
@@ -366,7 +367,7 @@ class RunControl:
             except OSError as error:
                 print(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", file=sys.stderr)
         if is_first and cause.code != ExitCode.DONE:
-            print(cause.text, file=sys.stderr, flush=True)
+            print(leave_bars() + cause.text, file=sys.stderr, flush=True)
 
     def _is_untouched(self, cause: Cause) -> bool:
         """Whether the run is refused before it has written anything into a directory that it made."""

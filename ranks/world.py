@@ -16,6 +16,7 @@ from options import ShardingOptions
 from ranks.ending import ExitCode, RunError, describe_error
 from ranks.monitor import RunControl
 from ranks.peers import SLOW_LIMIT
+from ranks.terminal import LinesAboveBars, shows_progress
 
 Result = TypeVar("Result")
 
@@ -103,7 +104,8 @@ def connect_lifeline(world: World, control: RunControl) -> None:
 
 def setup_logging(level: str) -> None:
     """Rank 0 prints from `level` on, the other ranks only errors."""
-    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    handlers = [LinesAboveBars()] if shows_progress() else None
+    logging.basicConfig(format="%(message)s", level=logging.ERROR, handlers=handlers)
     log.setLevel(level if os.environ.get("RANK", "0") == "0" else "ERROR")
 
 

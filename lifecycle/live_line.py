@@ -1,0 +1,54 @@
+"""The live line: on a terminal, one line that is always there and says how far the run is."""
+
+import logging
+from typing import Any
+
+from tqdm import tqdm
+
+from lifecycle.training_log import Console, Sink, describe_validation
+from ranks.ending import log
+from ranks.terminal import shows_progress
+
+
+class LiveLine:
+    """A bar of steps with loss, validation loss, tokens/s and the time left (see `lifecycle.training_log.Sink`)."""
+
+    def __init__(self, *, first_step: int, num_steps: int | None):
+        ends = num_steps is not None
+        shape = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}" if ends else "{n_fmt}"
+        time_left = "  left {remaining}" if ends else ""
+        self.bar = tqdm(
+            initial=first_step,
+            total=num_steps,
+            bar_format=f"step {shape}{{postfix}}{time_left}",
+            dynamic_ncols=True,
+        )
+        self.shown: dict[str, str] = {}  # parts of the line, by name, in their order
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        self.show("loss", f"loss {metrics['loss']:.4f}")
+        self.show("speed", f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        self.bar.update()
+
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        self.show("validation", f"validation {metrics['loss']:.4f}")
+        log.info(describe_validation(metrics))
+
+    def show(self, name: str, text: str) -> None:
+        self.shown[name] = text
+        self.bar.set_postfix_str("  ".join(self.shown.values()), refresh=False)
+
+    def flush_to_disk(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Leaves the line as it is after the last step."""
+        self.bar.refresh()
+        self.bar.close()
+
+
+def open_console(*, first_step: int, num_steps: int | None) -> Sink:
+    """The live line on a terminal, lines of steps elsewhere. --logging-level WARNING leaves out either."""
+    if shows_progress() and log.isEnabledFor(logging.INFO):
+        return LiveLine(first_step=first_step, num_steps=num_steps)
+    return Console(first_step=first_step, num_steps=num_steps)

@@ -1,0 +1,262 @@
+"""Trackers (wandb, TensorBoard, MLflow, trackio) as one sink: each has a thread and a bounded queue of its own.
+
+Whatever a tracker does, fail, hang or be slow, is told once and costs training nothing (docs/tracking.md).
+"""
+
+import hashlib
+import heapq
+import itertools
+import json
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from disk import written_aside
+from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
+from ranks.ending import log
+
+TRACKERS_FILE = "trackers.json"  # in the run's directory: which run of each tracker it is
+QUEUE_LENGTH = 1000  # steps and validations that a tracker may be behind
+SECONDS_TO_COLLECT = 1.0  # between two calls of a tracker, which has less to do for many steps at once
+SECONDS_TO_FINISH = 60.0  # at the end of the run, for all trackers together
+MAX_NAME = 100  # characters of a data set's name in a metric's
+FALLEN_BEHIND, FAILED = "fallen behind", "failed"
+
+# The groups of a step's metrics; what is in none is in train/, as a method's own are.
+DATA = ("num_samples", "num_loss_counted_tokens", "num_total_tokens", "total_samples_accumulated",
+        "total_tokens_accumulated", "packing_efficiency")  # fmt: skip
+PERFORMANCE = ("tokens_per_second", "samples_per_second", "time_per_batch", "data_wait_seconds", "mfu",
+               "peak_memory_usage_GB", "rank_balance", "grad_accum")  # fmt: skip
+GROUPS = dict.fromkeys(DATA, "data") | dict.fromkeys(PERFORMANCE, "performance")
+
+
+Entry = tuple[int, dict[str, float]]  # a step, and its numbers by their grouped names
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of the run before its first metrics."""
+
+    name: str
+    project: str | None  # None: as the tracker's own environment says, else `DEFAULT_PROJECT`
+    output_dir: Path
+    first_step: int  # taken before this start
+    options: dict[str, Any]  # by name, JSON
+    facts: dict[str, Any]  # host, directory, versions, devices: JSON
+    read_earlier: Callable[[int], Iterator[Entry]]  # of the metrics files, from a step up to `first_step`
+    known: dict[str, str]  # what `keep` was given by an earlier start; empty in the first
+    keep: Callable[[dict[str, str]], None]  # writes down what the next start needs to go on with the tracker's run
+
+
+class Tracker(Protocol):
+    """One package. Every function is called in the thread of this tracker, and may raise or wait as it will."""
+
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
+        """Makes the tracker's run, or goes on with the earlier one.
+
+        Returns where it can be looked at, and the first step that it does not have; None if that cannot be known.
+        """
+        ...
+
+    def log(self, entries: list[Entry]) -> None:
+        """Numbers of some steps, in order; leaves out steps that the tracker has from an earlier start."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class TrackerThread:
+    """A tracker, its queue, and the one thread that calls it."""
+
+    def __init__(self, title: str, tracker: Tracker, run: TrackedRun):
+        self.title, self.tracker, self.run = title, tracker, run
+        self.queue: queue.Queue[Entry | None] = queue.Queue(QUEUE_LENGTH)
+        self.told: set[str] = set()  # the kinds of trouble that have been reported
+        self.num_lost = 0  # steps and validations that the tracker does not have
+        self.is_dead = False
+        self.ending = threading.Event()
+        self.thread = threading.Thread(target=self._work, name=f"tracker {title}", daemon=True)
+        self.thread.start()
+
+    def put(self, entry: Entry | None) -> None:
+        """An entry, or None to flush. Never waits: what the queue has no room for is left out."""
+        try:
+            if not self.is_dead:
+                return self.queue.put_nowait(entry)
+        except queue.Full:
+            self.tell(FALLEN_BEHIND, f"is {QUEUE_LENGTH} entries behind, and more are left out")
+        self.num_lost += entry is not None
+
+    def tell(self, kind: str, what: str) -> None:
+        """A warning, once for each kind of trouble."""
+        if kind not in self.told:
+            self.told.add(kind)
+            log.warning(
+                f"warning: --track {self.title}: {what}; training goes on, and everything is in the metrics files"
+            )
+
+    def _work(self) -> None:
+        try:
+            where, first_lacking = self.tracker.start(self.run)
+            log.info(f"tracking: {self.title}: {hide_secrets(where)}")
+        except (Exception, SystemExit) as error:
+            self.is_dead = True
+            return self.tell(FAILED, f"could not be started: {describe(error)}")
+        if first_lacking is not None:
+            earlier = self.run.read_earlier(first_lacking)
+            while entries := list(itertools.islice(earlier, QUEUE_LENGTH)):
+                self._take(entries)
+        is_over = False
+        while not is_over:
+            is_over = self.ending.wait(SECONDS_TO_COLLECT)  # before the queue is emptied for the last time
+            self._take([self.queue.get() for _ in range(self.queue.qsize())])
+        try:
+            self.tracker.finish()
+        except (Exception, SystemExit) as error:
+            self.tell(FAILED, f"could not be finished: {describe(error)}")
+
+    def _take(self, taken: list[Entry | None]) -> None:
+        entries = [entry for entry in taken if entry is not None]
+        try:
+            if entries:
+                self.tracker.log(entries)
+            if len(entries) < len(taken):
+                self.tracker.flush()
+        except (Exception, SystemExit) as error:  # the next ones may go well: networks come back
+            self.num_lost += len(entries)
+            self.tell(FAILED, f"failed: {describe(error)}")
+
+
+class Trackers:
+    """Hands steps and validations to every tracker (see `lifecycle.training_log.Sink`)."""
+
+    def __init__(self, trackers: dict[str, Tracker], describe_run: Callable[[str], TrackedRun]):
+        self.threads = [TrackerThread(title, tracker, describe_run(title)) for title, tracker in trackers.items()]
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        self._put((metrics["step"], name_step_metrics(metrics)))
+
+    def write_validation(self, metrics: dict[str, Any]) -> None:
+        self._put((metrics["step"], name_validation_metrics(metrics)))
+
+    def flush_to_disk(self) -> None:
+        """Asks for it, and does not wait: the metrics files are what a checkpoint needs."""
+        self._put(None)
+
+    def close(self) -> None:
+        """Waits at most `SECONDS_TO_FINISH` until all trackers have taken what they were given."""
+        deadline = time.monotonic() + SECONDS_TO_FINISH
+        for thread in self.threads:
+            thread.ending.set()
+        for thread in self.threads:
+            thread.thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.thread.is_alive():
+                thread.tell(FAILED, f"has not finished {SECONDS_TO_FINISH:.0f} s after the run's end")
+            if thread.num_lost:
+                log.info(f"tracking: {thread.title} lacks {thread.num_lost:,} entries")
+
+    def _put(self, entry: Entry | None) -> None:
+        for thread in self.threads:
+            thread.put(entry)
+
+
+def name_step_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    """A line of training_metrics_0.jsonl by grouped names, such as train/loss; what is null is left out."""
+    plain = {name: value for name, value in metrics.items() if name not in ("step", "sources")}
+    named = keep_numbers({f"{GROUPS.get(name, 'train')}/{name}": value for name, value in plain.items()})
+    for source, values in metrics.get("sources", {}).items():
+        named |= name_parts(f"source/{clean_name(source)}", values)
+    return named
+
+
+def name_validation_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    """As `name_step_metrics`, of a validation; each set by its name where there are several."""
+    named = name_parts("validation", {name: value for name, value in metrics.items() if name not in ("step", "sets")})
+    sets = metrics.get("sets", {})
+    for name, values in sets.items() if len(sets) > 1 else ():
+        named |= name_parts(f"validation/{clean_name(name)}", values)
+    return named
+
+
+def name_parts(group: str, values: dict[str, Any]) -> dict[str, float]:
+    return keep_numbers({f"{group}/{name}": value for name, value in values.items()})
+
+
+def read_earlier(output_dir: Path, first_step: int, from_step: int) -> Iterator[Entry]:
+    """The metrics files' steps and validations from `from_step` to `first_step`, in order."""
+    paths = {output_dir / METRICS_FILE: name_step_metrics, output_dir / VALIDATION_FILE: name_validation_metrics}
+    streams = [read_entries(path, function) for path, function in paths.items() if path.exists()]
+    for step, values in heapq.merge(*streams, key=lambda entry: entry[0]):
+        if step > first_step:
+            return
+        if step >= from_step:
+            yield step, values
+
+
+def read_entries(path: Path, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            metrics = json.loads(line)
+            yield metrics["step"], name_metrics(metrics)
+
+
+def keep_numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def clean_name(name: str) -> str:
+    """A data set's name as part of a metric's that every tracker takes: one level, and no signs that MLflow refuses.
+
+    A name that had to be changed ends with a digest of what it was, so that no two become one.
+    """
+    clean = re.sub(r"[^A-Za-z0-9_.\- ]", "_", name)[:MAX_NAME].strip(" .")
+    if clean == name != "":
+        return clean
+    return f"{clean}_{hashlib.sha256(name.encode()).hexdigest()[:6]}".lstrip("_")
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and first line, without secrets."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return hide_secrets(f"{type(error).__name__}: {line[:300]}")
+
+
+def hide_secrets(text: str) -> str:
+    """`text` without users' names and passwords in addresses, and without the values of tokens in the environment."""
+    secrets = [
+        value
+        for name, value in os.environ.items()
+        if re.search(r"TOKEN|PASSWORD|SECRET|API_?KEY", name.upper()) and len(value) >= 6
+    ]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    text = re.sub(r"([?&][^=&\s]*token[^=&\s]*=)[^&\s]+", r"\1***", text)
+    return re.sub(r"(\w+://)[^/@\s]+@", r"\1***@", text)
+
+
+class KnownRuns:
+    """trackers.json: what each tracker needs to go on with its run. Written whole, by the trackers' threads in turn."""
+
+    def __init__(self, output_dir: Path):
+        self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()
+        try:
+            self.runs: dict[str, dict[str, str]] = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            self.runs = {}
+        except (OSError, ValueError, RecursionError) as error:
+            log.warning(f"warning: {self.path} cannot be read ({error}): trackers begin new runs")
+            self.runs = {}
+
+    def keep(self, title: str, known: dict[str, str]) -> None:
+        with self.lock:
+            self.runs[title] = known
+            with written_aside(self.path) as (aside,):
+                aside.write_text(json.dumps(self.runs, indent=2) + "\n")

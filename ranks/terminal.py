@@ -1,0 +1,37 @@
+"""Progress on a terminal: bars on rank 0's stderr, and log lines that do not tear them. Without a terminal, none."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+ERASE_LINE = "\r\x1b[K"
+
+
+def shows_progress() -> bool:
+    """Whether somebody sits before this process's stderr, and it is rank 0's."""
+    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+
+
+def show_progress(items: Iterable[Any], what: str, *, unit: str) -> tqdm:
+    """The same items, with a bar that is gone when they are."""
+    return tqdm(items, desc=what, unit=unit, leave=False, dynamic_ncols=True, disable=not shows_progress())
+
+
+class LinesAboveBars(logging.Handler):
+    """Writes each message to stderr above whatever bars there are, and draws them again below it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def leave_bars() -> str:
+    """What to print before a last message, so that it begins on an empty line."""
+    return ERASE_LINE if sys.stderr.isatty() else ""

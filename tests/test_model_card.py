@@ -1,0 +1,241 @@
+"""Every export has a card that is true to its run, and can be pushed to the hub, whose troubles end no run."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import huggingface_hub
+import numpy as np
+import pytest
+from hub_standin import Hub
+from huggingface_hub import ModelCard
+from in_process import train_here
+from small_runs import OPTIONS, make_inputs
+from tiny_data import make_samples, write_samples
+from tiny_models import VOCAB_SIZE
+from transformers import AutoModelForCausalLM
+
+from command_line import find_problems
+from lifecycle import hub as hub_module
+from lifecycle.hub import Uploads
+from lifecycle.model_card import MAX_POINTS, draw_curve
+from options import HubOptions, TrainOptions, group_options
+
+TOKEN = "hf_aTokenThatNobodyMaySee"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = Hub()
+    turn_on(monkeypatch, server.url)
+    yield server
+    server.close()
+
+
+def turn_on(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Lets the client speak to `url`, by the protocol for large files that needs no server of another kind."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+@pytest.fixture(scope="module")
+def pushed(world, tmp_path_factory) -> SimpleNamespace:
+    """A run with three exports on the way and the best ones, which uploads them; and what the hub then has."""
+    root = tmp_path_factory.mktemp("pushed")
+    held_out = write_samples(root / "held_out.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=3))
+    options = make_inputs(root, "llama_tied_bias") | OPTIONS
+    options |= dict(output_dir=str(root / "run"), max_steps=3, min_samples_per_checkpoint=8, validate_every_steps=1)
+    options |= dict(validation_data_path=(str(held_out),), push_to_hub="a-model", hub_private=True)
+    server = Hub()
+    with pytest.MonkeyPatch.context() as patch:
+        turn_on(patch, server.url)
+        train_here(world, **options)
+    server.close()
+    return SimpleNamespace(run=root / "run", hub=server, options=options)
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_card_is_true_to_its_run(pushed):
+    steps = read_rows(pushed.run / "training_metrics_0.jsonl")
+    identity = json.loads((pushed.run / "training_params.json").read_text())["identity"]
+    for step in (1, 3):
+        export = pushed.run / "hf_format" / f"samples_{8 * step}"
+        card = ModelCard.load(export / "README.md")
+        assert card.data.to_dict() == {
+            "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mini_trainer"],
+        }  # fmt: skip
+        assert f"after {8 * step} samples" in card.text
+        assert f"last step's training loss is {steps[step - 1]['loss']:.4f}" in card.text
+        assert f"| tokens | {steps[step - 1]['total_tokens_accumulated']:,}, trained and masked |" in card.text
+        assert identity["data"] in card.text and identity["model"] in card.text and "| `data` | 20 |" in card.text
+        assert "| `learning_rate` | `0.01` |" in card.text and "full fine-tuning" in card.text
+        assert str(pushed.run.parent) not in card.text, "a path of this machine is told"
+        listed = json.loads((export / "manifest.json").read_text())["files"]
+        assert {"README.md", "loss_curve.svg"} <= listed.keys()
+    best = min(read_rows(pushed.run / "validation_metrics_0.jsonl"), key=lambda row: row["loss"])
+    row = f"| best | {best['step']} | {best['loss']:.4f} | {best['perplexity']:.3f} | {best['token_accuracy']:.2%} |"
+    assert row in card.text and "not trained on: `held_out`" in card.text
+
+
+def test_the_curve_is_that_of_the_losses(pushed):
+    svg = ElementTree.parse(pushed.run / "hf_format" / "samples_24" / "loss_curve.svg").getroot()
+    train, held_out = [line.get("points").split() for line in svg.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert len(train) == 3 and len(held_out) == 4
+    many = draw_curve([dict(step=step, loss=1 / step) for step in range(1, 10_001)], [])
+    heights = [float(point.split(",")[1]) for point in many.split('points="')[1].split('"')[0].split()]
+    assert len(heights) == MAX_POINTS and (np.diff(heights) >= 0).all(), "a falling loss does not fall"
+    assert "nan" not in draw_curve([dict(step=1, loss=2.0)], [dict(step=1, loss=float("inf"))])
+
+
+def test_the_hub_has_every_export_and_the_best_apart(pushed):
+    exports = pushed.run / "hf_format"
+    assert list(pushed.hub.repos) == ["me/a-model"] and pushed.hub.private == {"me/a-model": True}
+    branches = pushed.hub.repos["me/a-model"]
+    for branch, directory in (("main", "samples_24"), ("best", "best")):
+        files = {path.name: path.read_bytes() for path in (exports / directory).iterdir()}
+        assert branches[branch] == files
+    on_main = [message for _, branch, message in pushed.hub.commits if branch == "main"]
+    assert on_main == [f"After step {step}, {8 * step} samples" for step in (1, 2, 3)]
+    assert f"Bearer {TOKEN}" in pushed.hub.tokens and pushed.hub.tokens <= {f"Bearer {TOKEN}", ""}
+    assert sorted(path.name for path in exports.iterdir()) == ["best", "samples_16", "samples_24", "samples_8"]
+    found = [path for path in pushed.run.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert found == []
+
+
+def test_an_uploaded_model_loads(pushed, tmp_path):
+    for name, content in pushed.hub.repos["me/a-model"]["main"].items():
+        (tmp_path / name).write_bytes(content)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
+
+
+@pytest.mark.parametrize("exports", ["adapter", "both"])
+def test_an_adapters_card_says_so(exports, world, pushed, tmp_path):
+    options = {name: value for name, value in pushed.options.items() if name not in ("push_to_hub", "hub_private")}
+    options |= dict(output_dir=str(tmp_path / "run"), max_steps=1, lora=True, lora_export=exports)
+    train_here(world, **options)
+    card = ModelCard.load(tmp_path / "run" / "hf_format" / "samples_8" / "README.md")
+    assert card.data.library_name == ("peft" if exports == "adapter" else "transformers")
+    assert card.data.tags == ["mini_trainer", "lora"] and "| method | LoRA |" in card.text
+
+
+# --- What goes wrong -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def export(tmp_path) -> Path:
+    directory = tmp_path / "hf_format" / "samples_8"
+    directory.mkdir(parents=True)
+    (directory / "README.md").write_text("---\ntags:\n- a\n---\n")
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def upload(export: Path, caplog: pytest.LogCaptureFixture, *, times: int = 1) -> list[str]:
+    """Uploads `export` to me/x, as a run does; what it said."""
+    caplog.clear()
+    with caplog.at_level("INFO", logger="mini_trainer"):
+        uploads = Uploads(HubOptions(push_to_hub="me/x"))
+        for i in range(times):
+            uploads.add(export, branch="main", message=f"commit {i}")
+        uploads.close(is_done=True)
+    assert [path.name for path in export.parent.iterdir()] == ["samples_8"], "links are left"
+    return caplog.messages
+
+
+def test_a_server_in_trouble_is_asked_again(hub, export, caplog, monkeypatch):
+    monkeypatch.setattr(hub_module, "SECONDS_TO_WAIT", (0.01, 0.01))
+    hub.failures["commit"] = [500, 429]
+    messages = upload(export, caplog)
+    assert hub.repos["me/x"]["main"]["model.safetensors"] == b"weights"
+    assert not [message for message in messages if message.startswith("warning")]
+
+
+def test_weights_of_another_export_are_replaced_and_other_files_stay(hub, export, caplog):
+    hub.repos["me/x"] = {"main": {"model-00001-of-00002.safetensors": b"old", "LICENSE": b"mine"}}
+    upload(export, caplog)
+    assert set(hub.repos["me/x"]["main"]) == {"LICENSE", "README.md", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [(dict(create=[401] * 9), "cannot be used"), (dict(commit=[403] * 9), "was not uploaded"),
+     (dict(preupload=[404] * 9), "was not uploaded"), (dict(commit=[501] * 9), "was not uploaded")],
+)  # fmt: skip
+def test_what_the_hub_refuses_is_told_once_and_how_to_upload_it_later(failures, said, hub, export, caplog, monkeypatch):
+    monkeypatch.setattr(hub_module, "SECONDS_TO_WAIT", (0.01, 0.01))
+    hub.failures |= failures
+    warnings = [message for message in upload(export, caplog, times=2) if message.startswith("warning")]
+    assert len(warnings) == 2, warnings
+    assert warnings[0].startswith("warning: --push-to-hub me/x: ") and said in warnings[0]
+    assert warnings[1].startswith("warning: not on the hub: 2 exports. To upload them:")
+    assert f"hf upload me/x {export} ." in warnings[1] and TOKEN not in "".join(warnings)
+
+
+@pytest.mark.parametrize("reason", ["offline", "no token", "no network"])
+def test_without_token_or_network_a_run_ends_well(reason, hub, export, caplog, monkeypatch):
+    monkeypatch.setattr(hub_module, "SECONDS_TO_WAIT", (0.01, 0.01))
+    if reason == "offline":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    elif reason == "no token":
+        hub.failures["create"] = [401] * 9
+        monkeypatch.delenv("HF_TOKEN")
+    else:
+        hub.close()
+    warnings = [message for message in upload(export, caplog) if message.startswith("warning")]
+    assert len(warnings) == 2 and "cannot be used" in warnings[0] and "not on the hub: 1 exports" in warnings[1]
+
+
+def test_the_end_waits_for_a_hub_that_hangs_no_longer_than_told(hub, export, caplog, monkeypatch):
+    monkeypatch.setattr(hub_module, "SECONDS_TO_UPLOAD", 0.3)
+    hanging = threading.Event()
+    monkeypatch.setattr(Uploads, "_upload", lambda self, upload: hanging.wait())
+    uploads = Uploads(HubOptions(push_to_hub="me/x"))
+    uploads.add(export, branch="main", message="m")
+    start = time.monotonic()
+    uploads.close(is_done=True)
+    assert time.monotonic() - start < 2 and "not on the hub: 1 exports" in caplog.text
+    hanging.set()
+
+
+def test_of_the_best_only_the_newest_waits(hub, export, caplog, monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+    really_upload = Uploads._upload
+
+    def wait_and_upload(self: Uploads, upload: object) -> str:
+        started.set()
+        go_on.wait(30)
+        return really_upload(self, upload)
+
+    monkeypatch.setattr(Uploads, "_upload", wait_and_upload)
+    uploads = Uploads(HubOptions(push_to_hub="me/x"))
+    for i in range(4):
+        (export / "model.safetensors").unlink()
+        (export / "model.safetensors").write_bytes(b"%d" % i)
+        uploads.add(export, branch="best", message=f"best {i}")
+        started.wait(30)
+    go_on.set()
+    uploads.close(is_done=True)
+    assert [message for _, _, message in hub.commits] == ["best 0", "best 3"]
+    assert hub.repos["me/x"]["best"]["model.safetensors"] == b"3"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(dict(hub_private=True), "--hub-private: no effect without --push-to-hub"),
+     (dict(push_to_hub="a/b/c"), "--push-to-hub a/b/c: must be NAME or OWNER/NAME"),
+     (dict(push_to_hub="-a"), "--push-to-hub -a: must be"), (dict(push_to_hub=""), "--push-to-hub : must be")],
+)  # fmt: skip
+def test_options_that_cannot_be_used_are_refused(options, said):
+    required = dict(model_name_or_path="m", data_path=("d",), output_dir="o", max_steps=1)
+    (problem,) = find_problems(group_options(TrainOptions, **required, **options))
+    assert problem.startswith(said)
+    assert find_problems(group_options(TrainOptions, **required, push_to_hub="me/a-model.v1")) == []

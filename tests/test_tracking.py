@@ -1,0 +1,345 @@
+"""Trackers: the real packages have every step once, also after a kill; their troubles cost training nothing."""
+
+import json
+import os
+import shutil
+import sqlite3
+import struct
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from in_process import train_here
+from small_runs import OPTIONS, make_inputs
+from tiny_data import make_samples, write_samples
+from tiny_models import VOCAB_SIZE
+
+import command_line
+from command_line import find_problems
+from lifecycle import trackers
+from lifecycle.tracker_packages import PACKAGES
+from lifecycle.trackers import (
+    TrackedRun,
+    Trackers,
+    clean_name,
+    hide_secrets,
+    name_step_metrics,
+    name_validation_metrics,
+)
+from options import TrainOptions, group_options
+
+STEPS, KILLED_AFTER, RESUMED_FROM = 6, 4, 2
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
+SECRET = "hf_aSecretThatNobodyMaySee"
+
+
+@pytest.fixture(scope="module")
+def tracked(world, tmp_path_factory) -> SimpleNamespace:
+    """A run with all trackers, ended after step 4 as if by a kill, and resumed from step 2 to its end."""
+    root = tmp_path_factory.mktemp("tracked")
+    environment = dict(WANDB_MODE="offline", TRACKIO_DIR=str(root / "trackio"), HF_TOKEN=SECRET,
+                       MLFLOW_TRACKING_URI=f"sqlite:///{root}/mlflow.db")  # fmt: skip
+    more = [write_samples(root / f"{i}.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=i)) for i in range(2)]
+    options = make_inputs(root, "llama_tied_bias") | OPTIONS
+    options |= dict(validation_data_path=tuple(map(str, more)), validate_every_steps=2, export_best=False)
+    options |= dict(output_dir=str(root / "run"), track=TRACKERS, track_name="a name", track_project="a project")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        train_here(world, **options, max_steps=KILLED_AFTER)
+        ids = json.loads((root / "run" / "trackers.json").read_text())
+        forget_since(root / "run", RESUMED_FROM)
+        train_here(world, **options, max_steps=STEPS)
+    run = root / "run"
+    steps = [json.loads(line) for line in (run / "training_metrics_0.jsonl").read_text().splitlines()]
+    validations = [json.loads(line) for line in (run / "validation_metrics_0.jsonl").read_text().splitlines()]
+    expected = {row["step"]: name_step_metrics(row) for row in steps}
+    for row in validations:
+        expected.setdefault(row["step"], {}).update(name_validation_metrics(row))
+    return SimpleNamespace(root=root, run=run, ids=ids, expected=expected, options=options)
+
+
+def forget_since(output_dir: Path, step: int) -> None:
+    """Takes away what a run that had been killed between two checkpoints would not have left."""
+    for path in (output_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    params = output_dir / "training_params.json"
+    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
+
+
+def is_timing(name: str) -> bool:
+    """Whether a number is another one when its step is taken again."""
+    return name.rpartition("/")[2] in ("time_per_batch", "data_wait_seconds", "tokens_per_second", "seconds",
+                                       "samples_per_second", "peak_memory_usage_GB")  # fmt: skip
+
+
+def drop_timings(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    return {step: {name: value for name, value in row.items() if not is_timing(name)} for step, row in steps.items()}
+
+
+def check_has_every_step_once(points: list[tuple[str, int, float]], expected: dict[int, dict[str, float]]) -> None:
+    """`points`: all that a tracker has, (name, step, value)."""
+    assert len(points) == len({point[:2] for point in points}), "a step is there twice"
+    found: dict[int, dict[str, float]] = {}
+    for name, step, value in points:
+        found.setdefault(step, {})[name] = value
+    assert {step: set(row) for step, row in found.items()} == {step: set(row) for step, row in expected.items()}
+    wanted = drop_timings(expected)
+    for step, row in drop_timings(found).items():
+        assert row == pytest.approx(wanted[step], rel=1e-6)
+
+
+def test_the_groups_have_everything(tracked):
+    names = set().union(*tracked.expected.values())
+    assert {"train/loss", "train/lr", "data/num_samples", "performance/tokens_per_second", "validation/loss"} <= names
+    assert {"validation/0/loss", "validation/1/token_accuracy", "validation/is_best"} <= names
+    assert set(tracked.expected) == set(range(STEPS + 1))  # 0: the validation before the first step
+
+
+def test_tensorboard_has_every_step_once(tracked):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tracked.run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    points = [(tag, event.step, event.value) for tag in events.Tags()["scalars"] for event in events.Scalars(tag)]
+    check_has_every_step_once(points, tracked.expected)
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("options/text_summary")]
+    assert "| batch_size | `8` |" in texts[0]
+
+
+def test_mlflow_has_every_step_once(tracked):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tracked.root}/mlflow.db")
+    run = client.get_run(tracked.ids["mlflow"]["run_id"])
+    history = [metric for name in run.data.metrics for metric in client.get_metric_history(run.info.run_id, name)]
+    check_has_every_step_once([(metric.key, metric.step, metric.value) for metric in history], tracked.expected)
+    assert run.data.params["batch_size"] == "8" and run.info.run_name == "a name" and run.info.status == "FINISHED"
+    assert run.data.tags["output_dir"] == str(tracked.run) and "torch" in run.data.tags["versions"]
+    assert client.get_experiment(run.info.experiment_id).name == "a project"
+    assert len(client.search_runs([run.info.experiment_id])) == 1, "the resumed run is another one"
+
+
+def test_trackio_has_every_step_once(tracked):
+    known = tracked.ids["trackio"]
+    assert known["name"].startswith("a name-")
+    (database,) = (tracked.root / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", [known["name"]]).fetchall()
+    points = [(name, step, value) for step, text in rows for name, value in json.loads(text).items()]
+    check_has_every_step_once(points, tracked.expected)
+
+
+def test_wandb_has_every_step_in_one_run(tracked):
+    """Offline, each start has a directory of its own: the first one's steps, and those since the checkpoint."""
+    directories = sorted((tracked.run / "wandb").glob("offline-run-*"))
+    assert [path.name.rpartition("-")[2] for path in directories] == [tracked.ids["wandb"]["id"]] * 2
+    starts = [read_wandb(next(path.glob("*.wandb"))) for path in directories]
+    for (points, config), steps in zip(starts, [(0, KILLED_AFTER), (RESUMED_FROM + 1, STEPS)], strict=True):
+        expected = {step: row for step, row in tracked.expected.items() if steps[0] <= step <= steps[1]}
+        check_has_every_step_once(points, expected)
+        assert config["batch_size"] == 8 and config["run"]["output_dir"] == str(tracked.run)
+
+
+def read_wandb(path: Path) -> tuple[list[tuple[str, int, float]], dict]:
+    """The history and the config of a .wandb file: wandb's records in LevelDB's log format, after 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, payload, points, config = path.read_bytes(), 7, b"", [], {}
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # the rest of a block is padding
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        payload += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record, payload = Record.FromString(payload), b""
+            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            step = items.get("_step")
+            points += [(name, step, value) for name, value in items.items() if not name.startswith("_")]
+            for item in [*record.run.config.update, *record.config.update]:
+                config[item.key or item.nested_key[0]] = json.loads(item.value_json)
+    return points, config
+
+
+def test_no_tracker_was_given_a_secret(tracked):
+    found = [path for path in tracked.root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert found == []
+
+
+# --- Names ---------------------------------------------------------------------------------------------------
+
+
+def test_a_source_is_one_level_with_signs_that_every_tracker_takes():
+    sources = {"a/b": dict(loss=1.0, num_samples=2), "a_b": dict(loss=None, num_samples=3), "..": dict(loss=4.0)}
+    named = name_step_metrics(dict(step=1, loss=2.0, mfu=None, osft_leak=0.5, sources=sources))
+    assert named == {
+        "train/loss": 2.0, "train/osft_leak": 0.5, f"source/{clean_name('a/b')}/loss": 1.0,
+        f"source/{clean_name('a/b')}/num_samples": 2.0, "source/a_b/num_samples": 3.0,
+        f"source/{clean_name('..')}/loss": 4.0,
+    }  # fmt: skip
+    from mlflow.utils.validation import _validate_metric_name
+
+    for name in named:
+        _validate_metric_name(name)
+
+
+def test_names_are_never_empty_paths_or_equal():
+    names = ["", ".", "..", "a/b", "a_b", "ü", "a b", "x" * 300, "x" * 301, "a\nb", "a:b?c", " "]
+    clean = [clean_name(name) for name in names]
+    assert len(set(clean)) == len(names) and {"a_b", "a b"} <= set(clean)
+    for name in clean:
+        assert name not in ("", ".", "..") and len(name) <= trackers.MAX_NAME + 7 and "/" not in name
+
+
+def test_secrets_are_hidden(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    told = hide_secrets("cannot reach http://me:pass@host:1/x?write_token=abc&y=1 with 0123456789abcdef")
+    assert told == "cannot reach http://***@host:1/x?write_token=***&y=1 with ***"
+
+
+# --- What goes wrong -----------------------------------------------------------------------------------------
+
+
+class Standin:
+    """A tracker that fails, hangs or is slow where it is told to."""
+
+    def __init__(self, **troubles: object):
+        self.troubles, self.logged, self.calls = troubles, [], 0
+
+    def meet(self, where: str) -> None:
+        trouble = self.troubles.get(where)
+        if trouble == "hangs":
+            threading.Event().wait()
+        elif isinstance(trouble, float):
+            time.sleep(trouble)
+        elif trouble is not None:
+            raise trouble
+
+    def start(self, run: TrackedRun) -> tuple[str, int | None]:
+        self.meet("start")
+        return "here", None
+
+    def log(self, entries: list) -> None:
+        self.calls += 1
+        self.meet("log" if self.calls > 1 else "first log")
+        self.logged += entries
+
+    def flush(self) -> None:
+        self.meet("flush")
+
+    def finish(self) -> None:
+        self.meet("finish")
+
+
+@pytest.fixture
+def follow(tmp_path, monkeypatch, caplog):
+    """Tells stand-ins of steps; returns the warnings, and the seconds that telling and the end took."""
+    monkeypatch.setattr(trackers, "SECONDS_TO_COLLECT", 0.01)
+    monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.5)
+    run = TrackedRun("name", None, tmp_path, 0, options={}, facts={}, read_earlier=lambda step: iter(()), known={},
+                     keep=lambda known: None)  # fmt: skip
+
+    def follow(*standins: Standin, num_steps: int) -> tuple[list[str], float, float]:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="mini_trainer"):
+            sink = Trackers({f"t{i}": standin for i, standin in enumerate(standins)}, lambda title: run)
+            start = time.monotonic()
+            for step in range(1, num_steps + 1):
+                sink.write(dict(step=step, loss=1.0))
+                sink.flush_to_disk()
+            told = time.monotonic()
+            time.sleep(0.1)
+            sink.write(dict(step=num_steps + 1, loss=2.0))
+            before = time.monotonic()
+            sink.close()
+        messages = [record.message for record in caplog.records]
+        return messages, told - start, time.monotonic() - before
+
+    return follow
+
+
+@pytest.mark.parametrize(
+    ("troubles", "said"),
+    [
+        (dict(start=OSError("no network")), "could not be started: OSError: no network"),
+        (dict(start=SystemExit(1)), "could not be started: SystemExit: 1"),
+        (dict(start="hangs"), "has not finished 0 s after"),
+        (dict(log=ValueError("first\nsecond")), "failed: ValueError: first;"),
+        (dict(log="hangs"), "has not finished 0 s after"),
+        (dict(flush=RuntimeError()), "failed: RuntimeError: ;"),
+        (dict(finish=RuntimeError("x")), "could not be finished: RuntimeError: x"),
+        (dict(finish="hangs"), "has not finished 0 s after"),
+    ],
+)
+def test_a_tracker_in_trouble_is_told_once_and_holds_up_nothing(troubles, said, follow):
+    good, bad = Standin(), Standin(**troubles)
+    messages, seconds, seconds_to_end = follow(bad, good, num_steps=200)
+    warnings = [message for message in messages if message.startswith("warning")]
+    assert len(warnings) == 1 and warnings[0].startswith("warning: --track t0: ") and said in warnings[0], messages
+    assert seconds < 0.5 and seconds_to_end < 1.0
+    assert [step for step, _ in good.logged] == list(range(1, 202)), "another tracker has suffered"
+
+
+def test_what_a_tracker_lacks_is_counted_and_it_may_recover(follow):
+    bad = Standin(**{"first log": ConnectionError("gone")})
+    messages, _, _ = follow(bad, num_steps=20)
+    assert bad.logged[-1] == (21, {"train/loss": 2.0})
+    assert f"tracking: t0 lacks {21 - len(bad.logged)} entries" in messages
+
+
+def test_a_queue_that_is_full_leaves_out_what_comes_and_says_so_once(follow, monkeypatch):
+    monkeypatch.setattr(trackers, "QUEUE_LENGTH", 10)
+    slow = Standin(log=0.2)
+    messages, seconds, _ = follow(slow, num_steps=500)
+    warnings = [message for message in messages if message.startswith("warning")]
+    assert len(warnings) == 1 and "is 10 entries behind, and more are left out" in warnings[0]
+    assert seconds < 0.5 and 0 < len(slow.logged) < 100
+
+
+def test_a_run_with_a_tracker_that_hangs_ends_as_it_would_without(world, tracked, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.2)
+    troubles = dict(wandb=dict(start="hangs"), trackio=dict(log="hangs"), mlflow=dict(start=OSError()))
+    for name in troubles:
+        monkeypatch.setitem(PACKAGES, name, lambda name=name: Standin(**troubles[name]))
+    options = tracked.options | dict(output_dir=str(tmp_path / "run"), track=tuple(troubles), max_steps=2)
+    train_here(world, **options)
+    assert json.loads((tmp_path / "run" / "training_params.json").read_text())["finished"]
+    assert len([message for message in caplog.messages if message.startswith("warning: --track")]) == 3
+
+
+# --- Options ------------------------------------------------------------------------------------------------
+
+
+def find_tracking_problems(**options: object) -> list[str]:
+    required = dict(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1)
+    return find_problems(group_options(TrainOptions, **required, **options))
+
+
+def test_options_without_effect_are_refused():
+    assert find_tracking_problems(track=TRACKERS, track_project="p", track_name="n") == []
+    assert find_tracking_problems(track_project="p") == ["--track-project: no effect without --track"]
+    assert find_tracking_problems(track=("wandb", "wandb")) == ["--track wandb: given twice"]
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path):
+    (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(command_line.TRACKER_MODULES, "wandb", ("no_package",))
+    told = "--track wandb: no_package is not installed: pip install 'mini-trainer[wandb]'"
+    assert find_tracking_problems(track=("tensorboard", "wandb")) == [told]
+
+
+def test_the_file_of_runs_may_be_damaged(tmp_path, caplog):
+    path = tmp_path / trackers.TRACKERS_FILE
+    path.write_text("{")
+    known = trackers.KnownRuns(tmp_path)
+    assert known.runs == {} and "cannot be read" in caplog.text
+    known.keep("wandb", {"id": "1"})
+    known.keep("mlflow", {"run_id": "2"})
+    assert trackers.KnownRuns(tmp_path).runs == {"wandb": {"id": "1"}, "mlflow": {"run_id": "2"}}
+    assert os.listdir(tmp_path) == [trackers.TRACKERS_FILE]
