@@ -16,6 +16,7 @@ quickstart: $(BIN)/installed
 	$(BIN)/python quickstart/make_tiny_model.py --messages-file $(RUN)/train.jsonl --output-dir $(RUN)/model --vocab-size 1024
 	@printf '\nFrom here on, the commands you would run yourself.\n\n'
 	$(BIN)/python process_data.py --input-file $(RUN)/train.jsonl --output-file $(RUN)/train.arrow --model-name-or-path $(RUN)/model
+	$(BIN)/python process_data.py --input-file $(RUN)/held_out.jsonl --output-file $(RUN)/held_out.arrow --model-name-or-path $(RUN)/model --preview 0
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NUM_PROCESSES) train.py --config recipes/quickstart.yaml --output-dir $(RUN)/run
 	$(BIN)/python quickstart/ask.py --model $(RUN)/run/hf_format/samples_* --questions $(RUN)/held_out.jsonl
 	$(BIN)/python plot_metrics.py $(RUN)/run --output $(RUN)/curves.html

@@ -94,8 +94,9 @@ class RunDirectory:
             )
         call_on_rank0(self.world, lambda: remove_leftovers(self.exports_dir))
         if inputs.validation_data is not None:
-            previous = self.checkpoint and self.checkpoint.state.get("validation")
-            self.validated = call_on_rank0(self.world, lambda: start_progress(inputs.validation_data, previous))
+            self.validated = call_on_rank0(
+                self.world, lambda: start_progress(inputs.validation_data, self.describe_validations())
+            )
 
     def restore(self, state: TrainState) -> None:
         """Fills weights and optimizer from the checkpoint, if there is one, and notes this start in the directory."""
@@ -116,10 +117,10 @@ class RunDirectory:
             return TrainingLog([])
         if self.options.hub.push_to_hub is not None:
             self.uploads = Uploads(self.options.hub)
-        first_step, validates = self.start.step, bool(self.options.validation.validation_data_path)
+        first_step, num_validations = self.start.step, (self.describe_validations() or {}).get("num_validations", 0)
         return TrainingLog(
             [
-                MetricsFile(self.path, first_step=first_step, validates=validates),
+                MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
                 open_console(first_step=first_step, num_steps=num_steps),
                 *open_trackers(self.options, self.path),
             ]
@@ -134,6 +135,12 @@ class RunDirectory:
     def is_validation_missing(self) -> bool:
         """Whether the model has to be measured before the first step."""
         return self.validated is not None and self.validated.last_step is None
+
+    def describe_validations(self) -> dict[str, Any] | None:
+        """What is known of the run's validations, also where this start makes none; JSON."""
+        if self.validated is not None:
+            return asdict(self.validated)
+        return self.checkpoint and self.checkpoint.state.get("validation")
 
     def describe_end(self, position: RunPosition) -> str:
         """How a run that is done has ended."""
@@ -191,7 +198,7 @@ class RunDirectory:
             "options": flatten_options(self.options),
             "changed": self.changes,
             "auto_settings": self.auto_settings,
-            **({} if self.validated is None else {"validation": asdict(self.validated)}),
+            "validation": self.describe_validations(),
         }
         with self.control.slow(f"the checkpoint after step {position.step}"):
             self.checkpointer.save(state, step=position.step, state=content)

@@ -57,25 +57,25 @@ class TrainingLog:
 class MetricsFile:
     """A JSON line a step, and in a file of its own one a validation.
 
-    A run that goes on after `first_step` steps keeps their lines, and takes later ones again.
+    A run that goes on after `first_step` steps and `num_validations` keeps their lines, and takes later ones again.
     """
 
-    def __init__(self, output_dir: Path, *, first_step: int, validates: bool):
+    def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):
         path = output_dir / METRICS_FILE
         num_kept = keep_steps(path, first_step)
         if num_kept < first_step:
             log.warning(f"warning: {path}: no lines of steps {num_kept + 1} to {first_step}, which the run took before")
         self.file = path.open("a", encoding="utf-8")
-        self.validation_file = None
-        if validates or (output_dir / VALIDATION_FILE).exists():
-            keep_steps(output_dir / VALIDATION_FILE, first_step, has_all=False)
-            self.validation_file = (output_dir / VALIDATION_FILE).open("a", encoding="utf-8")
+        self.validation_file, self.validation_path = None, output_dir / VALIDATION_FILE
+        keep_lines(self.validation_path, num_validations)
 
     def write(self, metrics: dict[str, Any]) -> None:
         """OSError naming the file if it cannot be written."""
         write_line(metrics, self.file)
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
+        if self.validation_file is None:
+            self.validation_file = self.validation_path.open("a", encoding="utf-8")
         write_line(metrics, self.validation_file)
 
     def flush_to_disk(self) -> None:
@@ -129,13 +129,19 @@ def write_line(metrics: dict[str, Any], file: TextIO) -> None:
         raise OSError(f"cannot write {file.name}: {error}") from None
 
 
-def keep_steps(path: Path, num_steps: int, *, has_all: bool = True) -> int:
-    """Cuts a metrics file after the last line of steps up to `num_steps`; returns the step of that line, or 0.
+def keep_lines(path: Path, count: int) -> None:
+    """Cuts a file after its first `count` lines, where there is such a file."""
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(sum(len(line) for line, _ in zip(file, range(count), strict=False)))
 
-    What follows was trained after the checkpoint, or is torn. With `has_all` every step from 1 has one line, else some
-    have, and perhaps several.
+
+def keep_steps(path: Path, num_steps: int) -> int:
+    """Cuts a metrics file after the line of step `num_steps`, or the last before it; returns the step of that line.
+
+    What follows was trained after the checkpoint, or is torn.
     """
-    end, last_step = 0, 0 if has_all else -1
+    end, last_step = 0, 0
     if path.exists():
         with path.open("rb+") as file:
             for line in file:
@@ -143,12 +149,11 @@ def keep_steps(path: Path, num_steps: int, *, has_all: bool = True) -> int:
                     step = json.loads(line)["step"] if line.endswith(b"\n") else None
                 except (ValueError, KeyError, TypeError):
                     step = None
-                follows = step is not None and (step == last_step + 1 if has_all else step >= last_step)
-                if not follows or step > num_steps:
+                if step != last_step + 1 or step > num_steps:
                     break
                 end, last_step = end + len(line), step
             file.truncate(end)
-    return max(0, last_step)
+    return last_step
 
 
 def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per_step: float) -> str:

@@ -29,6 +29,7 @@ class Progress:
     """What the validations of a run have found so far; JSON, so that checkpoints hold it."""
 
     data: str  # the sets' digest: losses on other data cannot be compared
+    num_validations: int = 0  # of the whole run, on whatever data
     last_step: int | None = None
     best_loss: float | None = None  # after at least one step
     best_step: int | None = None
@@ -36,7 +37,7 @@ class Progress:
 
     def after(self, loss: float, *, step: int) -> "Progress":
         """With one validation more; that of step 0 is no candidate for the best."""
-        seen = replace(self, last_step=step)
+        seen = replace(self, last_step=step, num_validations=self.num_validations + 1)
         if step == 0:
             return seen
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
@@ -60,7 +61,7 @@ def start_progress(data: Mixture, previous: dict[str, Any] | None) -> Progress:
         f"warning: the validation data is not what it was before this start: the best loss there was"
         f" ({known.best_loss}, after step {known.best_step}) cannot be compared, and is forgotten"
     )
-    return fresh
+    return replace(fresh, num_validations=known.num_validations)
 
 
 def validate(

@@ -156,6 +156,23 @@ def test_how_an_early_end_is_told(inputs, tmp_path):
     assert not (tmp_path / "run" / "hf_format" / "best").exists()
 
 
+def test_a_start_from_zero_takes_the_first_validation_again(inputs, world, tmp_path):
+    """As after a kill before the first checkpoint; and what a kill left of a line is cut off."""
+    options = inputs | dict(output_dir=str(tmp_path / "run"), max_steps=2)
+    train_here(world, **options)
+    rows, path = read_validation(tmp_path / "run"), tmp_path / "run" / "validation_metrics_0.jsonl"
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    params = tmp_path / "run" / "training_params.json"
+    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    train_here(world, **options)
+    assert read_validation(tmp_path / "run") == rows
+    train_here(
+        world, **{name: value for name, value in options.items() if not name.startswith("validat")} | dict(max_steps=4)
+    )
+    assert read_validation(tmp_path / "run") == rows
+
+
 def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
     options = inputs | dict(output_dir=str(tmp_path / "run"), max_steps=2)
     train_here(world, **options)
