@@ -179,8 +179,10 @@ class Run:
 
     def describe_state(self) -> str:
         """Whether the run goes on, and otherwise how it ended."""
-        lock = self.path / LOCK_FILE
-        seconds_silent = time.time() - lock.stat().st_mtime if lock.exists() else None
+        try:
+            seconds_silent = time.time() - (self.path / LOCK_FILE).stat().st_mtime
+        except OSError:  # There is none.
+            seconds_silent = None
         if seconds_silent is not None and seconds_silent < SECONDS_TO_WATCH:
             return "running"
         if self.params.get("finished"):
