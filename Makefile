@@ -18,6 +18,7 @@ quickstart: $(BIN)/installed
 	$(BIN)/python process_data.py --input-file $(RUN)/train.jsonl --output-file $(RUN)/train.arrow --model-name-or-path $(RUN)/model
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NUM_PROCESSES) train.py --config recipes/quickstart.yaml --output-dir $(RUN)/run
 	$(BIN)/python quickstart/ask.py --model $(RUN)/run/hf_format/samples_* --questions $(RUN)/held_out.jsonl
+	$(BIN)/python plot_metrics.py $(RUN)/run --output $(RUN)/curves.html
 
 test: $(BIN)/installed
 	$(BIN)/tox -e test

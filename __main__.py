@@ -19,6 +19,7 @@ SCRIPTS = {
     "train": ("train.py", "fine-tune a model: one process for each GPU of this machine"),
     "process-data": ("process_data.py", "chats, completions or documents in, tokenized data set out"),
     "merge-adapter": ("merge_adapter.py", "a LoRA adapter and its model in, one model out"),
+    "plot-metrics": ("plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 

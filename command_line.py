@@ -20,6 +20,7 @@ from options import (
     HubOptions,
     Options,
     OSFTOptions,
+    PlotOptions,
     ProcessDataOptions,
     TrackingOptions,
     TrainOptions,
@@ -34,6 +35,9 @@ from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 # What an adapter to go on from says, and no option beside it.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
+# Whose one required option is given as words without a flag.
+WITHOUT_FLAG = (PlotOptions,)
+PICTURES = (".png", ".svg", ".pdf")
 # What a tracker is imported by.
 TRACKER_MODULES = {
     "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
@@ -48,12 +52,15 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     import tyro
 
     argv = sys.argv[1:] if argv is None else argv
+    markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
+    if options_class in WITHOUT_FLAG:
+        markers.append(tyro.conf.PositionalRequiredArgs)
     try:
         refuse_repeated_flags(argv, options_class)
         options = tyro.cli(
             options_class,
-            config=(tyro.conf.OmitArgPrefixes,),  # an option's group is a heading of --help, and no part of its flag
-            args=read_config_as_flags(find_config(argv), options_class) + argv,
+            config=markers,
+            args=read_config_as_flags(find_config(argv, options_class), options_class) + argv,
             console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",  # one help or error text per node
         )
         problems = find_problems(options)
@@ -73,9 +80,11 @@ def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
         raise ValueError(f"given more than once: {', '.join(map(flag_name, sorted(repeated)))}")
 
 
-def find_config(argv: list[str]) -> Path | None:
-    """The value of `--config F` or `--config=F`, the last one given."""
+def find_config(argv: list[str], options_class: type) -> Path | None:
+    """The value of `--config F` or `--config=F`, the last one given; None for options without such a file."""
     path = None
+    if all(option.name != "config" for option, _ in iterate_fields(options_class)):
+        return None
     for i, flag in enumerate(argv):
         if flag == "--config" and i + 1 < len(argv):
             path = Path(argv[i + 1])
@@ -146,7 +155,11 @@ def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
 
 def find_problems(options: Any) -> list[str]:
     """Everything wrong with the options that needs no file to see, each as one line."""
-    finders = {TrainOptions: find_train_problems, ProcessDataOptions: find_data_problems}
+    finders = {
+        TrainOptions: find_train_problems,
+        ProcessDataOptions: find_data_problems,
+        PlotOptions: find_plot_problems,
+    }
     return finders[type(options)](options) if type(options) in finders else []
 
 
@@ -184,6 +197,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     for name in ("adam_beta1", "adam_beta2"):
         require(0 <= values[name] < 1, name, "must be at least 0 and below 1")
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
+    router = values["router_aux_loss"]
+    require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
     norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
     require(norm is None or norm > 0, "max_grad_norm", "must be above 0; None turns clipping off")
     require(ratio is None or 0 <= ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
@@ -414,8 +429,30 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
     if o.block_size is not None and o.format not in (None, "messages", "document"):
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
+    if o.validation_share is not None and not 0 < o.validation_share < 1:
+        problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
+    return problems
+
+
+def find_plot_problems(o: PlotOptions) -> list[str]:
+    """Nothing to draw, nowhere to draw it, values out of range, options without effect."""
+    problems, endings = [], (".html", *PICTURES)
+    if not o.runs:
+        problems.append("no run is given: name the --output-dir of one or more runs")
+    if o.output is None and not o.follow:
+        problems.append("nothing says where the curves go: give --output page.html, --output plot.png, or --follow")
+    if o.output is not None and o.follow:
+        problems.append("--output has no effect with --follow, which serves the page and writes no file: give one")
+    if o.output is not None and Path(o.output).suffix.lower() not in endings:
+        problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
+    if o.port is not None and not o.follow:
+        problems.append("--port has no effect without --follow")
+    if o.port is not None and not 1 <= o.port <= 65535:
+        problems.append(f"--port {o.port}: must be from 1 to 65535")
+    if o.smoothing is not None and o.smoothing < 1:
+        problems.append(f"--smoothing {o.smoothing}: must be at least 1, which is none")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""The options of both scripts, in groups: one frozen dataclass a concern, each option declared once.
+"""The options of every script, in groups: one frozen dataclass a concern, each option declared once.
 
 An option's name is its flag and its YAML key, in whatever group it stands; no two groups have one of the same name. A
 function takes the group that it needs. Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
@@ -95,6 +95,9 @@ class OptimizationOptions:
     """AdamW's decay of the second moment."""
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
+    router_aux_loss: float | None = None
+    """Mixtures of experts: how much the loss that keeps experts evenly used counts (router_aux_loss_coef); None: as the
+    model's config says, which is 0 unless it has output_router_logits."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
 
@@ -368,6 +371,9 @@ class ProcessDataOptions:
     """Drop (and count) samples with more tokens than this."""
     block_size: int | None = None
     """Documents only: cut their stream into blocks of this many tokens."""
+    validation_share: float | None = None
+    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. A row's content alone decides
+    where it goes."""
     skip_invalid: bool = False
     """Write rows that cannot be used beside the output and go on, instead of stopping."""
     preview: int = 2
@@ -398,6 +404,23 @@ class MergeAdapterOptions:
     """YAML file with any of these options; flags win over it."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the weights that are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """Draw the curves of training runs, laid over each other: a page for a browser, or a picture for papers."""
+
+    runs: tuple[str, ...]
+    """Output directories of train.py, of runs that have ended or go on."""
+    output: str | None = None
+    """File to write: .html, a page that needs no network; .png, .svg or .pdf, a picture."""
+    follow: bool = False
+    """Serve the page to browsers of this machine until Ctrl-C, and keep it up to date while runs go on."""
+    port: int | None = None
+    """Port of --follow; 8765 if not given."""
+    smoothing: int | None = None
+    """Steps over which noisy curves are averaged, 1 for none; on the page that is where its slider stands at first. By
+    default what suits the longest run."""
 
 
 def list_identifying_options() -> list[str]:

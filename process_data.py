@@ -14,23 +14,23 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
-
-import numpy as np
 
 from chat.masking import ChatMasker, load_stop_token_ids
 from chat.templates import change_tokenizer, load_tokenizer
 from command_line import exit_with_message, parse_options
 from corpus.files import Source, find_sources
+from corpus.outputs import Outputs
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
-from corpus.report import DROPPED, Totals, describe_sources, print_report, report_progress
-from corpus.rows import count_blocks, process_chunk, read_formatted_chunks, write_rejected
+from corpus.report import DROPPED, Totals, add_up, describe_sources, print_report, print_sides, report_progress
+from corpus.rows import process_chunk, read_formatted_chunks, write_rejected
 from corpus.sidecar import describe_data_set
+from corpus.split import SIDES, SideWriter, describe_split, mark_place
 from corpus.worker_pool import run_in_order
-from corpus.writer import BlockCutter, Outputs, encode_samples, open_output
+from corpus.writer import BlockCutter, open_output
 from disk import written_aside
 from model.files import find_model
 from options import ProcessDataOptions
@@ -46,7 +46,11 @@ def process_data(options: ProcessDataOptions) -> None:
     """Writes the data set and its sidecar, prints the report. Raises ValueError or OSError for what a user can mend."""
     # What can be refused is refused before any row is read.
     sources = find_sources(options.input_file)
-    outputs = Outputs(Path(options.output_file), None if options.preview_html is None else Path(options.preview_html))
+    outputs = Outputs(
+        Path(options.output_file),
+        page=None if options.preview_html is None else Path(options.preview_html),
+        is_split=options.validation_share is not None,
+    )
     outputs.check([source.path for source in sources])
     model_dir = find_model(
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
@@ -63,29 +67,25 @@ def process_data(options: ProcessDataOptions) -> None:
     with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
         with open(aside[outputs.rejected], "wb") as rejected_rows:
-            totals, reasons = write_data(
-                aside[outputs.data], sources=sources, masker=masker, options=options, rejected_rows=rejected_rows
+            paths = [aside[files.data] for files in outputs.data_sets]
+            sides, reasons = write_data(
+                paths, sources=sources, masker=masker, options=options, rejected_rows=rejected_rows
             )
         check_interrupt()
+        totals = add_up(sides)
         check_totals(totals, reasons, sources=sources, skip_invalid=options.skip_invalid)
+        if outputs.is_split:
+            check_sides(sides, share=options.validation_share)
         if not reasons:
             aside[outputs.rejected].unlink()
-        if changes_tokenizer(options):
-            tokenizer.save_pretrained(aside[outputs.tokenizer])
-        sidecar = describe_data_set(
-            totals,
-            options=options,
-            sources=sources,
-            masker=masker,
-            added_tokens=added_tokens,
-            tokenizer_dir=outputs.tokenizer.name if changes_tokenizer(options) else None,
-        )
-        aside[outputs.sidecar].write_text(json.dumps(sidecar, indent=2) + "\n")
+        write_companions(outputs, aside, sides, options=options, sources=sources, masker=masker, added=added_tokens)
         if outputs.page is not None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
             write_page(aside[outputs.page], totals, tokenizer=tokenizer, title=title)
     # What was made of the rows is said last, below anything that libraries may print.
     print_report(totals, seconds=time.perf_counter() - start, sources=sources)
+    if outputs.is_split:
+        print_sides(dict(zip(SIDES, sides, strict=True)))
     for note in notes:
         print(f"note: {note}")
     print_outputs(outputs, added_tokens=added_tokens)
@@ -115,15 +115,43 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
     return []
 
 
+def write_companions(
+    outputs: Outputs,
+    aside: dict[Path, Path],
+    sides: Sequence[Totals],
+    *,
+    options: ProcessDataOptions,
+    sources: Sequence[Source],
+    masker: ChatMasker,
+    added: dict[str, int],
+) -> None:
+    """Writes each data set's sidecar and, if it is not the model's own, the tokenizer."""
+    for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
+        if changes_tokenizer(options):
+            masker.tokenizer.save_pretrained(aside[files.tokenizer])
+        other = outputs.data_sets[1 - i].data if outputs.is_split else None
+        sidecar = describe_data_set(
+            totals,
+            options=options,
+            sources=sources,
+            masker=masker,
+            added_tokens=added,
+            tokenizer_dir=files.tokenizer.name if changes_tokenizer(options) else None,
+            split=None if other is None else describe_split(SIDES[i], share=options.validation_share, other=other),
+        )
+        aside[files.sidecar].write_text(json.dumps(sidecar, indent=2) + "\n")
+
+
 def write_data(
-    path: Path,
+    paths: Sequence[Path],
     *,
     sources: Sequence[Source],
     masker: ChatMasker,
     options: ProcessDataOptions,
     rejected_rows: BinaryIO,
-) -> tuple[Totals, list[str]]:
-    """Writes samples and rejected rows as they come. Returns the sums, and the first reasons why rows are rejected."""
+) -> tuple[list[Totals], list[str]]:
+    """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's sums, and the
+    first reasons why rows are rejected."""
     # Workers read, tokenize and mask; the files are read, and the samples written, here.
     ending = Path(options.output_file).suffix
     process = partial(
@@ -134,36 +162,43 @@ def write_data(
         format_is_given=options.format is not None,
         max_sample_num_tokens=options.max_sample_num_tokens,
         cuts_blocks=options.block_size is not None,
+        validation_share=options.validation_share,
     )
     num_bytes = sum(source.num_bytes for source in sources)
     num_workers = min(options.num_proc, 1 + num_bytes // BYTES_PER_WORKER)
     chunks = read_formatted_chunks(sources, options.format)
-    cutter = None if options.block_size is None else BlockCutter(options.block_size, masker.tokenizer.eos_token_id)
-    totals, reasons = Totals(num_samples_shown(options)), []
+    reasons = []
     with (
         closing(run_in_order(process, chunks, num_workers=num_workers)) as results,
-        open_output(path, ending) as write,
+        ExitStack() as files,
         report_progress(num_bytes) as advance,
     ):
-        # A block can hold documents of several chunks, so that blocks are cut here, too.
-        def write_blocks(ids: np.ndarray, *, is_last: bool = False) -> None:
-            if blocks := cutter.cut(ids, is_last=is_last):
-                count_blocks(totals, blocks)
-                write(encode_samples(blocks, ending))
-
+        writers = [
+            SideWriter(
+                files.enter_context(open_output(path, ending)),
+                ending=ending,
+                num_shown=num_samples_shown(options),
+                cutter=make_cutter(side, masker=masker, block_size=options.block_size),
+            )
+            for path, side in zip(paths, SIDES, strict=False)
+        ]
         for (chunk, _), result in results:
             check_interrupt()
-            totals.add(result.totals)
-            if cutter is not None:
-                write_blocks(result.samples)
-            elif result.totals.rows["kept"]:
-                write(result.samples)
+            for writer, side in zip(writers, result.sides, strict=True):
+                writer.add(side)
             new_reasons = write_rejected(chunk, result.rejected, file=rejected_rows)
             reasons += new_reasons[: NUM_REASONS_SHOWN - len(reasons)]
-            advance(result.totals.rows["in"], chunk.num_bytes)
-        if cutter is not None:
-            write_blocks(np.empty(0, np.int32), is_last=True)
-    return totals, reasons
+            advance(sum(side.totals.rows["in"] for side in result.sides), chunk.num_bytes)
+        for writer in writers:
+            writer.finish()
+    return [writer.totals for writer in writers], reasons
+
+
+def make_cutter(side: str, *, masker: ChatMasker, block_size: int | None) -> BlockCutter | None:
+    """A side's own, where documents are cut into blocks."""
+    if block_size is None:
+        return None
+    return BlockCutter(block_size, masker.tokenizer.eos_token_id, name=mark_place("block {:,}", side))
 
 
 def num_samples_shown(options: ProcessDataOptions) -> int:
@@ -186,13 +221,29 @@ def check_totals(totals: Totals, reasons: list[str], *, sources: Sequence[Source
         raise ValueError(f"{where}: no row is left of {totals.rows['in']:,}: {dropped}{shown}")
 
 
+def check_sides(sides: Sequence[Totals], *, share: float) -> None:
+    """Refuses a split with nothing on one side."""
+    num_kept = sum(side.rows["kept"] for side in sides)
+    for name, totals, change in zip(SIDES, sides, ("smaller", "larger"), strict=True):
+        if totals.rows["kept"] == 0:
+            raise ValueError(
+                f"--validation-share {share}: of {num_kept:,} rows that are kept, none is left for {name}; give a"
+                f" {change} share, or more rows (rows that say the same always fall on the same side)"
+            )
+
+
 def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:
-    print(f"wrote {outputs.data} and {outputs.sidecar.name}")
+    for files in outputs.data_sets:
+        print(f"wrote {files.data} and {files.sidecar.name}")
+    if outputs.has_stale_validation:
+        print(f"removed {outputs.validation.data}, which an earlier run split off")
     if outputs.rejected.exists():
         print(f"rejected rows, with reasons: {outputs.rejected}")
-    if outputs.tokenizer.exists():
+    tokenizers = [str(files.tokenizer) for files in outputs.data_sets if files.tokenizer.exists()]
+    if tokenizers:
         added = ", ".join(f"{token} (id {token_id})" for token, token_id in added_tokens.items())
-        print(f"tokenizer, which training uses: {outputs.tokenizer}; added to its vocabulary: {added or 'nothing'}")
+        where = " and ".join(tokenizers)
+        print(f"tokenizer, which training uses: {where}; added to its vocabulary: {added or 'nothing'}")
     if outputs.page is not None:
         print(f"page to look at: {outputs.page}")
 

@@ -52,9 +52,15 @@ class Batch:
     sample_ids: np.ndarray  # (batch_size,) rows of the data set
     lengths: np.ndarray  # (batch_size,) tokens
     num_loss_tokens: int  # trained targets, over all ranks
+    num_counted_tokens: int  # all tokens, of the samples that have targets
     table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids
     micro_batches: list[MicroBatch]  # this rank's column of the table
     data: Mixture  # whose rows they are
+
+    @property
+    def divisors(self) -> dict[str, int]:
+        """What makes sums over the global batch its means, as arguments of `lifecycle.step.run_backward`."""
+        return dict(num_targets=self.num_loss_tokens, num_tokens=self.num_counted_tokens)
 
 
 @functools.lru_cache(maxsize=256)
@@ -158,9 +164,10 @@ def iterate_batches(
         lengths = data.lengths[sample_ids]
         table = pack_batch(lengths, options.max_tokens_per_gpu, world_size, attention_cost)
         micro_batches = [read_micro_batch(data, sample_ids[row[rank]], objective) for row in table]
-        num_loss_tokens = int(data.num_loss_tokens[sample_ids].sum())
+        num_targets = data.num_loss_tokens[sample_ids]  # (batch_size,)
+        num_counted_tokens = int(lengths[num_targets > 0].sum())
         data.release_pages()
-        yield Batch(step, sample_ids, lengths, num_loss_tokens, table, micro_batches, data)
+        yield Batch(step, sample_ids, lengths, int(num_targets.sum()), num_counted_tokens, table, micro_batches, data)
         step, num_drawn = step + 1, num_drawn + options.batch_size
 
 
@@ -218,7 +225,7 @@ def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Itera
     """`items`, with Python's garbage collector running only before each `every`-th of them.
 
     Left alone it runs in the middle of some step, on another rank each time, and all others wait. What there is at
-    the start is never looked through again.
+    the start is never looked through again, after the last of them neither: what follows is the end.
     """
     gc.collect()
     gc.freeze()
@@ -229,5 +236,4 @@ def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Itera
                 gc.collect()
             yield item
     finally:
-        gc.unfreeze()
         gc.enable()

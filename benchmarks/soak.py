@@ -59,11 +59,11 @@ HEAD = (
 
 
 def make_arguments(inputs: dict[str, Path], output_dir: Path, is_async: bool) -> list[str]:
-    """One run: a checkpoint every 5 steps, an export about every 16."""
+    """One run, of two data sets: a checkpoint every 5 steps, a validation every 8, an export about every 16."""
     argv = flags(
         **inputs, output_dir=output_dir, batch_size=BATCH_SIZE, max_tokens_per_gpu=128, max_steps=NUM_STEPS,
         learning_rate=1e-3, checkpoint_every_steps=5, min_samples_per_checkpoint=16 * BATCH_SIZE,
-        async_checkpoint=is_async, activation_checkpointing="none",
+        async_checkpoint=is_async, activation_checkpointing="none", data_weights=(2, 1), validate_every_steps=8,
     )  # fmt: skip
     return [str(ROOT / "train.py"), *argv]
 
@@ -86,14 +86,16 @@ def read_steps(output_dir: Path) -> list[dict]:
 
 
 def hashes(output_dir: Path) -> dict[str, str]:
-    """SHA-256 of every file of weights and optimizer state in the last checkpoint, and of the last export's."""
+    """SHA-256 of what is learnt in the last checkpoint, the last export and the best one; and the validations."""
     (checkpoint,) = output_dir.glob(f"checkpoints/step_{NUM_STEPS}")
     (export,) = output_dir.glob(f"hf_format/samples_{NUM_STEPS * BATCH_SIZE}")
     found = {}
-    for directory in (checkpoint, export):
+    for directory in (checkpoint, export, output_dir / "hf_format" / "best"):
         files = json.loads((directory / "manifest.json").read_text())["files"]
-        found |= {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
-    return found
+        hashed = {f"{directory.name}/{name}": entry["sha256"] for name, entry in files.items()}
+        found |= {name: digest for name, digest in hashed.items() if name.endswith(".safetensors")}
+    rows = map(json.loads, (output_dir / "validation_metrics_0.jsonl").read_text().splitlines())
+    return found | {"validations": json.dumps([row | {"seconds": None} for row in rows])}
 
 
 def newest_checkpoint(output_dir: Path) -> int:
@@ -141,8 +143,11 @@ class Soak:
     def __init__(self, root: Path, seed: int, *, is_forked: bool):
         self.root, self.random, self.is_forked = root, random.Random(seed), is_forked
         model = save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))
-        data = write_samples(root / "data.arrow", make_samples(37, vocab_size=VOCAB_SIZE))
-        self.inputs = dict(model_name_or_path=model, data_path=data)
+        paths = [
+            write_samples(root / f"{name}.arrow", make_samples(size, vocab_size=VOCAB_SIZE, seed=size))
+            for name, size in (("data", 37), ("other", 11), ("held_out", 9))
+        ]
+        self.inputs = dict(model_name_or_path=model, data_path=tuple(paths[:2]), validation_data_path=paths[2])
         self.references: dict[int, Reference] = {}
         self.tallies = {num_ranks: Tally() for num_ranks, _ in LAYOUTS}
         self.kills = dict.fromkeys(LAYOUTS, 0)

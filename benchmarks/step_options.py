@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/step_options.py
 
-Builds a random Qwen2 of the given shape, runs forward and backward of the same micro-batches with each option in turn,
-and prints the median time and the bytes that a forward pass leaves for its backward; then one update of each optimizer
-and the bytes of weights and moments. Time on the CPU is the process's own, which other work on the machine moves
-little.
+Builds a random Qwen2 of the given shape, runs forward and backward of the same micro-batches with each option in
+turn, and prints the median time and the bytes that a forward pass leaves for its backward; then one update of each
+optimizer and the bytes of weights and moments; then what the losses of several data sets and a validation cost. Time
+on the CPU is the process's own, which other work on the machine moves little.
 """
 
 import argparse
@@ -13,9 +13,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -25,6 +27,7 @@ from harness import build_state, make_batch, make_options, time_call
 from op_recording import OpRecorder
 
 from lifecycle.step import TrainState, run_backward, update_weights
+from model.sharding import reshard
 from objectives.micro_batch import MicroBatch
 from objectives.objective import PackedModel
 from ranks.world import init_world, setup_logging
@@ -102,6 +105,34 @@ def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
         print(f"| {name} | {1e3 * median:.0f} ms | {median / plain:.1f} | {weights:.2f} | {moments:.2f} |")
 
 
+def print_reports(build: Build, batch: Batch, *, repeats: int) -> None:
+    """What a step's losses by data set cost, and a validation; a data set alone computes none of the former."""
+    model = build().model
+    mixed = [
+        replace(micro_batch, sources=torch.arange(len(micro_batch.trained_index)) % 3, num_sources=3)
+        for micro_batch in batch.micro_batches
+    ]
+
+    def score() -> None:
+        for micro_batch in batch.micro_batches:
+            model.score(micro_batch)
+        reshard(model)
+
+    jobs = {
+        "forward and backward, one data set": lambda: run_backwards(model, batch),
+        "the same, with the losses of three": lambda: run_backwards(model, replace(batch, micro_batches=mixed)),
+        "validation": score,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(repeats + 1):
+        for name, job in jobs.items():
+            seconds[name].append(time_call(job, batch.micro_batches[0].input_ids.device))
+    print("\n| | ms per 1,000 tokens | of the first |\n| --- | --- | --- |")
+    medians = {name: statistics.median(later) for name, (_, *later) in seconds.items()}
+    for name, median in medians.items():
+        print(f"| {name} | {1e6 * median / batch.lengths.sum():.0f} | {median / next(iter(medians.values())):.3f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -133,6 +164,7 @@ def main() -> None:
         print(f"{sum(p.numel() for p in build().model.parameters()):,} parameters, {world.device.type}\n")
         print_blocks(build, batch, repeats=args.repeats)
         print_optimizers(build, batch, repeats=args.repeats)
+        print_reports(build, batch, repeats=args.repeats)
     dist.destroy_process_group()
 
 

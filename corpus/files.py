@@ -127,7 +127,7 @@ def find_in_directory(directory: Path) -> list[Source]:
         path
         for path in files
         if data_ending(path) in ENDINGS
-        and not any(part.startswith(".") for part in path.parts)
+        and not any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
         and not path.name.endswith((".meta.json", ".rejected.jsonl"))
     )
     if not names:

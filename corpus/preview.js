@@ -1,15 +1,6 @@
-"use strict";
-const byId = id => document.getElementById(id);
 const samples = JSON.parse(byId("samples").textContent);
 const texts = samples.map(sample => sample.parts.map(part => part[0]).join("").toLowerCase());
 let found = samples.map((_, i) => i), at = 0;
-
-function make(kind, className, text) {
-  const node = document.createElement(kind);
-  node.className = className;
-  node.textContent = text;
-  return node;
-}
 
 // Text is only ever put in as text. Line breaks are made visible, and so is what was searched for.
 function fill(node, text, wanted) {
@@ -61,11 +52,6 @@ byId("search").addEventListener("input", event => {
 });
 byId("previous").addEventListener("click", () => turn(-1));
 byId("next").addEventListener("click", () => turn(1));
-byId("theme").addEventListener("click", () => {
-  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const now = root.dataset.theme || (dark ? "dark" : "light");
-  root.dataset.theme = now === "dark" ? "light" : "dark";
-});
 addEventListener("keydown", event => {
   if (event.target === byId("search")) { if (event.key === "Enter") turn(1); return; }
   if (event.ctrlKey || event.metaKey || event.altKey) return;

@@ -1,13 +1,9 @@
 """Samples to look at, with what is trained made visible: in the terminal, or as one page for a browser.
 
-The page is put together from preview.html, preview.css and preview.js; it is one file that needs no network. All text
-of the data is escaped; besides, the page's policy lets no script run but its own, which is named by its hash.
+The page is put together from preview.html, preview.css and preview.js (`make_page`). All text of the data is escaped.
 """
 
-import base64
-import hashlib
 import html
-import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,8 +16,9 @@ from chat.labels import IGNORED
 from chat.masking import TokenizedChat
 from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import TokenizedSample
+from pages.page import escape_json, make_page
 
-FOLDER = Path(__file__).parent
+PAGE = Path(__file__).with_name("preview.html")
 NUM_PAGE_SAMPLES = 200
 MAX_PAGE_SEGMENT_CHARS = 8_000  # A longer segment loses its middle on the page.
 MAX_PAGE_CHARS = 40_000  # A longer sample loses its end on the page.
@@ -126,25 +123,16 @@ def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
 
 def write_page(path: Path, totals: Totals, *, tokenizer: Any, title: str) -> None:
     """Writes the page: the report, and the samples of `totals`."""
-    page, style, script = (
-        (FOLDER / name).read_text(encoding="utf-8") for name in ("preview.html", "preview.css", "preview.js")
-    )
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
     parts = {
-        "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script_hash}'",
-        "TITLE": html.escape(title),
-        "STYLE": style,
         "FIGURES": format_figures(totals),
         "ROWS": format_rows(totals),
         "LENGTHS": format_histogram(totals),
         "ROLES": format_roles(totals),
         "NUM_SAMPLES": f"{len(samples):,} of {totals.num_samples:,}",
         "SAMPLES": escape_json(samples),
-        "SCRIPT": script,
     }
-    filled = re.sub(r"\$([A-Z_]+)\$", lambda name: parts[name[1]], page)  # once, so that data cannot name a part
-    path.write_text(filled, encoding="utf-8")
+    path.write_text(make_page(PAGE, parts, title=title), encoding="utf-8")
 
 
 def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
@@ -163,12 +151,6 @@ def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
         "trained": sample.tokens.num_loss_counted_tokens,
         "parts": parts,
     }
-
-
-def escape_json(value: Any) -> str:
-    """JSON in ASCII without the characters that HTML gives a meaning to."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def format_figures(totals: Totals) -> str:

@@ -13,6 +13,7 @@ from corpus.files import Source
 from corpus.writer import TokenizedSample
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
+SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
 SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
 MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
@@ -79,6 +80,14 @@ class Totals:
         self.shown = nsmallest(self.num_shown, self.shown, key=lambda lot_and_sample: lot_and_sample[0])
 
 
+def add_up(parts: Sequence[Totals]) -> Totals:
+    """The totals of all parts together."""
+    whole = Totals(parts[0].num_shown)
+    for part in parts:
+        whole.add(part)
+    return whole
+
+
 @contextmanager
 def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
     """A function to call with the rows and bytes done since the last call: a bar, or a line every ten seconds."""
@@ -127,6 +136,17 @@ def print_report(totals: Totals, *, seconds: float, sources: Sequence[Source]) -
     shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
     lengths = [f"{name} {percentile(totals.lengths, at):,}" for name, at in shares.items()]
     print(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
+
+
+def print_sides(sides: dict[str, Totals]) -> None:
+    """How much of the data set each side has, dropped rows included."""
+    num_rows = sum(totals.rows["in"] for totals in sides.values())
+    for name, totals in sides.items():
+        dropped = "".join(f", {totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
+        print(
+            f"  {name:<24}{totals.num_samples:>14,}  samples of {totals.num_tokens:,} tokens,"
+            f" {totals.num_loss_counted_tokens:,} trained; {totals.rows['in'] / num_rows:.1%} of the rows{dropped}"
+        )
 
 
 def percentile(counts: Counter[int], share: float) -> int:

@@ -3,7 +3,8 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
@@ -12,20 +13,27 @@ from chat.masking import ChatMasker, Document
 from chat.rendering import one_line
 from corpus.files import Chunk, Row, Source, TooLong, iterate_rows, read_chunks
 from corpus.formats import detect_format, read_examples
-from corpus.report import Totals
-from corpus.writer import EncodedSamples, TokenizedSample, encode_samples
-
-SHOWN_SAMPLES_SEED = 42
+from corpus.report import SHOWN_SAMPLES_SEED, Totals
+from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
+from corpus.writer import TokenizedSample, encode_samples
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None as long as no row of the file has shown it
+
+
+@dataclass
+class Side:
+    """What there is so far of the rows of a chunk that fall on one side."""
+
+    name: str
+    totals: Totals
+    samples: list[TokenizedSample] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class ChunkResult:
     """What a worker makes of a chunk."""
 
-    samples: EncodedSamples | np.ndarray  # token ids, if documents are cut into blocks, which is done later
-    totals: Totals
+    sides: list[SideResult]  # in the order of SIDES; where rows are not split, all of them are training
     rejected: dict[int, str]  # number of the row -> reason
 
 
@@ -48,57 +56,66 @@ def process_chunk(
     format_is_given: bool,
     max_sample_num_tokens: int | None,
     cuts_blocks: bool,
+    validation_share: float | None,
 ) -> ChunkResult:
     """Reads, tokenizes and masks the rows of a chunk. Raises ValueError for what is wrong with more than a row."""
-    (chunk, data_format), totals, rejected = formatted_chunk, Totals(num_shown), {}
+    (chunk, data_format), rejected = formatted_chunk, {}
+    sides = [Side(name, Totals(num_shown)) for name in (SIDES[:1] if validation_share is None else SIDES)]
+    training = sides[0]
     # Rows become examples, or are refused.
     rows, examples = [], []
     for row, example in read_examples(chunk, data_format, is_given=format_is_given):
-        totals.rows["blank_lines" if example is None else "in"] += 1
         if cuts_blocks and not isinstance(example, Document | ValueError | None):
             example = ValueError("no document: --block-size cuts documents, and nothing else")
         if isinstance(example, ValueError):
             rejected[row.number] = one_line(example)
-        elif example is not None:
+        elif example is None:
+            training.totals.rows["blank_lines"] += 1
+        else:
             rows.append(row)
             examples.append(example)
-    # Examples become samples, or are refused or dropped.
-    samples = []
-    for row, tokens in zip(rows, masker.mask(examples), strict=True):
+    # Examples become samples of a side, or are refused or dropped.
+    draw = random.Random(f"{SHOWN_SAMPLES_SEED} {chunk.file} {chunk.first_row}").random
+    for row, example, tokens in zip(rows, examples, masker.mask(examples), strict=True):
         if isinstance(tokens, ValueError):
             rejected[row.number] = one_line(tokens)
-        elif max_sample_num_tokens is not None and len(tokens.input_ids) > max_sample_num_tokens:
-            totals.rows["too_long"] += 1
+            continue
+        is_validation = validation_share is not None and falls_into_validation(example, validation_share)
+        side = sides[is_validation]
+        side.totals.rows["in"] += 1
+        if max_sample_num_tokens is not None and len(tokens.input_ids) > max_sample_num_tokens:
+            side.totals.rows["too_long"] += 1
         elif tokens.num_loss_counted_tokens == 0:
-            totals.rows["nothing_trained"] += 1
+            side.totals.rows["nothing_trained"] += 1
         else:
-            samples.append(TokenizedSample(f"{chunk.file}:{row.place}", tokens))
-    count_rows(totals, samples, rejected)
+            sample = TokenizedSample(mark_place(f"{chunk.file}:{row.place}", side.name), tokens)
+            side.samples.append(sample)
+            count_kept(side.totals, sample)
+            if not cuts_blocks:
+                side.totals.add_sample(sample, draw())
+    count_rejected(training.totals, rejected)
     # Samples are written as they are; of documents that are to be cut, only the tokens are needed.
-    if cuts_blocks:
-        ids = np.array([token for sample in samples for token in sample.tokens.input_ids], np.int32)
-        return ChunkResult(ids, totals, rejected)
-    draw = random.Random(f"{SHOWN_SAMPLES_SEED} {chunk.file} {chunk.first_row}").random
-    for sample in samples:
-        totals.add_sample(sample, draw())
-    return ChunkResult(encode_samples(samples, ending), totals, rejected)
+    encode = concatenate_ids if cuts_blocks else partial(encode_samples, ending=ending)
+    return ChunkResult([SideResult(encode(side.samples), side.totals) for side in sides], rejected)
 
 
-def count_rows(totals: Totals, samples: Sequence[TokenizedSample], rejected: dict[int, str]) -> None:
-    """Counts the rows that are kept, whose tokens are trained in them, and the rows that cannot be used."""
-    totals.rows["kept"] += len(samples)
+def concatenate_ids(samples: Sequence[TokenizedSample]) -> np.ndarray:  # (tokens,) int32
+    return np.array([token for sample in samples for token in sample.tokens.input_ids], np.int32)
+
+
+def count_kept(totals: Totals, sample: TokenizedSample) -> None:
+    """Counts a row that is kept, and whose tokens are trained in it."""
+    totals.rows["kept"] += 1
+    for span in sample.tokens.spans:
+        totals.trained_by_role[span.role] += span.num_targets
+
+
+def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:
+    """Counts the rows that cannot be used."""
+    totals.rows["in"] += len(rejected)
     totals.rows["invalid"] += len(rejected)
-    for sample in samples:
-        for span in sample.tokens.spans:
-            totals.trained_by_role[span.role] += span.num_targets
     for reason in rejected.values():
         totals.add_invalid(reason)
-
-
-def count_blocks(totals: Totals, blocks: Sequence[TokenizedSample]) -> None:
-    """Counts blocks of documents, which are the samples where documents are cut."""
-    for block in blocks:
-        totals.add_sample(block, random.Random(f"{SHOWN_SAMPLES_SEED} {block.place}").random())
 
 
 def write_rejected(chunk: Chunk, rejected: dict[int, str], *, file: BinaryIO) -> list[str]:

@@ -21,6 +21,7 @@ def describe_data_set(
     masker: ChatMasker,
     added_tokens: dict[str, int],
     tokenizer_dir: str | None,
+    split: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What the sidecar says; docs/data.md explains each key. The same for every --num-proc."""
     return {
@@ -41,6 +42,7 @@ def describe_data_set(
         "has_loss_weights": totals.has_weights,
         "added_special_tokens": added_tokens,
         "tokenizer_dir": tokenizer_dir,
+        "split": split,
     }
 
 
@@ -54,6 +56,7 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "add_special_tokens": list(options.add_special_tokens),
         "max_sample_num_tokens": options.max_sample_num_tokens,
         "block_size": options.block_size,
+        "validation_share": options.validation_share,
         "skip_invalid": options.skip_invalid,
         "allow_missing_stop_token": options.allow_missing_stop_token,
     }

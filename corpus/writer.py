@@ -1,7 +1,6 @@
 """Tokenized samples -> .arrow, .parquet or .jsonl, written aside and renamed when whole."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,49 +77,6 @@ def open_output(path: Path, ending: str) -> Iterator[Callable[[EncodedSamples], 
             yield writer.write_batch
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What is written: the data set, files beside it, and the page to look at."""
-
-    data: Path
-    page: Path | None
-
-    @property
-    def sidecar(self) -> Path:
-        return self.data.with_name(f"{self.data.name}.meta.json")
-
-    @property
-    def rejected(self) -> Path:
-        return self.data.with_name(f"{self.data.name}.rejected.jsonl")
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.data.with_name(f"{self.data.name}.tokenizer")
-
-    @property
-    def in_order(self) -> list[Path]:
-        """As they take their places: the data set when all that belongs to it is there."""
-        pages = [] if self.page is None else [self.page]
-        return [*pages, self.rejected, self.tokenizer, self.sidecar, self.data]
-
-    def check(self, inputs: Sequence[Path]) -> None:
-        """Raises ValueError for what would fail or destroy something after the work."""
-        for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{flag} {path}: there is no directory {path.parent}; create it first")
-            if path is not None and not os.access(path.parent, os.W_OK):
-                raise ValueError(f"{flag} {path}: no permission to write in {path.parent}")
-        for path in self.in_order:
-            if path.is_dir() and path != self.tokenizer:
-                raise ValueError(f"{path}, which is to be written, is a directory; choose another name")
-            if any(path.exists() and path.samefile(source) for source in inputs):
-                raise ValueError(f"{path}, which is to be written, would overwrite the input; choose another name")
-        if self.tokenizer.exists() and not (self.tokenizer / "tokenizer_config.json").exists():
-            raise ValueError(f"{self.tokenizer} would be replaced, and is no tokenizer directory; rename it")
-        if len({path.resolve() for path in self.in_order}) < len(self.in_order):
-            raise ValueError(f"--preview-html {self.page}: is written for another purpose; choose another name")
-
-
 class BlockCutter:
     """Cuts the stream of documents into blocks. Invariant: `rest`, not cut yet, is no longer than a block.
 
@@ -129,8 +85,8 @@ class BlockCutter:
     which is kept, has at least two tokens.
     """
 
-    def __init__(self, block_size: int, eos_token_id: int | None) -> None:
-        self.block_size, self.eos_token_id = block_size, eos_token_id
+    def __init__(self, block_size: int, eos_token_id: int | None, *, name: str = "block {:,}") -> None:
+        self.block_size, self.eos_token_id, self.name = block_size, eos_token_id, name
         self.rest = np.empty(0, np.int32)
         self.num_blocks = 0
 
@@ -150,4 +106,6 @@ class BlockCutter:
 
     def make_sample(self, ids: list[int]) -> TokenizedSample:
         self.num_blocks += 1
-        return TokenizedSample(f"block {self.num_blocks:,}", TokenizedChat(ids, [TrainedSpan(0, len(ids), "document")]))
+        return TokenizedSample(
+            self.name.format(self.num_blocks), TokenizedChat(ids, [TrainedSpan(0, len(ids), "document")])
+        )

@@ -87,12 +87,11 @@ class StepMeter:
             data_wait_seconds=sums.data_wait_seconds,
             mfu=None if peak is None else batch_flops / total_seconds / (peak * world_size),
         )
-        sources = measure_sources(batch, sums, position)
-        return asdict(metrics) | ({"sources": sources} if sources else {})
+        return asdict(metrics) | measure_sources(batch, sums, position) | measure_routers(batch, sums)
 
 
 def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict[str, dict[str, Any]]:
-    """`SourceMetrics` of each data set by its name, where there are several."""
+    """`SourceMetrics` of each data set by its name, as `sources`, where there are several."""
     data = batch.data
     if len(data.sources) == 1:
         return {}
@@ -101,10 +100,24 @@ def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict
     for i, name in enumerate(data.names):
         num_trained = int(trained[source_of == i].sum())
         metrics = SourceMetrics(
-            loss=sums.source_loss_sums[i] / num_trained if num_trained else None,
+            loss=float(sums.reports["source_losses"][i]) / num_trained if num_trained else None,
             num_loss_counted_tokens=num_trained,
             num_samples=int((source_of == i).sum()),
             epoch=int(drawn[i]) / len(data.kept_of[i]),
         )
         sources[name] = asdict(metrics)
-    return sources
+    return {"sources": sources}
+
+
+def measure_routers(batch: Batch, sums: StepSums) -> dict[str, float]:
+    """The experts' auxiliary loss, and how evenly they were used: mean / max of their loads, over layers; 1 is perfect.
+
+    Nothing where the auxiliary loss does not count.
+    """
+    if "router_loss" not in sums.reports:
+        return {}
+    loads = sums.reports["expert_loads"]  # (layers, experts)
+    return {
+        "router_aux_loss": float(sums.reports["router_loss"]) / max(1, batch.num_counted_tokens),
+        "expert_balance": float(loads.mean(axis=1).sum() / max(1, loads.max(axis=1).sum())),
+    }

@@ -1,5 +1,6 @@
 """What a run is and where it stands, beside its checkpoints: whose directory this is, and what it was started with."""
 
+import functools
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.mixture import Mixture
 from disk import hash_json, written_aside
+from lifecycle.file_names import PARAMS_FILE
 from model.fingerprints import fingerprint_data, fingerprint_model
 from options import (
     TrainOptions,
@@ -29,7 +31,6 @@ from ranks.devices import describe_device
 from ranks.lock import EXIT_FILE, OWN_FILES
 from ranks.world import World
 
-PARAMS_FILE = "training_params.json"
 OF_METHOD = "data of the method"  # in a run's identity
 
 
@@ -238,6 +239,7 @@ def describe_run(options: TrainOptions, world: World) -> str:
     return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"
 
 
+@functools.cache
 def read_versions() -> dict[str, str]:
     names = ("torch", "transformers", "datasets", "numba", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 def choose_objective(options: TrainOptions) -> Objective:
     """What the options say is learned."""
-    return CausalLM()
+    return CausalLM(router_aux_loss=options.optimization.router_aux_loss)
 
 
 def choose_method(options: TrainOptions) -> Method:
@@ -249,6 +249,13 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) 
     data, num_steps = inputs.data, inputs.num_steps
     if data is not None and batch_size > len(data.kept):
         inputs.warnings.append(f"--batch-size {batch_size}: each step draws the {len(data.kept)} samples repeatedly")
+    if data is not None and inputs.validation_data is not None:
+        trained = {source.path.resolve() for source in data.sources}
+        for source in inputs.validation_data.sources:
+            if source.path.resolve() in trained:
+                inputs.warnings.append(
+                    f"--validation-data-path {source.path} is trained on, too: its loss says nothing of other data"
+                )
     if batch_size < world_size:
         inputs.warnings.append(
             f"--batch-size {batch_size} is smaller than the {world_size} ranks: some have nothing to do"

@@ -46,14 +46,14 @@ def train_step(
     """
     world = state.world
     torch.manual_seed(derive_seed(options.data.seed, batch.step, world.rank))  # for dropout
-    losses, source_losses = [], None
+    losses, reports = [], []
     for k, micro_batch in enumerate(batch.micro_batches):
         progress(describe_micro_batch(batch, k))
         is_last = k + 1 == len(batch.micro_batches)
         set_gradient_sync(state.model, options.sharding.micro_batch_grad_sync, is_last=is_last)
-        losses.append(run_backward(state.model, micro_batch.to(world.device), num_targets=batch.num_loss_tokens))
-        if state.model.source_losses is not None:
-            source_losses = state.model.source_losses if k == 0 else source_losses + state.model.source_losses
+        micro_batch = micro_batch.to(world.device)
+        losses.append(run_backward(state.model, micro_batch, **batch.divisors))
+        reports.append(state.model.reports)
     raised = flags()
     state.method.constrain_gradients()
     sums = reduce_step(
@@ -63,7 +63,7 @@ def train_step(
         num_shards=world.num_shards,
         data_wait_seconds=data_wait_seconds,
         flags=raised,
-        source_losses=source_losses,
+        reports=reports,
     )
     if not sums.finite:
         raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums))
@@ -73,14 +73,17 @@ def train_step(
     return sums
 
 
-def run_backward(model: PackedModel, micro_batch: MicroBatch, *, num_targets: int) -> Tensor:
+def run_backward(model: PackedModel, micro_batch: MicroBatch, *, num_targets: int, num_tokens: int = 1) -> Tensor:
     """Adds the micro-batch's part of the gradient; returns its summed loss, fp32 scalar.
 
-    `num_targets` are the global batch's, over all ranks: FSDP sums gradients (see apply_fsdp), so that together they
-    are the gradient of the mean.
+    `num_targets`, and `num_tokens` of the samples that have some, are the global batch's, over all ranks: FSDP sums
+    gradients (see apply_fsdp), so that together they are the gradient of the mean.
     """
     loss_sum = model(micro_batch)
-    (loss_sum / max(1, num_targets)).backward()
+    loss = loss_sum / max(1, num_targets)
+    if model.router_loss is not None:
+        loss = loss + model.router_loss / max(1, num_tokens)
+    loss.backward()
     return loss_sum.detach()
 
 

@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from lifecycle.file_names import METRICS_FILE, VALIDATION_FILE
 from ranks.devices import describe_duration
 from ranks.ending import log
 
-METRICS_FILE = "training_metrics_0.jsonl"
-VALIDATION_FILE = "validation_metrics_0.jsonl"
 SECONDS_BETWEEN_LINES = 2.0  # on the console
 
 

@@ -52,6 +52,8 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
     check_windows(packed_model, pack(sequences))
     method.check_start(packed_model, pack(sequences))
     loss = packed_model(pack(sequences)).item()
+    if packed_model.router_loss is not None:
+        loss += packed_model.router_loss.item()
 
     # Hidden states and loss are the model's own.
     model.set_attn_implementation("eager")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from chat.labels import IGNORED
 from objectives.micro_batch import MicroBatch, Sample, make_idle_sample, pack_samples
+from objectives.router_loss import sum_router_losses
 from objectives.token_loss import score_tokens, sum_token_loss
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
@@ -24,6 +25,10 @@ class CausalLM:
     """The objective of causal language models (see `objectives.objective.Objective`)."""
 
     peft_task = "CAUSAL_LM"
+
+    def __init__(self, *, router_aux_loss: float | None = None):
+        """`router_aux_loss`: how much a mixture of experts' auxiliary loss counts; None: as the model's config says."""
+        self.router_aux_loss = router_aux_loss
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -37,7 +42,9 @@ class CausalLM:
         return None
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        find_router_loss(model, self.router_aux_loss)  # what it refuses is refused before weights are read
+        return model
 
     def load_model(
         self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
@@ -54,7 +61,13 @@ class CausalLM:
     def wrap(
         self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool
     ) -> "PackedCausalLM":
-        return PackedCausalLM(model, backend=backend, compute_dtype=compute_dtype, fuses_loss=fuses_loss)
+        return PackedCausalLM(
+            model,
+            backend=backend,
+            compute_dtype=compute_dtype,
+            fuses_loss=fuses_loss,
+            router_aux_loss=find_router_loss(model, self.router_aux_loss),
+        )
 
     def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
         return pack_samples(samples, sources=sources, num_sources=num_sources)
@@ -89,7 +102,15 @@ class CausalLM:
 class PackedCausalLM(nn.Module):
     """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
 
-    def __init__(self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        backend: str,
+        compute_dtype: torch.dtype,
+        fuses_loss: bool = False,
+        router_aux_loss: float = 0.0,
+    ):
         super().__init__()
         self.model = model
         self.backend = backend  # of model.attention
@@ -99,10 +120,13 @@ class PackedCausalLM(nn.Module):
         # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
         self.logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.fuses_loss = fuses_loss
-        self.source_losses: Tensor | None = None
+        self.router_aux_loss = router_aux_loss
+        self.router_loss: Tensor | None = None
+        self.reports: dict[str, Tensor] = {}
 
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
-        """The packed row's final hidden states."""
+        """The packed row's final hidden states; leaves `router_loss` and what it is about."""
+        self.router_loss, self.reports = None, {}
         outputs = self.model.base_model(
             input_ids=micro_batch.input_ids,
             position_ids=micro_batch.position_ids,
@@ -112,7 +136,17 @@ class PackedCausalLM(nn.Module):
             max_length_q=micro_batch.max_seqlen,
             max_length_k=micro_batch.max_seqlen,
             micro_batch=micro_batch,  # for the functions of model.attention
+            **(dict(output_router_logits=True) if self.router_aux_loss else {}),
         )
+        if self.router_aux_loss:
+            router_sum, loads = sum_router_losses(
+                outputs.router_logits,
+                micro_batch.cu_seqlens,
+                micro_batch.trained_index,
+                num_chosen=self.model.num_experts_per_tok,
+            )
+            self.router_loss = self.router_aux_loss * router_sum
+            self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}
         return outputs.last_hidden_state
 
     def predict(self, micro_batch: MicroBatch) -> dict[str, Any]:
@@ -132,11 +166,12 @@ class PackedCausalLM(nn.Module):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Sum of the (weighted) cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
-        self.source_losses, by_source = None, None
+        arguments, by_source = self.predict(micro_batch), None
         if micro_batch.num_sources > 1:
-            self.source_losses = torch.zeros(micro_batch.num_sources, device=micro_batch.targets.device)
-            by_source = None if micro_batch.sources is None else (micro_batch.sources, self.source_losses)
-        return sum_token_loss(**self.predict(micro_batch), compiled=self.fuses_loss, by_source=by_source)
+            sums = torch.zeros(micro_batch.num_sources, device=micro_batch.targets.device)
+            self.reports["source_losses"] = sums
+            by_source = None if micro_batch.sources is None else (micro_batch.sources, sums)
+        return sum_token_loss(**arguments, compiled=self.fuses_loss, by_source=by_source)
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> Tensor:  # (num_sources, 3) fp64
@@ -157,8 +192,24 @@ class PackedCausalLM(nn.Module):
         """The model's own answer for the row's one sequence: hidden states (1, L, H) and the summed loss."""
         input_ids = micro_batch.input_ids  # (1, L)
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        logits = self.model(input_ids=input_ids, use_cache=False).logits  # (1, L, V)
+        routed = dict(output_router_logits=True) if self.router_aux_loss else {}
+        outputs = self.model(input_ids=input_ids, use_cache=False, **routed)
+        logits = outputs.logits  # (1, L, V)
         loss_sum = nn.functional.cross_entropy(
             logits[0].float(), micro_batch.targets, ignore_index=IGNORED, reduction="sum"
         )
+        if self.router_aux_loss:
+            loss_sum = loss_sum + self.router_aux_loss * outputs.aux_loss * input_ids.shape[1]
         return hidden, loss_sum
+
+
+def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
+    """What the auxiliary loss of the model's experts counts: as `asked`, else as its config says; 0: there is none."""
+    if asked is None:
+        asked = model.config.router_aux_loss_coef if getattr(model.config, "output_router_logits", False) else 0.0
+    if asked and not (hasattr(model, "num_experts_per_tok") and hasattr(model, "router_aux_loss_coef")):
+        raise ValueError(
+            f"--router-aux-loss {asked}: transformers has no auxiliary loss of experts for model type"
+            f" {model.config.model_type!r}; leave it out, or give 0"
+        )
+    return asked

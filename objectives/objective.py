@@ -17,7 +17,8 @@ class PackedModel(Protocol):
     model: PreTrainedModel
     backend: str  # of model.attention
     compute_dtype: torch.dtype
-    source_losses: Tensor | None  # (num_sources,) fp32: of the last micro-batch, where it is from several data sets
+    router_loss: Tensor | None  # of the last micro-batch: summed over tokens, times its coefficient; with gradients
+    reports: dict[str, Tensor]  # other sums over the last micro-batch, by name; of the same shapes on every rank
 
     def __call__(self, micro_batch: MicroBatch) -> Tensor:
         """The loss summed over the micro-batch's targets: an fp32 scalar."""
@@ -32,7 +33,10 @@ class PackedModel(Protocol):
         ...
 
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of a row that holds one sequence, the model's own answer: hidden states (1, L, H) and the summed loss."""
+        """Of a row that holds one sequence, the model's own answer: hidden states (1, L, H) and the summed loss.
+
+        The loss includes `router_loss`.
+        """
         ...
 
 

@@ -412,6 +412,8 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
     model_bytes = run.model.num_params * getattr(torch, options.exports.export_dtype).itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
     num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
+    if options.validation.validation_data_path and options.validation.export_best:
+        num_exports += 2  # the best, and a better one that is being written
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # these will make room

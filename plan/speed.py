@@ -50,13 +50,13 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
     for i, (batch, row, micro_batch) in zip(range(1 + NUM_TIMED), micro_batches, strict=False):
         ids = np.concatenate([np.array(indices, dtype=int) for indices in row])
         begin = now(world)
-        run_backward(model, micro_batch.to(world.device), num_targets=batch.num_loss_tokens)
+        run_backward(model, micro_batch.to(world.device), **batch.divisors)
         if i > 0:
             seconds += now(world) - begin
             num_trained = int(inputs.data.num_loss_tokens[batch.sample_ids[ids]].sum())
             timed_flops += flops.of_batch(batch.lengths[ids], num_trained)
     update_weights(state, step=0, lr=0.0)  # makes the optimizer's state
-    run_backward(model, micro_batch.to(world.device), num_targets=batch.num_loss_tokens)
+    run_backward(model, micro_batch.to(world.device), **batch.divisors)
     begin = now(world)
     update_weights(state, step=1, lr=0.0)
     return Speed(seconds / timed_flops, now(world) - begin)

@@ -72,6 +72,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             floor.give_back()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Frees what the runs of a module have left: each froze what was there at its beginning."""
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator:
     """A process group of one process, as `python train.py` makes it."""

@@ -242,6 +242,7 @@ def test_a_directory_is_read_by_name_without_what_is_no_data(tmp_path):
         ".git/d.jsonl",
         "out.meta.json",
         "out.rejected.jsonl",
+        "out.arrow.tokenizer/tokenizer.json",
     ]
     for name in [*names, "README.md"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lifecycle.metrics import StepMetrics
+from lifecycle.metrics import SourceMetrics, StepMetrics
 from osft import OSFT
 
 ROOT = Path(__file__).parent.parent
@@ -115,8 +115,12 @@ def test_the_training_path_is_as_long_as_it_is_told():
 
 
 def test_every_metric_is_explained():
-    told = re.findall(r"^\| `(\w+)` \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE)
-    assert told == [*(field.name for field in fields(StepMetrics)), *OSFT.metrics]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE)
+    told = [name for row in rows for name in re.findall(r"\w+", row)]
+    now_and_then = ["sources", "router_aux_loss", "expert_balance", *OSFT.metrics]
+    assert told == [*(field.name for field in fields(StepMetrics)), *now_and_then]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (DOCS / "validation.md").read_text(), flags=re.MULTILINE)
+    assert {field.name for field in fields(SourceMetrics)} <= set(re.findall(r"\w+", " ".join(rows)))
 
 
 def test_the_slurm_script_finds_the_output_directory():

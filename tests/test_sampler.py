@@ -201,4 +201,4 @@ def test_garbage_is_collected_between_items_only_and_as_before_afterwards():
         assert freed == list(range(1, i // 3 * 3))
         if i == 7:
             break
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert gc.isenabled() and gc.get_freeze_count() > 0

@@ -1,5 +1,6 @@
 """A step waits for the device once: in reduce_step, whatever the number of micro-batches."""
 
+import shutil
 import sys
 
 import pytest
@@ -70,6 +71,8 @@ CASES = {
     "llama": ("llama", {}),
     "experts, selective": ("mixtral", dict(activation_checkpointing="selective")),
     "compact": ("llama", dict(optimizer="adamw8bit", master_weights="bfloat16")),
+    "experts in balance": ("mixtral", dict(router_aux_loss=0.1)),
+    "two data sets": ("llama", {}),
     "osft": ("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.5, activation_checkpointing="full")),
 }
 
@@ -78,6 +81,8 @@ CASES = {
 def test_only_reduce_step_waits_and_as_often_for_one_micro_batch_as_for_many(case, world, tmp_path):
     family, changes = CASES[case]
     inputs = make_inputs(tmp_path, family) | dict(checkpoint_every_steps=None, osft_cache_dir=str(tmp_path / "osft"))
+    if case == "two data sets":
+        inputs["data_path"] = (inputs["data_path"], str(shutil.copy(inputs["data_path"], tmp_path / "other.arrow")))
     if "osft" not in changes:
         del inputs["osft_cache_dir"]
     num_waits = {}

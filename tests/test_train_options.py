@@ -219,6 +219,7 @@ TESTED_ELSEWHERE = {
     "lora_adapter",
     "lora_export",
     "base_quantization",
+    "router_aux_loss",  # test_router_loss.py
     "data_weights",  # these: test_mixture.py
     "data_weights_by",
     "validation_data_path",  # these: test_validation.py

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from in_process import train_here, train_on
+from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, make_inputs, read_rows
 from tiny_data import make_samples, to_row, write_rows, write_samples
@@ -15,7 +17,10 @@ from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
 from command_line import find_problems
+from corpus.reader import TokenizedData
+from lifecycle.start import open_inputs
 from options import TrainOptions, group_options
+from sampler import RunPosition
 
 STEPS, SIZES = 6, dict(held_out=13, other=5)
 
@@ -53,8 +58,6 @@ def read_validation(output_dir: Path) -> list[dict]:
 @torch.no_grad()
 def measure_plainly(model_dir: Path, data_path: str) -> tuple[float, int, int]:
     """By transformers, one sample at a time: the summed loss, targets that were most likely, and targets."""
-    from corpus.reader import TokenizedData
-
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
     data, loss_sum, num_right, num_targets = TokenizedData(data_path), 0.0, 0, 0
     for row in range(len(data.lengths)):
@@ -144,9 +147,6 @@ def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path, c
 
 
 def test_how_an_early_end_is_told(inputs, tmp_path):
-    from forked import run_forked
-    from processes import flags
-
     options = inputs | dict(validate_every_steps=1, early_stopping_patience=1, max_steps=50, export_best=False)
     result = run_forked(0, "train.py", *flags(**options, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
@@ -180,6 +180,13 @@ def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
 def test_options_that_cannot_be_meant_are_refused(changes, problem, inputs):
     problems = find_problems(group_options(TrainOptions, **inputs | dict(output_dir="o") | changes))
     assert [problem in found for found in problems] == [True]
+
+
+def test_a_set_that_is_trained_on_is_told(inputs, tmp_path):
+    options = inputs | dict(validation_data_path=inputs["data_path"], output_dir=str(tmp_path), max_steps=1)
+    given = group_options(TrainOptions, **options)
+    found = open_inputs(given, device=torch.device("cpu"), world_size=1, start=RunPosition())
+    assert [f"{inputs['data_path']} is trained on, too" in warning for warning in found.warnings] == [True]
 
 
 def test_sets_that_cannot_be_measured_are_named(inputs, world, tmp_path):

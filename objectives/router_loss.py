@@ -1,0 +1,45 @@
+"""The auxiliary loss that keeps the experts of a mixture evenly used, of each sequence by itself.
+
+T tokens in a packed row of n sequences, E experts, K of them chosen for a token. A sequence's loss is E times the sum
+over experts of (times it was chosen / tokens) x (mean probability), over all layers together: transformers'
+`load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, equations 4 to 6) of the sequence alone. A product of
+means has no other form that is the same however a batch is divided: into micro-batches, ranks or packed rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sum_router_losses(
+    router_logits: Sequence[Tensor],  # of each layer (T, E)
+    cu_seqlens: Tensor,  # (n + 1,)
+    trained_index: Tensor,  # (N,) positions of targets
+    *,
+    num_chosen: int,
+) -> tuple[Tensor, Tensor]:
+    """The sum over sequences of tokens x loss: an fp32 scalar; and how often experts were chosen: (layers, E), fp32.
+
+    Sequences without a target do not count, as where a rank has nothing to do.
+    """
+    num_tokens, num_experts = router_logits[0].shape
+    positions = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence_of = torch.searchsorted(cu_seqlens, positions, right=True) - 1  # (T,)
+    lengths = cu_seqlens.diff().float()  # (n,)
+    ones = lengths.new_ones(len(trained_index))
+    counts = (torch.zeros_like(lengths).index_add_(0, sequence_of[trained_index], ones) > 0).float()  # (n,)
+    probs = lengths.new_zeros(len(lengths), num_experts)  # summed over layers and tokens
+    chosen = torch.zeros_like(probs)
+    loads = []
+    for logits in router_logits:
+        layer_probs = torch.softmax(logits, dim=-1)
+        picks = torch.zeros_like(layer_probs, dtype=torch.float32)
+        picks.scatter_(1, layer_probs.topk(num_chosen, dim=-1).indices, 1.0)
+        picks = torch.zeros_like(probs).index_add_(0, sequence_of, picks)  # (n, E)
+        probs = probs.index_add(0, sequence_of, layer_probs.float())
+        chosen += picks
+        loads.append((picks * counts[:, None]).sum(0))
+    num_rows = lengths * len(router_logits)
+    losses = num_experts * (chosen * probs).sum(-1) / num_rows.square()  # (n,)
+    return (losses * lengths * counts).sum(), torch.stack(loads).detach()

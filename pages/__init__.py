@@ -1,0 +1,1 @@
+"""Pages for a browser: what all of them share."""

@@ -1,0 +1,57 @@
+"""Draws the curves of training runs, laid over each other: a page for a browser, or a picture for papers.
+
+    python plot_metrics.py runs/a runs/b --output curves.html
+    python plot_metrics.py runs/a runs/b --output curves.png
+    python plot_metrics.py runs/a --follow
+
+The page is one file that needs no network (docs/curves.md). With --follow it is served to this machine's browsers,
+and keeps up with runs that go on. Runs may have ended or not: they are only read.
+"""
+
+import sys
+from pathlib import Path
+
+from command_line import exit_with_message, parse_options
+from disk import written_aside
+from options import PlotOptions
+from plots.figure import write_figure
+from plots.page import choose_smoothing, make_curves_page
+from plots.run_files import Run, iterate_warnings, open_runs
+from plots.server import serve
+
+
+def plot_metrics(options: PlotOptions) -> None:
+    """Writes or serves the curves; ValueError or OSError for what cannot be done."""
+    runs = open_runs([Path(run) for run in options.runs])
+    for warning in iterate_warnings(runs):
+        print(f"warning: {warning}", file=sys.stderr)
+    if options.follow:
+        serve(runs, port=options.port, smoothing=options.smoothing)
+    else:
+        write_curves(Path(options.output), runs, smoothing=options.smoothing)
+
+
+def write_curves(path: Path, runs: list[Run], *, smoothing: int | None) -> None:
+    """Writes the file, and says where it is: of a page as an address to open."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "is a directory" if path.is_dir() else "there is no such directory to write it in"
+        raise ValueError(f"--output {path}: {reason}")
+    if path.suffix.lower() == ".html":
+        with written_aside(path) as (aside,):
+            aside.write_text(make_curves_page(runs, smoothing=smoothing), encoding="utf-8")
+        print(f"curves: {path.absolute().as_uri()}")
+    else:
+        write_figure(path, runs, smoothing=choose_smoothing(runs) if smoothing is None else smoothing)
+        print(f"curves: {path}")
+
+
+def main() -> None:
+    options = parse_options(PlotOptions)
+    try:
+        plot_metrics(options)
+    except (ValueError, OSError) as error:
+        exit_with_message(str(error))
+
+
+if __name__ == "__main__":
+    main()

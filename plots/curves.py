@@ -1,0 +1,216 @@
+"""The curves of runs as they go into a page or a picture: which there are, and long ones thinned, extremes kept."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from plots.run_files import SET, SOURCE, Column, MetricsReader, Run
+
+# Colours that people with any colour vision tell apart (tests/test_plots.py measures it): on white, on black.
+COLOURS = (
+    ("#0078b4", "#3c96c3"),
+    ("#d25a00", "#f09600"),
+    ("#005a00", "#4bf096"),
+    ("#871e69", "#ff1e87"),
+    ("#d25aff", "#e1c3ff"),
+    ("#6900f0", "#a53cff"),
+)
+DASHES = ("solid", "dash", "dot", "dashdot")  # With more runs than colours these tell those of one colour apart.
+NUMBERS_ON_PAGE = 450_000  # about 5 MB, whatever runs there are
+FEWEST_POINTS, MOST_POINTS = 200, 10_000  # of a run's curve, however many runs there are
+MOST_PARTS = 12  # sources or sets with a chart of their own
+DIGITS = 6  # that numbers on the page have
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart, of one column of every run."""
+
+    key: str  # the column's name
+    title: str
+    unit: str = ""
+    is_noisy: bool = False  # and so worth to be smoothed
+    is_of_validations: bool = False
+    section: str = ""  # heading of a row of small charts
+
+
+STEP_CHARTS = (
+    Chart("loss", "Loss", is_noisy=True),
+    Chart("lr", "Learning rate"),
+    Chart("grad_norm", "Gradient norm", is_noisy=True),
+    Chart("tokens_per_second", "Tokens per second", is_noisy=True),
+    Chart("peak_memory_usage_GB", "Peak memory", unit="GB"),
+    Chart("mfu", "Model FLOP utilisation", is_noisy=True),
+    Chart("osft_leak", "OSFT leak"),
+)
+VALIDATION_CHARTS = (
+    Chart("loss", "Validation loss", is_of_validations=True),
+    Chart("token_accuracy", "Validation token accuracy", is_of_validations=True),
+)
+
+
+def list_charts(runs: list[Run]) -> list[Chart]:
+    """The charts that some run has numbers for, in the order in which they are looked at."""
+    first, *others = [chart for chart in STEP_CHARTS if chart.key == "loss" or has_numbers(runs, chart)]
+    validations = [chart for chart in VALIDATION_CHARTS if has_numbers(runs, chart)]
+    sources = [
+        Chart(name, name.removeprefix(SOURCE), is_noisy=True, section="Loss by source")
+        for name in choose_parts([run.steps for run in runs], SOURCE)
+    ]
+    sets = [
+        Chart(name, name.removeprefix(SET), is_of_validations=True, section="Validation loss by set")
+        for name in choose_parts([run.validations for run in runs], SET)
+    ]
+    return [first, *validations, *others, *sources, *(sets if len(sets) > 1 else [])]
+
+
+def has_numbers(runs: list[Run], chart: Chart) -> bool:
+    readers = [run.validations if chart.is_of_validations else run.steps for run in runs]
+    return any(np.isfinite(reader[chart.key]).any() for reader in readers)
+
+
+def list_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
+    """Columns of all sources or sets, those with the most numbers first."""
+    counts: dict[str, int] = {}
+    for reader in readers:
+        for name in reader.list_columns(prefix):
+            counts[name] = counts.get(name, 0) + int(np.isfinite(reader[name]).sum())
+    return sorted((name for name, count in counts.items() if count), key=lambda name: -counts[name])
+
+
+def choose_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
+    return list_parts(readers, prefix)[:MOST_PARTS]
+
+
+def list_omissions(runs: list[Run]) -> list[str]:
+    """What the page does not show, in words: sources and sets without a chart, and runs whose points are merged."""
+    omitted = []
+    for readers, prefix, things in (
+        ([run.steps for run in runs], SOURCE, "sources"),
+        ([run.validations for run in runs], SET, "validation sets"),
+    ):
+        if (number := len(list_parts(readers, prefix))) > MOST_PARTS:
+            omitted.append(f"Of {number} {things}, the {MOST_PARTS} with the most points have a chart.")
+    longest, most = max(len(run.steps) for run in runs), count_points(runs)
+    if longest > most:
+        omitted.append(
+            f"Long runs are thinned to {most:,} points, of the longest each of about {longest / most:.0f} steps: their"
+            " mean, and their lowest and highest value, so that no spike is lost."
+        )
+    return omitted
+
+
+def count_points(runs: list[Run]) -> int:
+    """Points that each run's curves may have, for a page of bounded size."""
+    num_curves = sum(not chart.is_of_validations for chart in list_charts(runs))
+    fitting = NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves))
+    return min(MOST_POINTS, max(FEWEST_POINTS, fitting))
+
+
+def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) -> dict[str, Any]:
+    """A run's curves as JSON."""
+    starts = choose_starts(len(run.steps), max_points)
+    ends = np.append(starts[1:], len(run.steps)) - 1 if len(run.steps) else starts  # each point's last step
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "colours": COLOURS[index % len(COLOURS)],
+        "dash": DASHES[index // len(COLOURS) % len(DASHES)],
+        "x": {axis: to_numbers(values[ends]) for axis, values in list_axes(run).items()},
+        "sizes": np.diff(np.append(starts, len(run.steps))).tolist() if len(run.steps) > max_points else None,
+        "curves": {
+            chart.key: thin(run.steps[chart.key], starts)
+            for chart in charts
+            if not chart.is_of_validations and chart.key in run.steps.columns
+        },
+        "validations": describe_validations(run, charts),
+        "resumes": describe_resumes(run),
+    }
+
+
+def choose_starts(num_steps: int, max_points: int) -> np.ndarray:
+    """Where each point's steps begin: as many of them as there are, or equal shares."""
+    return np.linspace(0, num_steps, min(num_steps, max_points), endpoint=False).astype(np.int64)
+
+
+def thin(values: Column, starts: np.ndarray) -> dict[str, list[float | None]]:
+    """The mean of each point's steps, and their lowest and highest value where there are several; None for none."""
+    if len(starts) == len(values):
+        return {"mean": to_numbers(values)}
+    is_there = np.isfinite(values)
+    counts = np.add.reduceat(is_there, starts, dtype=np.int64)
+    sums = np.add.reduceat(np.where(is_there, values, 0), starts)
+    low = np.minimum.reduceat(np.where(is_there, values, math.inf), starts)
+    high = np.maximum.reduceat(np.where(is_there, values, -math.inf), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {"mean": to_numbers(sums / counts), "low": to_numbers(low), "high": to_numbers(high)}
+
+
+def list_axes(run: Run) -> dict[str, Column]:
+    """What a curve can be drawn over, at the end of each step."""
+    return {
+        "step": run.steps["step"],
+        "samples": run.steps["total_samples_accumulated"],
+        "tokens": run.steps["total_tokens_accumulated"],
+        "hours": run.hours,
+    }
+
+
+def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | None]]:
+    """Where the ends of `steps` are on every axis; step 0 is before the first."""
+    steps = np.array(list(steps), dtype=np.float64)
+    at = np.searchsorted(run.steps["step"], steps, side="right") - 1
+    placed = {
+        axis: to_numbers(np.where(at < 0, 0, values[np.maximum(at, 0)]) if len(values) else np.zeros(len(steps)))
+        for axis, values in list_axes(run).items()
+    }
+    return placed | {"step": to_numbers(steps)}
+
+
+def describe_validations(run: Run, charts: list[Chart]) -> dict[str, Any]:
+    keys = [chart.key for chart in charts if chart.is_of_validations and chart.key in run.validations.columns]
+    return {
+        "x": place_on_axes(run, run.validations["step"]),
+        "curves": {key: to_numbers(run.validations[key]) for key in keys},
+        "best": find_best(run),
+    }
+
+
+def find_best(run: Run) -> int | None:
+    """Index of the validation with the lowest loss."""
+    losses = run.validations["loss"]
+    return int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
+
+
+def describe_resumes(run: Run) -> dict[str, Any]:
+    """Where the run was resumed, and what is said there."""
+    resumes = [start for start in run.starts[1:] if start.resumed_from]
+    return {
+        "x": place_on_axes(run, (start.first_step for start in resumes)),
+        "texts": [f"resumed after step {start.first_step:,}" for start in resumes],
+    }
+
+
+def describe_charts(charts: list[Chart]) -> list[dict[str, Any]]:
+    return [asdict(chart) for chart in charts]
+
+
+def to_numbers(values: Column) -> list[float | None]:
+    """As JSON has them: with `DIGITS` digits, but for whole numbers, and None for what is not finite."""
+    is_there = np.isfinite(values)
+    there = values[is_there]
+    if (np.abs(there) < 2**53).all() and (there == np.rint(there)).all():
+        rounded = there.astype(np.int64)
+    else:
+        # A whole number over a power of ten is the double nearest to that decimal, which JSON then writes in short.
+        sizes = np.floor(np.log10(np.abs(there), where=there != 0, out=np.zeros_like(there)))
+        powers = 10.0 ** np.clip(DIGITS - 1 - sizes, 0, 22)
+        rounded = np.rint(there * powers) / powers
+    if is_there.all():
+        return rounded.tolist()
+    numbers = np.full(len(values), None, dtype=object)
+    numbers[is_there] = rounded
+    return numbers.tolist()

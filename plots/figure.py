@@ -1,0 +1,135 @@
+"""The curves of runs as a picture for papers: loss and validation large, learning rate and gradient norm small."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disk import written_aside
+from plots.curves import COLOURS, DASHES, choose_starts
+from plots.run_files import Column, Run
+from plots.tables import shorten_number
+
+INCHES = (7.2, 3.2)  # the width of a page's text; names of runs stand below
+INCHES_PER_ROW = 0.16  # of names
+CHARS_PER_ROW = 110  # of names, as wide as the picture
+LOG_FROM = 30  # times the lowest value: the gradient norm is then drawn on a logarithmic axis
+DOTS_PER_INCH = 300
+MOST_POINTS = 1500  # of a curve: more than a printed line shows
+LINE_STYLES = dict(zip(DASHES, ("-", "--", ":", "-."), strict=True))
+STYLE = {
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "#dddddd",
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "pdf.fonttype": 42,
+}
+
+
+def write_figure(path: Path, runs: list[Run], *, smoothing: int) -> None:
+    """Writes the picture; the ending of `path` chooses the format. ValueError if matplotlib is not installed."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture of curves needs matplotlib: pip install 'mini-trainer[plots]'") from None
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # A name may have letters that no font here has.
+        figure = Figure(figsize=INCHES, layout="constrained")
+        draw_figure(figure, runs, smoothing=smoothing)
+        with written_aside(path) as (aside,):
+            figure.savefig(aside, format=path.suffix[1:].lower(), dpi=DOTS_PER_INCH)
+
+
+def draw_figure(figure: Any, runs: list[Run], *, smoothing: int) -> None:
+    """`figure` is matplotlib's."""
+    grid = figure.add_gridspec(2, 2, width_ratios=(2.1, 1))
+    loss = figure.add_subplot(grid[:, 0])
+    lr, grad_norm = (figure.add_subplot(grid[row, 1], sharex=loss) for row in (0, 1))
+    lines = [draw_run(run, index, (loss, lr, grad_norm), smoothing=smoothing) for index, run in enumerate(runs)]
+    loss.set(xlabel="step", ylabel="loss")
+    lr.set_title("learning rate", loc="left")
+    lr.tick_params(labelbottom=False)
+    lr.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    grad_norm.set_title("gradient norm", loc="left")
+    grad_norm.set_xlabel("step")
+    loss.xaxis.set_major_formatter(lambda step, _: shorten_number(step).replace(" ", ""))
+    norms = np.concatenate([line.get_ydata() for line in grad_norm.lines])
+    norms = norms[np.isfinite(norms)]
+    if len(norms) and norms.min() > 0 and norms.max() / norms.min() > LOG_FROM:
+        grad_norm.set_yscale("log")
+    names = [run.name for run in runs]
+    if any(len(run.validations) for run in runs):
+        (marked,) = loss.plot([], [], ":o", color="#555555", linewidth=0.9, markersize=3, markerfacecolor="none")
+        names, lines = [*names, "validation"], [*lines, marked]
+    if len(names) > 1:
+        write_names(figure, names, lines)
+
+
+def write_names(figure: Any, names: list[str], lines: list[Any]) -> None:
+    """Below the curves, as many beside each other as there is room for."""
+    num_columns = max(1, min(len(names), CHARS_PER_ROW // (max(map(len, names)) + 8)))
+    num_rows = -(-len(names) // num_columns)
+    figure.set_figheight(INCHES[1] + INCHES_PER_ROW * num_rows)
+    # Names are put in afterwards: one that begins with an underscore would be left out.
+    legend = figure.legend(lines, [" "] * len(names), loc="outside lower left", ncols=num_columns)
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set(text=name, parse_math=False)  # A dollar sign in a name is one.
+
+
+def draw_run(run: Run, index: int, axes: tuple[Any, Any, Any], *, smoothing: int) -> Any:
+    """Draws a run's curves, and returns the line that stands for it in the legend."""
+    loss, lr, grad_norm = axes
+    colour = COLOURS[index % len(COLOURS)][0]
+    style = LINE_STYLES[DASHES[index // len(COLOURS) % len(DASHES)]]
+    steps, losses = run.steps["step"], run.steps["loss"]
+    (line,) = draw_line(loss, steps, smooth(losses, smoothing), color=colour, linestyle=style, linewidth=1.2, zorder=3)
+    if smoothing > 1:
+        draw_line(loss, steps, losses, color=colour, linewidth=0.4, alpha=0.3, zorder=2)
+    draw_line(lr, steps, run.steps["lr"], color=colour, linestyle=style, linewidth=0.9)
+    norms = smooth(run.steps["grad_norm"], smoothing)
+    draw_line(grad_norm, steps, norms, color=colour, linestyle=style, linewidth=0.9)
+    if len(run.validations):
+        loss.plot(
+            run.validations["step"], run.validations["loss"], ":o", color=colour, linewidth=0.9, markersize=3,
+            markerfacecolor="none", zorder=4,
+        )  # fmt: skip
+    return line
+
+
+def draw_line(axes: Any, x: Column, y: Column, **style: Any) -> Any:
+    """A curve, of which a long one has the lowest and the highest value of every group of points."""
+    starts = choose_starts(len(x), MOST_POINTS)
+    if len(starts) < len(x):
+        is_there = np.isfinite(y)
+        low = np.minimum.reduceat(np.where(is_there, y, np.inf), starts)
+        high = np.maximum.reduceat(np.where(is_there, y, -np.inf), starts)
+        x, y = np.repeat(x[starts], 2), np.stack([low, high], axis=1).ravel()
+    return axes.plot(x, np.where(np.isfinite(y), y, np.nan), **style)
+
+
+def smooth(values: Column, window: int) -> Column:
+    """An average of the steps around each, whose weights fall with their distance, as on the page."""
+    decay = (window - 1) / (window + 1)
+    is_there = np.isfinite(values)
+    sums, totals = np.zeros(len(values)), np.zeros(len(values))
+    for order in (range(len(values)), range(len(values) - 1, -1, -1)):
+        total = weighted = 0.0
+        for i in order:
+            if is_there[i]:
+                weighted, total = weighted * decay + values[i], total * decay + 1
+                sums[i], totals[i] = sums[i] + weighted, totals[i] + total
+    own = np.where(is_there, values, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(is_there, (sums - own) / (totals - 1), np.nan)

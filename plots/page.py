@@ -1,0 +1,76 @@
+"""The page of curves: what it is told of the runs, and its file."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pages.page import escape_json, make_page
+from plots.curves import count_points, describe_charts, describe_run, list_charts, list_omissions
+from plots.run_files import Run
+from plots.tables import compare_options, list_starts, summarise
+
+PAGE = Path(__file__).with_name("curves.html")
+STEPS_PER_WINDOW = 50  # of the longest run: how far curves are smoothed if nobody says
+SHORTEST_WINDOW = 3
+
+
+def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool) -> dict[str, Any]:
+    """What the page's script draws, as JSON."""
+    charts, max_points = list_charts(runs), count_points(runs)
+    differing, shared = compare_options(runs)
+    warnings = [warning for run in runs for warning in run.warnings]
+    written = f"{'Read' if is_live else 'Written'} on {time.strftime('%Y-%m-%d at %H:%M %Z')}."
+    return {
+        "title": make_title(runs),
+        "runs": [describe_run(run, i, charts, max_points=max_points) for i, run in enumerate(runs)],
+        "charts": describe_charts(charts),
+        "smoothing": choose_smoothing(runs) if smoothing is None else smoothing,
+        "tables": {
+            name: {"head": table.head, "rows": table.rows}
+            for name, table in {
+                "summary": summarise(runs),
+                "differing": differing,
+                "shared": shared,
+                "starts": list_starts(runs),
+            }.items()
+        },
+        "notes": [*warnings, *list_omissions(runs), written],
+        "is_live": is_live,
+        "version": make_version(runs),
+    }
+
+
+def make_title(runs: list[Run]) -> str:
+    if len(runs) == 1:
+        return runs[0].name
+    folder = Path(os.path.commonpath([os.path.abspath(run.path) for run in runs])).name
+    return f"{len(runs)} runs" + (f" in {folder}" if folder else "")
+
+
+def choose_smoothing(runs: list[Run]) -> int:
+    """Steps of the window: short for short runs."""
+    window = max(len(run.steps) for run in runs) // STEPS_PER_WINDOW
+    return next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW)
+
+
+def make_version(runs: list[Run]) -> str:
+    """Something else whenever some run has something new to show."""
+    return repr([run.version for run in runs])
+
+
+def make_curves_page(runs: list[Run], *, smoothing: int | None, is_live: bool = False) -> str:
+    """The page as HTML. ValueError if the chart library is not installed."""
+    page = describe_page(runs, smoothing=smoothing, is_live=is_live)
+    policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
+    parts = {"DATA": escape_json(page)}
+    return make_page(PAGE, parts, title=page["title"], library=load_library(), policy=policy)
+
+
+def load_library() -> str:
+    """Plotly's script, which the page brings along."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ValueError("a page of curves needs plotly: pip install 'mini-trainer[plots]'") from None
+    return get_plotlyjs()

@@ -1,0 +1,686 @@
+"""Curves of runs: what is read of files that may still be written, what of it is drawn, and how a browser shows it."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+from browser import Browser, needs_browser
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import ENV, ROOT, free_port, run
+from run_directories import make_sources, write_lines, write_run
+
+from command_line import find_plot_problems
+from options import PlotOptions
+from plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, choose_starts, thin
+from plots.figure import smooth, write_figure
+from plots.page import describe_page, make_curves_page
+from plots.run_files import MetricsReader, Run, name_runs, open_runs
+from plots.server import CurvesServer
+
+METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
+HOSTILE = "<img src=x onerror=alert(1)> $DATA$ \"quote' %{x} <b> &lt; \u202e _ü"
+
+
+def read_page(page: str) -> dict:
+    """What the page's script draws."""
+    found = re.search(r"<script id=data type=application/json>(.*?)</script>", page, flags=re.DOTALL)
+    return json.loads(found[1])
+
+
+def describe(*paths: Path, smoothing: int | None = None) -> dict:
+    return describe_page(open_runs(list(paths)), smoothing=smoothing, is_live=False)
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def find_chart(page: dict, key: str, *, of_validations: bool = False) -> dict | None:
+    charts = [chart for chart in page["charts"] if (chart["key"], chart["is_of_validations"]) == (key, of_validations)]
+    return charts[0] if charts else None
+
+
+# ---- reading
+
+
+def test_a_torn_line_is_read_when_it_is_whole_and_a_damaged_one_is_counted(tmp_path):
+    path = tmp_path / METRICS
+    path.write_text('{"step": 1, "loss": 3.5}\nnonsense\n{"loss": 1}\n[]\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
+    reader = MetricsReader(path, ("loss", "lr"))
+    reader.read()
+    assert reader["step"].tolist() == [1, 2] and reader.num_damaged == 3
+    assert reader["loss"][0] == 3.5 and math.isnan(reader["loss"][1]) and np.isnan(reader["lr"]).all()
+    with path.open("a") as file:
+        file.write('ss": 2.5, "lr": 1}\n')
+    reader.read()
+    assert reader["step"].tolist() == [1, 2, 3] and reader["loss"][2] == 2.5 and reader["lr"][2] == 1
+
+
+@pytest.mark.parametrize("num_later", [0, 1, 5])
+def test_a_file_that_a_resumed_run_has_cut_is_read_again(num_later, tmp_path):
+    path, reader = tmp_path / METRICS, MetricsReader(tmp_path / METRICS, ("loss",))
+    write_lines(path, [{"step": step, "loss": 1.0} for step in range(1, 10)])
+    reader.read()
+    write_lines(path, [{"step": step, "loss": 1.0 if step < 6 else 2.0} for step in range(1, 6 + num_later)])
+    reader.read()
+    assert reader["step"].tolist() == list(range(1, 6 + num_later))
+    assert reader["loss"].tolist() == [1.0] * 5 + [2.0] * num_later
+    path.unlink()
+    reader.read()
+    assert len(reader) == 0
+
+
+def test_of_a_step_that_is_there_twice_the_later_one_counts(tmp_path):
+    write_lines(tmp_path / METRICS, [{"step": step, "loss": loss} for step, loss in [(1, 5), (2, 4), (3, 3), (2, 1)]])
+    reader = MetricsReader(tmp_path / METRICS, ("loss",))
+    reader.read()
+    assert (reader["step"].tolist(), reader["loss"].tolist()) == ([1, 2], [5, 1])
+
+
+def test_sources_become_columns_also_where_they_come_late(tmp_path):
+    rows = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 2.0, "sources": {"web": {"loss": 3.0}, "code": {"loss": None}, "odd": 7}},
+        {"step": 3, "loss": 2.0, "sources": {"code": {"loss": 4.0}}},
+    ]
+    write_lines(tmp_path / METRICS, rows)
+    reader = MetricsReader(tmp_path / METRICS, ("loss",))
+    reader.read()
+    assert reader["source: web"][1] == 3.0 and np.isnan(reader["source: web"][[0, 2]]).all()
+    assert reader["source: code"][2] == 4.0 and np.isnan(reader["source: code"][:2]).all()
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/x/runs/a"], ["runs/a"]),
+        (["/x/runs/a", "/x/runs/b"], ["a", "b"]),
+        (["/x/a/run", "/x/b/run"], ["a", "b"]),
+        (["/x/a/run", "/x/b/c/run"], ["a", "b/c"]),
+        (["/x/a", "/x/a/b"], ["a", "b"]),
+        (["/x/a/b/a", "/x/a"], ["b/a", "a"]),
+    ],
+)
+def test_runs_have_the_names_that_tell_them_apart(paths, names):
+    assert name_runs(list(map(Path, paths))) == names
+
+
+def test_what_is_no_run_is_refused_with_what_could_be_meant(tmp_path):
+    write_run(tmp_path / "sweep" / "first run", num_steps=2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    paths = [tmp_path / name for name in ("sweep", "empty", "gone", "file", "sweep/first run", "sweep/first run")]
+    with pytest.raises(ValueError) as error:
+        open_runs(paths)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    assert "given more than once" in lines[0] and "did you mean" in lines[1] and "first run'" in lines[1]
+    assert "not a run's directory" in lines[2] and "no such directory" in lines[3] and "not a directory" in lines[4]
+
+
+def test_the_state_of_a_run(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=3, finished=False)
+    run = Run(path, "run")
+    assert run.describe_state() == "end not recorded"
+    (path / "exit.json").write_text(json.dumps({"code": 9, "name": "out_of_memory"}))
+    assert run.describe_state() == "out of memory (9)"
+    (path / ".lock").touch()
+    assert run.describe_state() == "running"
+    os.utime(path / ".lock", (1, 1))
+    assert run.describe_state() == "out of memory (9)"
+    (path / "exit.json").write_text("torn")
+    assert run.describe_state() == "no sign of life"
+    finished = Run(write_run(tmp_path / "finished", num_steps=3), "finished")
+    assert finished.describe_state() == "finished"
+
+
+# ---- what is drawn
+
+
+values_with_gaps = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300)
+
+
+@given(values=values_with_gaps, max_points=st.integers(1, 50))
+def test_thinning_keeps_extremes_and_means(values, max_points):
+    values = np.array(values)
+    starts = choose_starts(len(values), max_points)
+    points = thin(values, starts)
+    assert len(points["mean"]) == len(starts) == min(len(values), max_points)
+    if len(values) <= max_points:
+        means = [math.nan if mean is None else mean for mean in points.pop("mean")]
+        assert means == pytest.approx(values.tolist(), rel=1e-5, nan_ok=True) and points == {}
+        return
+    for i, (start, end) in enumerate(zip(starts, [*starts[1:], len(values)], strict=True)):
+        there = values[start:end][np.isfinite(values[start:end])]
+        expected = [there.min(), there.max(), there.mean()] if len(there) else [None] * 3
+        found = [points[name][i] for name in ("low", "high", "mean")]
+        assert found == [None if v is None else pytest.approx(v, rel=1e-5, abs=1e-4) for v in expected]
+
+
+def test_long_runs_stay_small_and_keep_their_spikes(tmp_path):
+    long = write_run(tmp_path / "long", num_steps=40_000)
+    rows = (long / METRICS).read_text().splitlines(keepends=True)
+    spike = json.loads(rows[23_456]) | {"loss": 77.0, "grad_norm": 4242.0}
+    rows[23_456] = json.dumps(spike) + "\n"
+    (long / METRICS).write_text("".join(rows))
+    short = write_run(tmp_path / "short", num_steps=50)
+    paths = [long, *(shutil.copytree(long, tmp_path / f"copy_{i}") for i in range(3)), short]
+    text = json.dumps(page := describe(*paths), separators=(",", ":"))
+    assert len(text) < 10 * NUMBERS_ON_PAGE + 100_000
+    loss = page["runs"][0]["curves"]["loss"]
+    assert max(loss["high"]) == 77.0 and max(page["runs"][0]["curves"]["grad_norm"]["high"]) == 4242.0
+    assert sum(page["runs"][0]["sizes"]) == 40_000 and page["runs"][0]["x"]["step"][-1] == 40_000
+    assert page["runs"][4]["sizes"] is None and list(page["runs"][4]["curves"]["loss"]) == ["mean"]
+    assert any("thinned to" in note for note in page["notes"])
+
+
+def test_the_page_has_the_numbers_of_the_files(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",), resumes=(20, 40))
+    page = read_page(make_curves_page(open_runs([path]), smoothing=7))
+    (shown,), rows, validations = page["runs"], read_rows(path / METRICS), read_rows(path / VALIDATIONS)
+    keys = [chart["key"] for chart in page["charts"] if not chart["is_of_validations"]]
+    assert keys == ["loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB"]
+    for key in keys:
+        assert shown["curves"][key]["mean"] == pytest.approx([row[key] for row in rows], rel=1e-5), key
+    assert shown["x"]["tokens"] == [row["total_tokens_accumulated"] for row in rows]
+    assert shown["x"]["samples"] == [row["total_samples_accumulated"] for row in rows]
+    assert shown["x"]["hours"] == pytest.approx([0.51 * row["step"] / 3600 for row in rows], rel=1e-5)
+    assert shown["validations"]["curves"]["loss"] == pytest.approx([row["loss"] for row in validations], rel=1e-5)
+    assert shown["validations"]["x"]["tokens"] == [8192 * row["step"] for row in validations]
+    assert validations[shown["validations"]["best"]]["loss"] == min(row["loss"] for row in validations)
+    assert shown["resumes"]["x"]["step"] == [20, 40] and shown["resumes"]["x"]["samples"] == [640, 1280]
+    assert [row[2] for row in page["tables"]["starts"]["rows"]] == ["0", "20", "40"]
+    assert page["smoothing"] == 7
+    summary = dict(zip(page["tables"]["summary"]["head"], page["tables"]["summary"]["rows"][0], strict=True))
+    assert (summary["state"], summary["steps"], summary["tokens"]) == ("finished", "60", "492 k")
+    assert summary["best validation"] == f"{min(row['loss'] for row in validations):.4f}"
+
+
+def test_charts_are_there_where_there_is_something_to_draw(tmp_path):
+    bare = write_run(tmp_path / "bare", num_steps=5)
+    rich = write_run(tmp_path / "rich", num_steps=30, sources=("web", "code"), sets=("a", "b"))
+    page = describe(bare)
+    assert not any(chart["is_of_validations"] or chart["section"] for chart in page["charts"])
+    both = describe(bare, rich)
+    titles = {section: {c["title"] for c in both["charts"] if c["section"] == section} for section in
+              ("Loss by source", "Validation loss by set")}  # fmt: skip
+    assert titles == {"Loss by source": {"web", "code"}, "Validation loss by set": {"a", "b"}}
+    assert find_chart(both, "token_accuracy", of_validations=True) and not find_chart(both, "mfu")
+    rows = [row | {"mfu": 0.4} for row in read_rows(bare / METRICS)]
+    write_lines(bare / METRICS, rows)
+    assert find_chart(describe(bare), "mfu")
+
+
+def test_of_many_sources_the_page_says_which_have_a_chart(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=30, sources=tuple(f"source {i}" for i in range(20)))
+    page = describe(path)
+    assert sum(chart["section"] == "Loss by source" for chart in page["charts"]) == 12
+    assert any(note.startswith("Of 20 sources, the 12") for note in page["notes"])
+
+
+def test_options_that_differ_and_those_that_are_shared(tmp_path):
+    first = write_run(tmp_path / "a", num_steps=2, options={"lr_scheduler": "cosine", "lora_target_modules": []})
+    second = write_run(tmp_path / "b", num_steps=2, options={
+        "lr_scheduler": "cosine", "learning_rate": 5e-5, "lora_target_modules": ["q_proj", "k_proj"],
+    })  # fmt: skip
+    params = json.loads((second / PARAMS).read_text())
+    params["identity"]["data"] = "b" * 64
+    (second / PARAMS).write_text(json.dumps(params))
+    tables = describe(first, second)["tables"]
+    assert tables["differing"]["rows"] == [
+        ["learning-rate", "0.001", "5e-5"],
+        ["lora-target-modules", "none", "q_proj k_proj"],
+        ["digest of data", "a" * 12, "b" * 12],
+    ]
+    assert tables["shared"]["rows"] == [["batch-size", "32"], ["lr-scheduler", "cosine"]]
+    (second / PARAMS).write_text("{")
+    page = describe(first, second)
+    assert page["tables"]["differing"]["rows"] == [] and any("is damaged" in note for note in page["notes"])
+
+
+def test_a_run_without_steps_and_damaged_files_have_a_page(tmp_path):
+    empty = write_run(tmp_path / "empty", num_steps=2)
+    (empty / METRICS).unlink()
+    page = describe(empty)
+    assert page["runs"][0]["x"]["step"] == [] and page["tables"]["summary"]["rows"][0][1] == "0"
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / METRICS).write_bytes(b'\xff\xfe\n{"step": 1}\n{"step": "2"}\n' + b"[" * 100_000 + b"\n")
+    (odd / PARAMS).write_text(json.dumps({"options": 3, "starts": [1, {"first_step": "x"}], "identity": []}))
+    page = describe(empty, odd)
+    assert page["runs"][1]["x"]["step"] == [1] and page["runs"][1]["curves"]["loss"]["mean"] == [None]
+    assert any("3 damaged lines left out" in note for note in page["notes"])
+
+
+class TagCounter(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        assert not {"src", "href", "onerror", "onclick"} & {name for name, _ in attributes}
+
+
+def test_nothing_in_a_name_becomes_a_part_of_the_page(tmp_path):
+    calm = write_run(tmp_path / "calm" / "run", num_steps=3, sources=("a", "b"))
+    hostile = write_run(tmp_path / HOSTILE / "run", num_steps=3, sources=(HOSTILE, "</script><script>alert(1)"),
+                        options={"data_path": "</script><script>alert(2)</script>"})  # fmt: skip
+    tags = []
+    for path in (calm, hostile):
+        page = make_curves_page(open_runs([path]), smoothing=None)
+        counter = TagCounter()
+        counter.feed(page)
+        tags.append(counter.tags)
+    assert tags[0] == tags[1] and tags[0].count("script") == 3
+    shown = read_page(page)
+    assert shown["runs"][0]["name"] == f"{HOSTILE}/run" and HOSTILE in {chart["title"] for chart in shown["charts"]}
+
+
+def to_lab(colours: list[str], simulation: np.ndarray) -> np.ndarray:
+    """OKLab x 100 (Ottosson 2020) of colours as `simulation` (Machado and others 2009) shows them."""
+    rgb = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    to_cones = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+    to_axes = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
+    seen = np.clip(linear @ simulation.T, 0, 1)
+    return 100 * np.cbrt(seen @ np.array(to_cones).T) @ np.array(to_axes).T
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_are_told_apart_with_any_colour_vision(theme):
+    simulations = {
+        "all": np.eye(3),
+        "no red": np.array([[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]),
+        "no green": np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]),
+        "no blue": np.array([[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]]),
+    }
+    for vision, simulation in simulations.items():
+        seen = to_lab([colours[theme] for colours in COLOURS], simulation)
+        distances = [np.linalg.norm(a - b) for a, b in combinations(seen, 2)]
+        assert min(distances) > 9, vision  # 2 is just noticed when side by side
+
+
+def test_runs_of_one_colour_have_other_dashes(tmp_path):
+    path = write_run(tmp_path / "run_0", num_steps=1)
+    paths = [path, *(shutil.copytree(path, tmp_path / f"run_{i}") for i in range(1, 15))]
+    looks = [(tuple(run["colours"]), run["dash"]) for run in describe(*paths)["runs"]]
+    assert len(set(looks)) == 15 < len(COLOURS) * len(DASHES)
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("window", [1, 2, 9])
+def test_a_smoothed_point_is_a_mean_of_those_around_it(window):
+    values = np.array([3.0, math.nan, 1.0, 4.0, 1.0, 5.0])
+    there = np.array([3.0, 1.0, 4.0, 1.0, 5.0])
+    decay = (window - 1) / (window + 1)
+    weights = np.array([[decay ** abs(i - j) for j in range(5)] for i in range(5)])
+    expected = weights @ there / weights.sum(axis=1)
+    assert smooth(values, window)[[0, 2, 3, 4, 5]] == pytest.approx(expected)
+    assert math.isnan(smooth(values, window)[1])
+
+
+@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG\r\n"), ("pdf", b"%PDF-"), ("svg", b"<?xml")])
+def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
+    first = write_run(tmp_path / "$a_$b$", num_steps=4000, sets=("held_out",))
+    second = write_run(tmp_path / "_c <x>", num_steps=30)
+    empty = write_run(tmp_path / "empty", num_steps=1)
+    (empty / METRICS).unlink()
+    target = tmp_path / f"plot.{ending}"
+    write_figure(target, open_runs([first, second, empty]), smoothing=10)
+    content = target.read_bytes()
+    assert content.startswith(start) and len(content) > 10_000
+    if ending == "svg":
+        text = content.decode()
+        assert all(f">{name}</text>" in text for name in ("$a_$b$", "_c &lt;x&gt;", "empty", "validation"))
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (dict(runs=()), "no run is given"),
+        (dict(), "nothing says where the curves go"),
+        (dict(output="x.jpg"), "must end in .html, .png, .svg or .pdf"),
+        (dict(output="x.html", follow=True), "no effect with --follow"),
+        (dict(output="x.html", port=80), "--port has no effect"),
+        (dict(follow=True, port=99999), "from 1 to 65535"),
+        (dict(follow=True, smoothing=0), "--smoothing 0"),
+    ],
+)
+def test_options_that_cannot_be_used(options, problem):
+    assert problem in "\n".join(find_plot_problems(PlotOptions(**(dict(runs=("a",)) | options))))
+    assert find_plot_problems(PlotOptions(runs=("a",), output="x.PNG")) == []
+
+
+def plot(*words: object) -> subprocess.CompletedProcess:
+    return run([sys.executable, "plot_metrics.py", *map(str, words)])
+
+
+def test_the_command_writes_a_page_and_says_where(tmp_path):
+    first, second = (write_run(tmp_path / name, num_steps=4) for name in ("a", "b c"))
+    with (second / METRICS).open("a") as file:
+        file.write("damaged\n{torn")
+    target = tmp_path / "my page.html"
+    done = plot(first, second, "--output", target)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"curves: {target.as_uri()}\n"
+    assert done.stderr == f"warning: {second / METRICS}: 1 damaged line left out\n"
+    page = target.read_text()
+    assert [shown["name"] for shown in read_page(page)["runs"]] == ["a", "b c"]
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone", "--output", "x.html"], "error: gone: there is no such directory"),
+        ([".", "--output", "x.html"], "error: .: not a run's directory"),
+        (["--output", "x.html"], "no run is given"),
+        (["a", "--ouput", "x.html"], "--output"),
+        (["a", "--output", "x.html", "--output", "y.html"], "given more than once: --output"),
+    ],
+)
+def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "plot_metrics.py", *words], cwd=tmp_path, env=ENV, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path):
+    path = write_run(tmp_path / "a", num_steps=2)
+    (tmp_path / "page.html").mkdir()
+    for output in (tmp_path / "gone" / "page.html", tmp_path / "page.html"):
+        done = plot(path, "--output", output)
+        assert done.returncode == 2 and f"--output {output}" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_the_libraries_the_message_says_what_to_install(tmp_path):
+    path = write_run(tmp_path / "a", num_steps=2)
+    (tmp_path / "missing").mkdir()
+    for name, ending in (("plotly", "html"), ("matplotlib", "png")):
+        (tmp_path / "missing" / f"{name}.py").write_text("raise ImportError")
+        command = [sys.executable, "plot_metrics.py", str(path), "--output", str(tmp_path / f"x.{ending}")]
+        done = run(command, env={"PYTHONPATH": f"{tmp_path / 'missing'}"})
+        assert done.returncode == 2 and name in done.stderr and "pip install 'mini-trainer[plots]'" in done.stderr
+
+
+# ---- following
+
+
+@pytest.fixture
+def server(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=20, finished=False)
+    with CurvesServer(open_runs([path]), port=0, smoothing=None) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def fetch(server: CurvesServer, path: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(server.address + path, headers=headers)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def add_steps(path: Path, first: int, last: int) -> None:
+    row = read_rows(path / METRICS)[-1]
+    rows = [row | {"step": step, "total_samples_accumulated": 32 * step} for step in range(first, last + 1)]
+    with (path / METRICS).open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
+    status, page = fetch(server, "")
+    data = read_page(page)
+    assert status == 200 and data["is_live"] and "connect-src 'self'" in page
+    version = urllib.request.quote(data["version"])
+    assert fetch(server, f"data?version={version}") == (204, "")
+    path = server.runs[0].path
+    add_steps(path, 21, 25)
+    status, text = fetch(server, f"data?version={version}")
+    assert status == 200 and json.loads(text)["runs"][0]["x"]["step"] == list(range(1, 26))
+    assert fetch(server, "etc/passwd")[0] == 404
+    assert fetch(server, "data", Host="evil.example")[0] == 403
+    shutil.rmtree(path)
+    status, text = fetch(server, "data")
+    assert status == 500 and "there is no such directory" in text and "Traceback" not in text
+
+
+def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
+    path, port = write_run(tmp_path / "run", num_steps=5), free_port()
+    command = [sys.executable, "plot_metrics.py", str(path), "--follow", "--port", str(port)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout.readline() == f"curves: http://127.0.0.1:{port}/ (Ctrl-C ends this)\n"
+        second = run(command)
+        assert second.returncode == 2 and f"--port {port}: cannot be had" in second.stderr
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
+    finally:
+        process.kill()
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    """Three runs: the first has everything, the second only its steps, the third an odd name, and goes on."""
+    folder = tmp_path_factory.mktemp("runs")
+    first = write_run(folder / "first", num_steps=400, sources=("web", "code"), sets=("a", "b"), resumes=(100,))
+    second = write_run(folder / "second", num_steps=300, seed=1, options={"learning_rate": 5e-4})
+    third = write_run(folder / HOSTILE, num_steps=200, seed=2, sources=("web",), finished=False)
+    (folder / "page.html").write_text(make_curves_page(open_runs([first, second, third]), smoothing=20))
+    return folder / "page.html"
+
+
+def open_page(browser: Browser, url: str, **window: object) -> None:
+    browser.open(url, **window)
+    browser.resize(window.get("width", 1280), browser.ask("document.documentElement.scrollHeight"))  # all charts near
+    browser.rest()
+    browser.wait_until("isDrawn() && near.size === data.charts.length")
+
+
+def settle(browser: Browser) -> None:
+    browser.rest()
+    browser.wait_until("isDrawn()")
+
+
+COUNT_TRACES = """Object.fromEntries(data.charts.map(chart =>
+    [idOf(chart), byId(idOf(chart)).querySelectorAll(".scatterlayer .trace").length]))"""
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_browser_draws_every_curve_and_asks_for_nothing(browser, page):
+    open_page(browser, page.as_uri())
+    assert browser.list_complaints() == []
+    assert browser.list_requests() == [page.as_uri()]
+    # Noisy curves are there twice, each step and smoothed; the first run has a line where it was resumed, everywhere.
+    assert browser.ask(COUNT_TRACES) == {
+        "s loss": 3 * 2 + 1 + 1, "v loss": 1 + 1, "v token_accuracy": 1 + 1, "s lr": 3 + 1, "s grad_norm": 3 * 2 + 1,
+        "s tokens_per_second": 3 * 2 + 1, "s peak_memory_usage_GB": 3 + 1, "s source: web": 2 * 2 + 1,
+        "s source: code": 2 + 1, "v set: a": 1 + 1, "v set: b": 1 + 1,
+    }  # fmt: skip
+    assert browser.ask("byId('title').textContent") == f"3 runs in {page.parent.name}"
+    names = browser.ask("[...document.querySelectorAll('#summary tr td:first-child')].map(cell => cell.textContent)")
+    assert names == ["first", "second", HOSTILE]
+    assert browser.ask("document.querySelectorAll('#differing tr').length") == 1 + 1
+    assert browser.ask("document.querySelectorAll('img').length") == 0
+    assert browser.ask("new Set([...document.querySelectorAll('[aria-pressed=true].run')]).size") == 3
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_run_that_is_hidden_is_hidden_on_all_charts(browser, page):
+    open_page(browser, page.as_uri())
+    before = browser.ask(COUNT_TRACES)
+    browser.ask("byId('runs').children[0].click()")
+    settle(browser)
+    hidden = browser.ask(COUNT_TRACES)
+    assert hidden == before | {
+        "s loss": 4, "v loss": 0, "v token_accuracy": 0, "s lr": 2, "s grad_norm": 4, "s tokens_per_second": 4,
+        "s peak_memory_usage_GB": 2, "s source: web": 2, "s source: code": 0, "v set: a": 0, "v set: b": 0,
+    }  # fmt: skip
+    assert browser.ask("byId('runs').children[0].getAttribute('aria-pressed')") == "false"
+    browser.ask("byId('runs').children[0].click()")
+    settle(browser)
+    assert browser.ask(COUNT_TRACES) == before
+    browser.ask("byId('runs').children[1].dispatchEvent(new MouseEvent('dblclick'))")
+    settle(browser)
+    assert browser.ask("visibleRuns().map(run => run.name)") == ["second"]
+    assert browser.ask(COUNT_TRACES)["s loss"] == 2
+
+
+@needs_browser
+@pytest.mark.slow
+def test_dark_follows_the_system_and_the_button(browser, page):
+    first_line = "document.querySelector('.first .scatterlayer .trace:last-child path').style.stroke"
+    back = "getComputedStyle(document.body).backgroundColor"
+    open_page(browser, page.as_uri())
+    light = [browser.ask(back), browser.ask(first_line)]
+    browser.set_dark(True)
+    settle(browser)
+    dark = [browser.ask(back), browser.ask(first_line)]
+    assert all(a != b for a, b in zip(light, dark, strict=True)) and light[0] == "rgb(247, 245, 240)"
+    browser.ask("byId('theme').click()")
+    settle(browser)
+    assert [browser.ask(back), browser.ask(first_line)] == light
+    browser.set_dark(False)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_smoothing_axes_and_zoom(browser, page):
+    open_page(browser, page.as_uri())
+    browser.ask("byId('smoothing').value = 0, byId('smoothing').dispatchEvent(new Event('input'))")
+    settle(browser)
+    assert browser.ask("byId('window').textContent") == "none" and browser.ask(COUNT_TRACES)["s loss"] == 3 + 1 + 1
+    ranges = "data.charts.map(chart => byId(idOf(chart)).layout.xaxis.range)"
+    assert all(low <= 0 and 400 < high < 420 for low, high in browser.ask(ranges))
+    browser.ask("byId('axes').children[1].click()")
+    settle(browser)
+    assert all(32 * 400 < high < 33 * 400 for _, high in browser.ask(ranges))
+    browser.ask("byId('axes').children[0].click()")
+    settle(browser)
+
+    # What is dragged over on one chart is what all of them show, and the scale is that of what is shown.
+    box = browser.ask("(({x, y, width, height}) => [x, y, width, height])"
+                      "(document.querySelector('.first .nsewdrag').getBoundingClientRect())")  # fmt: skip
+    middle = box[1] + box[3] / 2
+    browser.drag((box[0] + box[2] * 0.5, middle), (box[0] + box[2] * 0.75, middle))
+    browser.wait_until("view.x !== null")
+    settle(browser)
+    zoomed = browser.ask(ranges)
+    assert all(190 < low < 215 and 285 < high < 315 for low, high in zoomed)
+    assert browser.ask("byId('s loss').layout.yaxis.range[1]") < 3
+    browser.ask("byId('reset').click()")
+    settle(browser)
+    assert all(high > 400 for _, high in browser.ask(ranges)) and browser.ask("byId('reset').disabled")
+    browser.ask("document.querySelector('.first .log').click()")
+    settle(browser)
+    assert browser.ask("byId('s loss').layout.yaxis.type") == "log"
+    assert browser.list_complaints() == []
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_narrow_window_has_no_need_to_scroll_sideways(browser, page):
+    open_page(browser, page.as_uri(), width=400)
+    assert browser.ask("document.documentElement.scrollWidth") <= 400
+    widths = browser.ask("[...document.querySelectorAll('.plot .main-svg')].map(plot => plot.clientWidth)")
+    assert widths and all(300 < width < 400 for width in widths)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
+    path = write_run(tmp_path / "run", num_steps=5000)
+    rows = read_rows(path / METRICS)
+    rows[3210]["loss"] = 50.0
+    write_lines(path / METRICS, rows)
+    target = tmp_path / "page.html"
+    target.write_text(make_curves_page(open_runs([path]), smoothing=1))
+    open_page(browser, target.as_uri())
+    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').data[0])")
+    assert len(xs) < 2500 and max(ys) == 50.0 and abs(xs[ys.index(50.0)] - 3211) < 10
+    browser.ask("view.x = [3200, 3220], drawAll()")
+    settle(browser)
+    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').data[0])")
+    assert xs == list(range(3199, 3222)) and xs[ys.index(50.0)] == 3211
+    # The script's smoothing is that of the picture.
+    browser.ask("view.window = 10")
+    smoothed = browser.ask("smoothed(data.runs[0], 'loss')")
+    assert smoothed == pytest.approx(smooth(np.array([row["loss"] for row in rows]), 10).tolist(), rel=1e-4)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_pages_of_a_run_without_steps_and_of_one_step(browser, tmp_path):
+    empty = write_run(tmp_path / "empty", num_steps=1)
+    (empty / METRICS).unlink()
+    one = write_run(tmp_path / "one", num_steps=1)
+    for path, is_empty in ((empty, True), (one, False)):
+        target = tmp_path / "page.html"
+        target.write_text(make_curves_page(open_runs([path]), smoothing=None))
+        open_page(browser, target.as_uri())
+        assert browser.list_complaints() == []
+        assert browser.ask("byId('empty').checkVisibility()") == is_empty
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_followed_page_grows_without_losing_its_place(browser, server):
+    open_page(browser, server.address)
+    browser.ask("view.x = [5, 15], view.window = 5, drawAll()")
+    settle(browser)
+    path = server.runs[0].path
+    add_steps(path, 21, 60)
+    rows = read_rows(path / METRICS)
+    row = rows[-1] | {"step": 61, "sources": make_sources(61, ("web", "code", "x"), 1.0, random.Random(0))}
+    with (path / METRICS).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    browser.wait_until("data.runs[0].x.step.length === 61")
+    settle(browser)
+    assert browser.ask("[view.x, view.window, byId('s loss').layout.xaxis.range]") == [[5, 15], 5, [5, 15]]
+    assert browser.ask("document.querySelectorAll('.plot').length") == 5 + 3
+    assert "following" in browser.ask("byId('live').textContent")
+    assert browser.list_complaints() == []
+    shutil.rmtree(path)
+    browser.wait_until("byId('live').className === 'lost'")
+    assert "there is no such directory" in browser.ask("byId('live').textContent")

@@ -1,0 +1,127 @@
+"""The experts' auxiliary loss: transformers' own over one sequence at a time, however the batch is divided."""
+
+import pytest
+import torch
+from forked import run_forked
+from in_process import train_here, train_on
+from processes import flags
+from small_runs import OPTIONS, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, build, compile_by, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
+
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from sampler import draw_samples
+
+pytestmark = pytest.mark.slow
+
+COEFFICIENT, STEPS = 0.1, 4
+SHAPE = dict(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=256)  # fmt: skip
+MODELS = {
+    "mixtral": FAMILIES["mixtral"],
+    "gpt_oss": FAMILIES["gpt_oss_sinks"],
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, intermediate_size=64, moe_intermediate_size=16, num_experts=6,
+                                num_experts_per_tok=3, mlp_only_layers=[0]),
+    "olmoe": OlmoeConfig(**SHAPE, intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory) -> str:
+    """One of the samples has no target: it does not count."""
+    samples = make_samples(20, vocab_size=VOCAB_SIZE)
+    samples[3] = (samples[3][0], [-100] * len(samples[3][0]))
+    return str(write_samples(tmp_path_factory.mktemp("data") / "data.arrow", samples))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(save_tokenizer(save_model(config, root / name))) for name, config in MODELS.items()}
+
+
+def options_of(model: str, data_path: str) -> dict:
+    options = OPTIONS | dict(
+        model_name_or_path=model, data_path=data_path, max_steps=STEPS, save_final_checkpoint=False
+    )
+    return options | dict(router_aux_loss=COEFFICIENT, min_samples_per_checkpoint=10**6, adam_eps=1e-6)
+
+
+def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[float], list[float]]:
+    """By transformers alone, a sequence at a time: losses, auxiliary losses, gradient norms."""
+    data = Mixture([TokenizedData(data_path)])
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").train()
+    params = list(model.parameters())
+    groups = [dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
+              dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0)]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=OPTIONS["learning_rate"], betas=(0.9, 0.95), eps=1e-6)
+    losses, router_losses, norms = [], [], []
+    for step in range(STEPS):
+        size = OPTIONS["batch_size"]
+        batch = [data.read(row)[:2] for row in draw_samples(data, seed=42, start=step * size, count=size).tolist()]
+        batch = [tuple(torch.tensor(array.astype(int)) for array in sample) for sample in batch]
+        counted = [(ids, labels) for ids, labels in batch if (labels[1:] != -100).any()]
+        num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in counted)
+        num_tokens = sum(len(ids) for ids, _ in counted)
+        losses.append(0.0), router_losses.append(0.0)
+        for ids, labels in counted:
+            outputs = model(input_ids=ids[None], use_cache=False, output_router_logits=True)
+            loss = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[1:], reduction="sum") / num_targets
+            router_loss = outputs.aux_loss * len(ids) / num_tokens
+            (loss + COEFFICIENT * router_loss).backward()
+            losses[-1] += loss.item()
+            router_losses[-1] += router_loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, router_losses, norms
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
+    train_here(world, **options_of(paths[name], data_path), output_dir=str(tmp_path / "run"))
+    rows, (losses, router_losses, norms) = read_rows(tmp_path / "run"), train_plainly(paths[name], data_path)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["router_aux_loss"] for row in rows] == pytest.approx(router_losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
+    assert all(0.2 < row["expert_balance"] <= 1 for row in rows)
+
+
+def test_neither_ranks_nor_caps_nor_how_it_is_computed_change_it(paths, data_path, world, tmp_path, monkeypatch):
+    """The last layout has ranks with nothing to do."""
+    layouts = {
+        "one": (1, {}),
+        "small": (1, dict(max_tokens_per_gpu=41, activation_checkpointing="none")),
+        "two": (2, dict(max_tokens_per_gpu=50, activation_checkpointing="selective")),
+        "four": (4, dict(max_tokens_per_gpu=300, sharding="hybrid", shard_size=2)),
+    }
+    rows = {}
+    for layout, (num_ranks, changes) in layouts.items():
+        train_on(num_ranks, world, **options_of(paths["mixtral"], data_path) | changes, output_dir=tmp_path / layout)
+        rows[layout] = read_rows(tmp_path / layout)
+    compile_by("eager", monkeypatch)
+    train_here(world, **options_of(paths["mixtral"], data_path), compile=True, output_dir=str(tmp_path / "compiled"))
+    rows["compiled"] = read_rows(tmp_path / "compiled")
+    for layout in rows:
+        for row, expected in zip(rows[layout], rows["one"], strict=True):
+            for key in ("loss", "router_aux_loss", "grad_norm", "expert_balance"):
+                assert row[key] == pytest.approx(expected[key], rel=1e-4), (layout, key)
+
+
+def test_the_models_config_decides_where_the_option_does_not(data_path, world, tmp_path):
+    config = MODELS["olmoe"].__class__(**MODELS["olmoe"].to_dict() | dict(output_router_logits=True))
+    path = save_tokenizer(save_model(config, tmp_path / "model"))
+    options = options_of(str(path), data_path) | dict(max_steps=1)
+    for name, asked in (("config", None), ("none", 0.0)):
+        train_here(world, **options | dict(router_aux_loss=asked), output_dir=str(tmp_path / name))
+    assert "router_aux_loss" in read_rows(tmp_path / "config")[0]
+    assert "router_aux_loss" not in read_rows(tmp_path / "none")[0]
+    assert build(path, world).router_aux_loss == config.router_aux_loss_coef
+
+
+def test_models_without_experts_are_refused_by_name(data_path, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "model"))
+    result = run_forked(0, "train.py", *flags(**options_of(str(path), data_path), output_dir=tmp_path / "run"))
+    assert result.returncode == 2 and "no auxiliary loss of experts for model type 'qwen3'" in result.stderr
