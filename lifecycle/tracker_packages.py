@@ -101,11 +101,11 @@ class MLflow:
     """
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
-        for name in ("mlflow", "alembic"):  # they tell at length how they make their tables
-            logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.entities import RunTag
 
+        for name in ("mlflow", "alembic"):  # they tell at length how they make their tables
+            logging.getLogger(name).setLevel(logging.WARNING)
         self.client = MlflowClient()
         self.run_id = self._find(run.known.get("run_id"))
         self.last_steps = {key: self._last_step(key) for key in ("train/loss", "validation/loss")}
