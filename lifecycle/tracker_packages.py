@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.record import PARAMS_FILE
-from lifecycle.trackers import Entry, KnownRuns, TrackedRun, Tracker, Trackers, read_earlier
+from lifecycle.trackers import EarlierSteps, Entry, KnownRuns, TrackedRun, Tracker, Trackers
 from options import TrackingOptions, TrainOptions, flatten_options
 from ranks.ending import log
 
@@ -101,11 +101,11 @@ class MLflow:
     """
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
-        for name in ("mlflow", "alembic"):  # they tell at length how they make their tables
-            logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.entities import RunTag
 
+        for name in ("mlflow", "alembic"):  # they tell at length how they make their tables
+            logging.getLogger(name).setLevel(logging.WARNING)
         self.client = MlflowClient()
         self.run_id = self._find(run.known.get("run_id"))
         self.last_steps = {key: self._last_step(key) for key in ("train/loss", "validation/loss")}
@@ -215,7 +215,7 @@ def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
     if not options.tracking.track:
         return []
     start = json.loads((output_dir / PARAMS_FILE).read_text())
-    known = KnownRuns(output_dir)
+    known, earlier = KnownRuns(output_dir), EarlierSteps(output_dir)
     facts = {"host": socket.gethostname(), "output_dir": str(output_dir.absolute())} | {
         key: start[key] for key in FACTS
     }
@@ -229,7 +229,7 @@ def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
             first_step=start["first_step"],
             options=values,
             facts=facts,
-            read_earlier=functools.partial(read_earlier, output_dir, start["first_step"]),
+            read_earlier=earlier.read,
             known=known.runs.get(title, {}),
             keep=functools.partial(known.keep, title),
         )

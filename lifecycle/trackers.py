@@ -49,7 +49,7 @@ class TrackedRun:
     first_step: int  # taken before this start
     options: dict[str, Any]  # by name, JSON
     facts: dict[str, Any]  # host, directory, versions, devices: JSON
-    read_earlier: Callable[[int], Iterator[Entry]]  # of the metrics files, from a step up to `first_step`
+    read_earlier: Callable[[int], Iterator[Entry]]  # from a step on, what the metrics files have of earlier starts
     known: dict[str, str]  # what `keep` was given by an earlier start; empty in the first
     keep: Callable[[dict[str, str]], None]  # writes down what the next start needs to go on with the tracker's run
 
@@ -190,20 +190,26 @@ def name_parts(group: str, values: dict[str, Any]) -> dict[str, float]:
     return keep_numbers({f"{group}/{name}": value for name, value in values.items()})
 
 
-def read_earlier(output_dir: Path, first_step: int, from_step: int) -> Iterator[Entry]:
-    """The metrics files' steps and validations from `from_step` to `first_step`, in order."""
-    paths = {output_dir / METRICS_FILE: name_step_metrics, output_dir / VALIDATION_FILE: name_validation_metrics}
-    streams = [read_entries(path, function) for path, function in paths.items() if path.exists()]
-    for step, values in heapq.merge(*streams, key=lambda entry: entry[0]):
-        if step > first_step:
-            return
-        if step >= from_step:
-            yield step, values
+class EarlierSteps:
+    """What the metrics files have when the run starts; what this start adds to them comes through the queue."""
+
+    def __init__(self, output_dir: Path):
+        paths = {output_dir / METRICS_FILE: name_step_metrics, output_dir / VALIDATION_FILE: name_validation_metrics}
+        self.parts = [(path, path.stat().st_size, naming) for path, naming in paths.items() if path.exists()]
+
+    def read(self, first_step: int) -> Iterator[Entry]:
+        """Steps and validations from `first_step` on, in order."""
+        entries = heapq.merge(*(read_entries(*part) for part in self.parts), key=lambda entry: entry[0])
+        return (entry for entry in entries if entry[0] >= first_step)
 
 
-def read_entries(path: Path, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
-    with path.open(encoding="utf-8") as lines:
+def read_entries(path: Path, size: int, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
+    """The lines of the first `size` bytes."""
+    with path.open("rb") as lines:
         for line in lines:
+            size -= len(line)
+            if size < 0:
+                return
             metrics = json.loads(line)
             yield metrics["step"], name_metrics(metrics)
 

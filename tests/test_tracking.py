@@ -303,7 +303,7 @@ def test_a_queue_that_is_full_leaves_out_what_comes_and_says_so_once(follow, mon
 
 def test_a_run_with_a_tracker_that_hangs_ends_as_it_would_without(world, tracked, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.2)
-    troubles = dict(wandb=dict(start="hangs"), trackio=dict(log="hangs"), mlflow=dict(start=OSError()))
+    troubles = dict(wandb=dict(start="hangs"), trackio={"first log": "hangs"}, mlflow=dict(start=OSError()))
     for name in troubles:
         monkeypatch.setitem(PACKAGES, name, lambda name=name: Standin(**troubles[name]))
     options = tracked.options | dict(output_dir=str(tmp_path / "run"), track=tuple(troubles), max_steps=2)

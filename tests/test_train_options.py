@@ -227,6 +227,11 @@ TESTED_ELSEWHERE = {
     "validate_at_epoch",
     "export_best",
     "early_stopping_patience",
+    "track",  # these three: test_tracking.py
+    "track_project",
+    "track_name",
+    "push_to_hub",  # these two: test_model_card.py
+    "hub_private",
     "async_checkpoint",  # these: test_resume.py
     "resume",
     "allow_changed_options",
