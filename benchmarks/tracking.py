@@ -68,20 +68,18 @@ def make_state(args: argparse.Namespace, directory: Path, world: World) -> tuple
     return build_state(directory / "model", make_options(), world), make_batch(rows, world=world)
 
 
-def time_steps(take_step: Callable[[], object], trackers: Trackers | None, steps: range) -> tuple[list[float], float]:
+def time_steps(take_step: Callable[[], object], told: list[Trackers], steps: range) -> tuple[list[float], float]:
     """Wall seconds of each step with telling the trackers of it, and the process's CPU seconds a step."""
     seconds, cpu = [], time.process_time()
     for step in steps:
         start = time.monotonic()
         take_step()
-        if trackers is not None:
-            metrics = dict.fromkeys(StepMetrics.__dataclass_fields__, 1.0)
-            trackers.write(metrics | dict(step=step))
+        for trackers in told:
+            trackers.write(dict.fromkeys(StepMetrics.__dataclass_fields__, 1.0) | dict(step=step))
         seconds.append(time.monotonic() - start)
-    if trackers is not None:
-        while any(thread.queue.qsize() for thread in trackers.threads):
-            time.sleep(0.05)
-        time.sleep(SECONDS_TO_SETTLE)
+    while any(thread.queue.qsize() for trackers in told for thread in trackers.threads):
+        time.sleep(0.05)
+    time.sleep(SECONDS_TO_SETTLE if told else 0.0)
     return seconds, (time.process_time() - cpu) / len(steps)
 
 
@@ -104,17 +102,18 @@ def main() -> None:
         def take_step() -> None:
             train_step(state, batch, options, lr=1e-5)
 
-        arms: dict[str, Trackers | None] = {"none": None}
-        arms |= {name: start_trackers([name], directory) for name in args.trackers}
-        wait_until_started({name: trackers for name, trackers in arms.items() if trackers is not None})
+        sinks = {name: start_trackers([name], directory) for name in args.trackers}
+        arms = {"none": []} | {name: [trackers] for name, trackers in sinks.items()} | {"all": list(sinks.values())}
+        wait_until_started(sinks)
         for _ in range(3):
             take_step()
         wall = {arm: [] for arm in arms}
         cpu = {arm: [] for arm in arms}
-        for i in range(args.rounds):
-            for arm, trackers in arms.items():
-                steps = range(1 + i * args.steps, 1 + (i + 1) * args.steps)
-                seconds, cpu_seconds = time_steps(take_step, trackers, steps)
+        first = 1
+        for _ in range(args.rounds):
+            for arm, told in arms.items():
+                first += args.steps
+                seconds, cpu_seconds = time_steps(take_step, told, range(first, first + args.steps))
                 wall[arm] += seconds
                 cpu[arm].append(cpu_seconds)
         print("| trackers | step, median | of none | CPU a step, with the trackers' threads | of none |")
@@ -123,9 +122,8 @@ def main() -> None:
             step, used = statistics.median(wall[arm]), statistics.median(cpu[arm])
             base, base_used = statistics.median(wall["none"]), statistics.median(cpu["none"])
             print(f"| {arm} | {1e3 * step:.1f} ms | {step / base:.3f} | {1e3 * used:.1f} ms | {used / base_used:.3f} |")
-        for trackers in arms.values():
-            if trackers is not None:
-                trackers.close()
+        for trackers in sinks.values():
+            trackers.close()
     dist.destroy_process_group()
 
 

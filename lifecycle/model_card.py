@@ -111,7 +111,7 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
         yield "\n" + table(("made from", "SHA-256"), rows)
     if inputs.validation_data is not None:
         names = ", ".join(f"`{name}`" for name in inputs.validation_data.names)
-        yield f"\nValidation data, which is not trained on: {names}."
+        yield f"\nValidation data: {names}."
 
 
 def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from command_line import find_problems
 from lifecycle import hub as hub_module
 from lifecycle.hub import Uploads
-from lifecycle.model_card import MAX_POINTS, draw_curve
+from lifecycle.model_card import MAX_POINTS, describe_data, draw_curve
 from options import HubOptions, TrainOptions, group_options
 
 TOKEN = "hf_aTokenThatNobodyMaySee"
@@ -83,7 +83,16 @@ def test_a_card_is_true_to_its_run(pushed):
         assert {"README.md", "loss_curve.svg"} <= listed.keys()
     best = min(read_rows(pushed.run / "validation_metrics_0.jsonl"), key=lambda row: row["loss"])
     row = f"| best | {best['step']} | {best['loss']:.4f} | {best['perplexity']:.3f} | {best['token_accuracy']:.2%} |"
-    assert row in card.text and "not trained on: `held_out`" in card.text
+    assert row in card.text and "Validation data: `held_out`." in card.text
+
+
+def test_a_card_names_the_files_that_data_was_made_from_without_their_directories():
+    source = SimpleNamespace(lengths=np.array([3, 4]), kept=np.array([1]))
+    sidecar = dict(sources=[dict(file="/home/me/rows.jsonl", format="messages", sha256="ab12")])
+    data = SimpleNamespace(names=["rows"], sources=[source], shares=[1.0])
+    inputs = SimpleNamespace(data=data, sidecars=[sidecar], validation_data=None)
+    text = "\n".join(describe_data(inputs, dict(identity=dict(data="cd34"))))
+    assert "| `rows` | 1 | 4 | 100.0% |" in text and "| `rows.jsonl` | `ab12` |" in text and "/home" not in text
 
 
 def test_the_curve_is_that_of_the_losses(pushed):
