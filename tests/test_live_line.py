@@ -77,7 +77,8 @@ def test_a_run_without_an_end_counts_its_steps(sit_down):
     line = LiveLine(first_step=3, num_steps=None)
     line.write(STEP)
     line.close()
-    assert "step 4, loss 2.0000  1,234 tokens/s" in read_screen(read_terminal())[-2]
+    (shown,) = [text for text in read_screen(read_terminal()) if text]
+    assert shown == "step 4, loss 2.0000  1,234 tokens/s"
 
 
 @pytest.mark.parametrize("reason", ["no terminal", "another rank", "--logging-level WARNING"])
