@@ -1,6 +1,6 @@
 """Trackers (wandb, TensorBoard, MLflow, trackio) as one sink: each has a thread and a bounded queue of its own.
 
-Whatever a tracker does, fail, hang or be slow, is told once and costs training nothing (docs/tracking.md).
+Whatever a tracker does, fail, hang or be slow, is told once, and training does not wait for it (docs/tracking.md).
 """
 
 import hashlib

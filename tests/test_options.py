@@ -166,7 +166,7 @@ FLAGS_OF_OTHERS = {
     "help",
     *("nproc-per-node", "nnodes", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),  # torchrun
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
-    "revision",  # hf upload
+    *("revision", "logdir"),  # hf upload, tensorboard
     *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
 }
 
