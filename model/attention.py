@@ -115,12 +115,11 @@ def attend_sdpa(
     for q, k, v in split_sequences(query, key, value, micro_batch.seq_lengths):
         length = q.shape[2]
         mask = None if window is None or length <= window else causal_mask(length, window, q.device)
-        outputs.append(
-            scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=True
-            )
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=True
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1)  # contiguous, since some models take views of it
 
 
 @torch.compiler.disable
@@ -139,8 +138,8 @@ def attend_eager(
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : q.shape[2]]
-        outputs.append(torch.dropout(probabilities, dropout, train=dropout > 0) @ v)
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        outputs.append((torch.dropout(probabilities, dropout, train=dropout > 0) @ v).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
 
 
 def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list[int]) -> zip:
