@@ -116,7 +116,7 @@ def assume_costs(flops: FlopCount, *, sustained: float, fixed: float, recompute:
     """Costs from FLOPs at `sustained` FLOP/s; with full activation checkpointing, blocks run forward twice."""
     assert set(flops.windows) == {None}, "layers with a window"
     again = 4 / 3 if recompute else 1.0
-    per_pair = again * flops.per_pair * len(flops.windows) / sustained
+    per_pair = again * sum(flops.per_pair) / sustained
     return Costs(fixed, again * flops.per_token / sustained, flops.per_loss_token / sustained, per_pair)
 
 

@@ -115,12 +115,11 @@ def attend_sdpa(
     for q, k, v in split_sequences(query, key, value, micro_batch.seq_lengths):
         length = q.shape[2]
         mask = None if window is None or length <= window else causal_mask(length, window, q.device)
-        outputs.append(
-            scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=True
-            )
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=True
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1)  # contiguous, since some models take views of it
 
 
 @torch.compiler.disable
@@ -139,8 +138,8 @@ def attend_eager(
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : q.shape[2]]
-        outputs.append(torch.dropout(probabilities, dropout, train=dropout > 0) @ v)
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        outputs.append((torch.dropout(probabilities, dropout, train=dropout > 0) @ v).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
 
 
 def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list[int]) -> zip:
@@ -182,6 +181,13 @@ def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
     return features
 
 
+def list_head_sizes(config: PreTrainedConfig) -> list[int]:
+    """The sizes of each layer's heads, or of all layers' in one."""
+    # Gemma 4's way is a config for each layer: the model's own has no head_dim to ask for.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
+
+
 def find_obstacle(
     name: str, needed: set[str], *, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> str | None:
@@ -198,11 +204,11 @@ def find_obstacle(
         return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name(device)}"
     if getattr(config, "v_head_dim", None) is not None:
         return "needs one head size for queries, keys and values"
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if (largest := max(head_size, getattr(config, "global_head_dim", None) or 0)) > MAX_HEAD_SIZE:
+    head_sizes = list_head_sizes(config)
+    if (largest := max(*head_sizes, getattr(config, "global_head_dim", None) or 0)) > MAX_HEAD_SIZE:
         return f"allows heads of at most {MAX_HEAD_SIZE}, this model's have {largest}"
-    if name == "varlen" and head_size % 8 != 0:
-        return f"allows heads whose size is a multiple of 8, this model's have {head_size}"
+    if name == "varlen" and any(size % 8 != 0 for size in head_sizes):
+        return f"allows heads whose size is a multiple of 8, this model's have {', '.join(map(str, head_sizes))}"
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     return None

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
 from model.attention import choose_backend, register_backends, registered_name
-from model.blocks import find_blocks
+from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
 from model.sharding import apply_fsdp
@@ -66,10 +66,12 @@ def make_meta_model(
     compute_dtype, mode = choose_compute_dtype(compute, device), compute.activation_checkpointing
     with torch.device("meta"):
         model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+    model.to("meta")  # the parameters that a model makes in a way that knows no default device (DiffLlama)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     if compute.use_liger_kernels:
         apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
+    hand_micro_batch_on(blocks)
     if compute.float8:
         apply_float8(blocks, device)
     if mode == "selective":

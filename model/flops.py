@@ -6,6 +6,9 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig
 
+from model.attention import list_head_sizes
+from model.blocks import find_blocks
+
 
 @dataclass(frozen=True)
 class FlopCount:
@@ -18,7 +21,7 @@ class FlopCount:
 
     per_token: float
     per_loss_token: float
-    per_pair: float  # a query and a key that it sees, in one layer
+    per_pair: tuple[float, ...]  # a query and a key that it sees, in each layer
     windows: tuple[int | None, ...]  # of each layer's attention; None: no window
 
     def of_batch(self, lengths: np.ndarray, num_loss_tokens: int) -> float:
@@ -28,13 +31,17 @@ class FlopCount:
         for window in set(self.windows):
             seen = lengths if window is None else np.minimum(lengths, window)
             num_pairs = (seen * (lengths - seen / 2)).sum()
-            flops += self.windows.count(window) * self.per_pair * num_pairs
+            flops += self.sum_per_pair(window) * num_pairs
         return flops
+
+    def sum_per_pair(self, window: int | None) -> float:
+        """FLOPs of a query and a key that it sees, over all layers with this window."""
+        return sum(cost for cost, of_layer in zip(self.per_pair, self.windows, strict=True) if of_layer == window)
 
     @property
     def attention_cost(self) -> float:
         """c in a sequence's cost L + c·L², for the packer; layers with a window grow with L alone."""
-        return self.windows.count(None) * self.per_pair / 2 / self.per_token
+        return self.sum_per_pair(None) / 2 / self.per_token
 
 
 def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
@@ -42,20 +49,23 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     head = model.get_output_embeddings()
     outside = {id(head.weight)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    active = (getattr(config, "num_experts_per_tok", None) or 1) / num_experts
+    num_active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+    active = num_active / num_experts
     matrices = 0.0  # FLOPs per token
     for param in model.parameters():
         if param.ndim >= 2 and id(param) not in outside:
             share = active if param.ndim == 3 else 1  # experts are stored as one 3-D tensor
             matrices += param.numel() * share * (6 if param.requires_grad else 4)
     matrices += sum(4 * getattr(module, "weight_numel", 0) for module in model.modules())  # packed ones, of methods
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    num_layers = max(getattr(config, "num_hidden_layers", 0), len(find_blocks(model)))
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    head_sizes = list_head_sizes(config)
+    if len(head_sizes) == 1:
+        head_sizes *= len(layer_types)
     return FlopCount(
         per_token=matrices,
         per_loss_token=(6 if head.weight.requires_grad else 4) * head.weight.numel(),
-        per_pair=12 * num_heads * head_dim,
+        per_pair=tuple(12 * config.num_attention_heads * size for size in head_sizes),
         windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
     )

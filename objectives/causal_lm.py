@@ -118,7 +118,8 @@ class PackedCausalLM(nn.Module):
         config = model.config
         self.softcap = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
-        self.logit_scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        scale = getattr(config, "logit_scale", None)
+        self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
         self.fuses_loss = fuses_loss
         self.router_aux_loss = router_aux_loss
         self.router_loss: Tensor | None = None

@@ -13,11 +13,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    CohereCompassTextConfig,
+    DiffLlamaConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPTJConfig,
+    JetMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    NemotronConfig,
     Qwen3NextConfig,
     StableLmConfig,
 )
@@ -45,9 +50,31 @@ def full_gradients(model) -> dict[str, torch.Tensor]:
     return {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Models of which something is unlike all of FAMILIES.
+OTHERS = {
+    "jetmoe_takes_views": JetMoeConfig(**SHAPE | dict(num_attention_heads=2), kv_channels=8, num_local_experts=4),
+    "diffllama_makes_parameters_by_itself": DiffLlamaConfig(**SHAPE),
+    "cohere_compass_has_no_scale": CohereCompassTextConfig(
+        **SHAPE, rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    ),
+    "stablelm_hands_nothing_on": StableLmConfig(**SHAPE),
+    "nemotron_hands_nothing_on": NemotronConfig(**SHAPE, head_dim=8),
+    "gemma4_shares_keys": Gemma4TextConfig(
+        **SHAPE | dict(num_hidden_layers=4, initializer_range=0.1), head_dim=8, global_head_dim=16, sliding_window=5, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    "gemma4_mixture": Gemma4TextConfig(
+        **SHAPE, head_dim=8, global_head_dim=16, sliding_window=5, hidden_size_per_layer_input=0, num_experts=4,
+        layer_types=["sliding_attention", "full_attention"], top_k_experts=2, moe_intermediate_size=24,
+        enable_moe_block=True, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=5.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES | OTHERS)
 def test_packed_loss_and_gradients_are_those_of_padded_transformers(family, world, tmp_path):
-    path = save_model(FAMILIES[family], tmp_path)
+    path = save_model((FAMILIES | OTHERS)[family], tmp_path)
     samples = make_samples()
     model = build(path, world)
     check(model, world)
@@ -73,7 +100,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_transformers(family, worl
     for name, gradient in gradients.items():
         assert gradient.norm() > 0, name
         error = (gradient - references[name]).norm() / references[name].norm()
-        assert error <= 1e-5, f"{name}: relative error {error:.1e}"
+        assert error <= (1e-5 if family in FAMILIES else 1e-4), f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,12 +121,16 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         ("llama_tied_bias", dict(activation_checkpointing="full")),
         ("llama_tied_bias", dict(attention="eager")),
         ("mistral_window", dict(attention="eager")),
+        ("stablelm_hands_nothing_on", dict(activation_checkpointing="full")),
+        ("nemotron_hands_nothing_on", dict(activation_checkpointing="selective")),
+        ("gemma4_shares_keys", dict(activation_checkpointing="full")),
         pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
+        pytest.param("stablelm_hands_nothing_on", dict(compile=True), marks=pytest.mark.slow),
     ],
 )
 def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path, monkeypatch):
     compile_by("eager", monkeypatch)
-    path = save_model(FAMILIES[family], tmp_path)
+    path = save_model((FAMILIES | OTHERS)[family], tmp_path)
     results = []
     for options in ({}, change):
         model = build(path, world, **options)
@@ -120,7 +151,6 @@ REFUSED = {
         "linear_attention",
     ),
     "gptj": (GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "cannot be replaced"),
-    "stablelm": (StableLmConfig(**SHAPE), "hands no arguments on"),
     "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
     "llama4": (Llama4TextConfig(**SHAPE, intermediate_size_mlp=48, num_local_experts=2), "chunked_attention"),
     "qwen3_next": (
