@@ -182,10 +182,14 @@ def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
 
 
 def list_head_sizes(config: PreTrainedConfig) -> list[int]:
-    """The sizes of each layer's heads, or of all layers' in one."""
+    """The sizes of each layer's heads, or of all layers' in one; nothing where no layer has any."""
     # Gemma 4's way is a config for each layer: the model's own has no head_dim to ask for.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    return [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
+    return [
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layers
+        if hasattr(layer, "num_attention_heads")  # Mamba has none
+    ]
 
 
 def find_obstacle(

@@ -12,6 +12,7 @@ from model.attention import choose_backend, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
+from model.mixers import split_mixers
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
@@ -72,6 +73,7 @@ def make_meta_model(
         apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
     hand_micro_batch_on(blocks)
+    split_mixers(blocks, model.config)
     if compute.float8:
         apply_float8(blocks, device)
     if mode == "selective":

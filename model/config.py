@@ -45,7 +45,6 @@ def load_config(model_dir: str, objective: Objective, *, trust_remote_code: bool
             f"--model-name-or-path {model_dir}: the weights are quantized, and cannot be trained as they are:"
             " give the model before quantization"
         )
-    check_layer_types(config)
     return config
 
 
@@ -112,16 +111,6 @@ def choose_tokenizer(
                 f"{path} holds token id {other['max_token_id']}, beyond the {vocab_size} rows of the model's embedding"
             )
     return tokenizer, vocab_size
-
-
-def check_layer_types(config: PreTrainedConfig) -> None:
-    """Refuses layers whose state or mask would cross the borders of packed sequences."""
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(
-            f"model type {config.model_type!r} has layers of type {', '.join(sorted(unknown))}; packed sequences are"
-            " kept apart only in full_attention and sliding_attention layers, so this model cannot be trained here"
-        )
 
 
 def check_rope(config: PreTrainedConfig, *, longest: int) -> None:

@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig
 from model.attention import list_head_sizes
 from model.blocks import find_blocks
 
+NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
+
 
 @dataclass(frozen=True)
 class FlopCount:
@@ -63,9 +65,14 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     head_sizes = list_head_sizes(config)
     if len(head_sizes) == 1:
         head_sizes *= len(layer_types)
+    attending = [
+        (size, window if kind == "sliding_attention" else None)
+        for size, kind in zip(head_sizes, layer_types, strict=False)
+        if kind not in NOT_ATTENDING
+    ]
     return FlopCount(
         per_token=matrices,
         per_loss_token=(6 if head.weight.requires_grad else 4) * head.weight.numel(),
-        per_pair=tuple(12 * config.num_attention_heads * size for size in head_sizes),
-        windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
+        per_pair=tuple(12 * config.num_attention_heads * size for size, _ in attending),
+        windows=tuple(window for _, window in attending),
     )
