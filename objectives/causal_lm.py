@@ -120,6 +120,8 @@ class PackedCausalLM(nn.Module):
         # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
         scale = getattr(config, "logit_scale", None)
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
+        self.transform = [find_head_transform(model)]  # in a list: it is a part of the model already
+        self.pad_position = find_pad_position(model)
         self.fuses_loss = fuses_loss
         self.router_aux_loss = router_aux_loss
         self.router_loss: Tensor | None = None
@@ -130,7 +132,7 @@ class PackedCausalLM(nn.Module):
         self.router_loss, self.reports = None, {}
         outputs = self.model.base_model(
             input_ids=micro_batch.input_ids,
-            position_ids=micro_batch.position_ids,
+            position_ids=self.number_positions(micro_batch),
             use_cache=False,
             cu_seq_lens_q=micro_batch.cu_seqlens,
             cu_seq_lens_k=micro_batch.cu_seqlens,
@@ -150,9 +152,35 @@ class PackedCausalLM(nn.Module):
             self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}
         return outputs.last_hidden_state
 
+    def number_positions(self, micro_batch: MicroBatch) -> Tensor:  # (1, T)
+        """Each token's position in its sequence, from 0; where padding has a position (RoBERTa), from the next one on.
+
+        There, tokens that are the padding's have its position, and are not counted, as in the model's own forward.
+        """
+        if self.pad_position is None:
+            return micro_batch.position_ids
+        is_counted = (micro_batch.input_ids != self.pad_position).long()
+        counts = is_counted.cumsum(dim=1)
+        index = torch.arange(counts.shape[1], device=counts.device)
+        firsts = index - micro_batch.position_ids  # (1, T): where each token's sequence starts
+        before = (counts - is_counted).gather(1, firsts)
+        return (counts - before) * is_counted + self.pad_position
+
+    def transform_hidden(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, H')
+        """What enters the head's matrix: the hidden states, unless the model does something to them first (BERT)."""
+        (transform,) = self.transform
+        if transform is None:
+            return hidden
+        head = self.model.get_output_embeddings()
+        head.forward = pass_on  # the matrix itself may be a part of what is called here
+        try:
+            return transform(hidden)
+        finally:
+            del head.forward
+
     def predict(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the loss of the micro-batch's trained tokens is computed from, as arguments of `sum_token_loss`."""
-        hidden = self.encode(micro_batch)[0, micro_batch.trained_index]  # (N, H)
+        hidden = self.transform_hidden(self.encode(micro_batch)[0, micro_batch.trained_index])  # (N, H)
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
         head, weights = self.model.get_output_embeddings(), micro_batch.target_weights
@@ -202,6 +230,32 @@ class PackedCausalLM(nn.Module):
         if self.router_aux_loss:
             loss_sum = loss_sum + self.router_aux_loss * outputs.aux_loss * input_ids.shape[1]
         return hidden, loss_sum
+
+
+def pass_on(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
+    """What stands between the model's last hidden states and its head's matrix; None if there is nothing with weights.
+
+    It is the one module beside the base model that has weights of its own; the start check tells whether that is so.
+    """
+    head = model.get_output_embeddings()
+    inside = {*model.base_model.parameters(), *head.parameters()}
+    children = [child for child in model.children() if child is not model.base_model and child is not head]
+    found = [child for child in children if not inside.issuperset(child.parameters())]
+    return found[0] if len(found) == 1 else None
+
+
+def find_pad_position(model: PreTrainedModel) -> int | None:
+    """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
+    tables = [
+        module
+        for name, module in model.base_model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    return tables[0].padding_idx if tables else None
 
 
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
