@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from model.attention import choose_backend, register_backends, registered_name
+from model.attention import choose_backend, mark_chunked, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
@@ -103,6 +103,7 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
             " blocks with attention, and nothing would keep samples apart"
         )
     register_backends()
+    mark_chunked(model, model.config)
     backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
     model.set_attn_implementation(registered_name(backend))
     if model.config._attn_implementation != registered_name(backend):

@@ -116,11 +116,14 @@ def choose_tokenizer(
 
 def check_layer_types(config: PreTrainedConfig) -> None:
     """Refuses layers whose state or mask would cross the borders of packed sequences."""
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    known = {"full_attention", "sliding_attention"}
+    if getattr(config, "attention_chunk_size", None):
+        known.add("chunked_attention")
+    unknown = set(getattr(config, "layer_types", None) or ()) - known
     if unknown:
         raise ValueError(
             f"model type {config.model_type!r} has layers of type {', '.join(sorted(unknown))}; packed sequences are"
-            " kept apart only in full_attention and sliding_attention layers, so this model cannot be trained here"
+            f" kept apart only in {' and '.join(sorted(known))} layers, so this model cannot be trained here"
         )
 
 

@@ -5,6 +5,7 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from chat.labels import IGNORED
-from objectives.micro_batch import MicroBatch, Sample, make_idle_sample, pack_samples
+from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idle_sample, pack_samples
 from objectives.router_loss import sum_router_losses
 from objectives.token_loss import score_tokens, sum_token_loss
 
@@ -32,13 +33,16 @@ class CausalLM:
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-        if type(config) not in AutoModelForCausalLM._model_mapping and not is_custom:
-            return f"model type {config.model_type!r} has no causal language model"
-        if getattr(config, "vocab_size", None) is None:
+        has_text_part = type(config.get_text_config(decoder=True)) is not type(config)
+        is_none = type(config) not in AutoModelForCausalLM._model_mapping and not is_custom
+        if (has_text_part and not is_custom) or (not is_none and getattr(config, "vocab_size", None) is None):
             return (
                 f"model type {config.model_type!r} is more than a language model"
-                " (it has several configs in one); give its text model alone"
+                " (it has several configs in one, of images, audio or an encoder), and only text models train here:"
+                " give its text model alone, saved as a model of its own"
             )
+        if is_none:
+            return f"model type {config.model_type!r} has no causal language model in transformers"
         return None
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -122,6 +126,8 @@ class PackedCausalLM(nn.Module):
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
         self.transform = [find_head_transform(model)]  # in a list: it is a part of the model already
         self.pad_position = find_pad_position(model)
+        is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        self.chunk_size = config.attention_chunk_size if is_chunked else None
         self.fuses_loss = fuses_loss
         self.router_aux_loss = router_aux_loss
         self.router_loss: Tensor | None = None
@@ -130,7 +136,9 @@ class PackedCausalLM(nn.Module):
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """The packed row's final hidden states; leaves `router_loss` and what it is about."""
         self.router_loss, self.reports = None, {}
-        outputs = self.model.base_model(
+        if self.chunk_size is not None:
+            micro_batch = replace(micro_batch, chunks=chunk_sequences(micro_batch, self.chunk_size))
+        outputs = find_base(self.model)(
             input_ids=micro_batch.input_ids,
             position_ids=self.number_positions(micro_batch),
             use_cache=False,
@@ -220,7 +228,7 @@ class PackedCausalLM(nn.Module):
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The model's own answer for the row's one sequence: hidden states (1, L, H) and the summed loss."""
         input_ids = micro_batch.input_ids  # (1, L)
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = find_base(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         routed = dict(output_router_logits=True) if self.router_aux_loss else {}
         outputs = self.model(input_ids=input_ids, use_cache=False, **routed)
         logits = outputs.logits  # (1, L, V)
@@ -230,6 +238,13 @@ class PackedCausalLM(nn.Module):
         if self.router_aux_loss:
             loss_sum = loss_sum + self.router_aux_loss * outputs.aux_loss * input_ids.shape[1]
         return hidden, loss_sum
+
+
+def find_base(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head; Llama 4's text model calls it by another name than it says."""
+    if model.base_model is not model:
+        return model.base_model
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def pass_on(hidden: Tensor) -> Tensor:
@@ -242,8 +257,9 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
     It is the one module beside the base model that has weights of its own; the start check tells whether that is so.
     """
     head = model.get_output_embeddings()
-    inside = {*model.base_model.parameters(), *head.parameters()}
-    children = [child for child in model.children() if child is not model.base_model and child is not head]
+    base = find_base(model)
+    inside = {*base.parameters(), *head.parameters()}
+    children = [child for child in model.children() if child is not base and child is not head]
     found = [child for child in children if not inside.issuperset(child.parameters())]
     return found[0] if len(found) == 1 else None
 
@@ -252,7 +268,7 @@ def find_pad_position(model: PreTrainedModel) -> int | None:
     """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
     tables = [
         module
-        for name, module in model.base_model.named_modules()
+        for name, module in find_base(model).named_modules()
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
     ]
     return tables[0].padding_idx if tables else None

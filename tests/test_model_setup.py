@@ -26,9 +26,11 @@ from transformers import (
     LongcatFlashConfig,
     MambaConfig,
     NemotronConfig,
+    Qwen2VLConfig,
     Qwen3NextConfig,
     RobertaConfig,
     StableLmConfig,
+    ViTConfig,
     xLSTMConfig,
 )
 
@@ -36,6 +38,7 @@ from model import attention as packed_attention
 from model.build import apply_liger_kernels
 from model.config import check_rope
 from model.sharding import choose_dim
+from objectives.causal_lm import CausalLM
 from objectives.micro_batch import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
@@ -76,6 +79,10 @@ OTHERS = {
     "hrm_has_two_stacks": HrmTextConfig(**SHAPE, head_dim=8, num_layers_per_stack=2, H_cycles=1, L_cycles=1),
     "electra_transforms_before_its_head": ElectraConfig(**ENCODER, embedding_size=16),
     "roberta_counts_behind_its_padding": RobertaConfig(**ENCODER | dict(pad_token_id=5)),
+    "llama4_attends_in_chunks": Llama4TextConfig(
+        **SHAPE | dict(num_hidden_layers=4), head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
+        attention_chunk_size=6, floor_scale=4,
+    ),
     "gemma4_shares_keys": Gemma4TextConfig(
         **SHAPE | dict(num_hidden_layers=4), head_dim=8, global_head_dim=16, sliding_window=5, num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4,
@@ -144,6 +151,7 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         ("stablelm_hands_nothing_on", dict(activation_checkpointing="full")),
         ("nemotron_hands_nothing_on", dict(activation_checkpointing="selective")),
         ("gemma4_shares_keys", dict(activation_checkpointing="full")),
+        ("llama4_attends_in_chunks", dict(activation_checkpointing="full")),
         pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
         pytest.param("stablelm_hands_nothing_on", dict(compile=True), marks=pytest.mark.slow),
     ],
@@ -177,7 +185,6 @@ REFUSED = {
         "no num_attention_heads",
     ),
     "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
-    "llama4": (Llama4TextConfig(**SHAPE, intermediate_size_mlp=48, num_local_experts=2), "chunked_attention"),
     "qwen3_next": (
         Qwen3NextConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, linear_num_value_heads=4,
                         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
@@ -192,6 +199,13 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
     save_model(config, tmp_path)
     with pytest.raises(ValueError, match=reason):
         check(build(tmp_path, world), world)
+
+
+def test_a_model_of_more_than_text_is_told_so():
+    obstacle = CausalLM().check_config(Qwen2VLConfig(), trust_remote_code=False)
+    assert obstacle.startswith("model type 'qwen2_vl' is more than a language model")
+    obstacle = CausalLM().check_config(ViTConfig(), trust_remote_code=False)
+    assert obstacle == "model type 'vit' has no causal language model in transformers"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
