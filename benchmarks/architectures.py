@@ -46,7 +46,7 @@ from ranks.world import init_world
 
 LENGTHS = (45, 1, 70, 7)
 LOSS_TOLERANCE = 1e-5  # relative
-GRADIENT_TOLERANCE = 1e-4  # of a parameter's gradient, relative to its norm
+GRADIENT_TOLERANCE = 3e-4  # of a parameter's gradient, relative to its norm; Gemma 4's own are 1.2e-4 off fp64's
 NEGLIGIBLE = 1e-6  # of the norm of all gradients: below, a parameter's gradient is rounding (biases of keys)
 INITIALIZER_RANGE = 0.1  # attention that matters, so that a wrong one shows
 SPREAD = 0.2  # added to norms and biases, which would start as ones and zeros
@@ -55,12 +55,12 @@ SPREAD = 0.2  # added to norms and biases, which would start as ones and zeros
 SIZES: dict[int, str] = {
     1: "first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts n_group topk_group moe_k"
     " num_expert_group moe_num_shared_experts num_nextn_predict_layers moe_layer_start_index type_vocab_size"
-    " n_layers_per_attn_res_block num_mem_blocks L_cycles H_cycles interleave_moe_layer_step attn_layer_offset"
+    " n_layers_per_attn_res_block num_mem_blocks interleave_moe_layer_step attn_layer_offset"
     " expand mamba_expand num_kv_shared_layers",
     2: "num_key_value_heads swa_num_key_value_heads kv_n_heads num_kv_heads num_experts_per_tok moe_topk moe_top_k"
     " index_n_heads linear_num_key_heads layer_group_size global_attn_every_n_layers sliding_window_pattern"
-    " _sliding_window_pattern attn_layer_period num_layers_per_stack encoder_layers num_encoder_layers mamba_n_groups"
-    " n_groups linear_conv_kernel_dim zero_expert_num heads_per_ngram split_ngram_parts",
+    " _sliding_window_pattern attn_layer_period num_layers_per_stack encoder_layers num_encoder_layers L_cycles H_cycles"
+    " mamba_n_groups n_groups linear_conv_kernel_dim zero_expert_num heads_per_ngram split_ngram_parts",
     4: "num_attention_heads swa_num_attention_heads attention_heads decoder_attention_heads encoder_attention_heads"
     " num_decoder_attention_heads num_encoder_attention_heads n_head n_heads num_heads num_hidden_layers num_layers"
     " n_layer n_layers decoder_layers num_decoder_layers num_experts num_local_experts n_routed_experts"
@@ -68,7 +68,7 @@ SIZES: dict[int, str] = {
     " num_query_groups laurel_rank hc_lowrank index_topk_blocks index_topk depth num_blocks moe_layer_end_index",
     8: "rotary_dim state_size mamba_d_state ssm_state_size mamba_dt_rank gated_norm_rank"
     " time_step_rank d_rel local_attention_window_len sliding_window_size num_mel_bins adapter_rank block_size"
-    " attention_chunk_size kda_chunk_size hidden_size_per_layer_input",
+    " attention_chunk_size floor_scale kda_chunk_size hidden_size_per_layer_input",
     16: "head_dim index_head_dim qk_rope_head_dim v_head_dim qk_nope_head_dim kv_lora_rank q_lora_rank o_lora_rank dim_head attention_head_dim kv_channels"
     " d_head d_kv linear_key_head_dim linear_value_head_dim linear_head_dim swa_head_dim mamba_d_head mamba_head_dim"
     " sliding_window local_attention window_size attention_window_size chunk_size mamba_chunk_size index_block_size"

@@ -67,9 +67,35 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         if dropped:
             raise ValueError(f"attention backend {name!r} cannot honour this model's {', '.join(sorted(dropped))}")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = correct_temperature(module, query, micro_batch.position_ids)
+        if getattr(module, "attends_in_chunks", False):
+            micro_batch = micro_batch.chunks
         return attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras), None
 
     return attention
+
+
+def mark_chunked(model: nn.Module, config: PreTrainedConfig) -> None:
+    """Marks the layers whose attention looks no further than its chunk of a sequence (Llama 4).
+
+    Once, since what attention would ask of its layer's number, torch.compile would compile again for each layer.
+    """
+    layer_types = getattr(config, "layer_types", None) or ()
+    for module in model.modules() if "chunked_attention" in layer_types else ():
+        index = getattr(module, "layer_idx", None)
+        if index is not None and layer_types[index] == "chunked_attention":
+            module.attends_in_chunks = True
+
+
+def correct_temperature(module: nn.Module, query: Tensor, position_ids: Tensor) -> Tensor:
+    """The queries (1, Hq, T, D) with the temperature of their positions in sequences, not in the row (Llama 4)."""
+    in_row = torch.arange(query.shape[2], device=query.device)
+    wanted, used = (
+        torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for positions in (position_ids[0].float(), in_row.float())
+    )
+    return (query * (wanted / used)[:, None]).to(query.dtype)
 
 
 def attend_flash_attn(

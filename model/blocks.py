@@ -13,12 +13,22 @@ from transformers.pytorch_utils import Conv1D
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The transformer blocks: the module list as long as the model is deep."""
-    num_blocks = model.config.num_hidden_layers
+    """The transformer blocks: the module list as long as the model is deep.
+
+    Where the config does not say how deep it is (several layers a block, several stacks, those of a decoder): the
+    longest list that is in no other one, and all that hold modules of the same class.
+    """
+    num_blocks = getattr(model.config, "num_hidden_layers", None)
     for module in model.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
             return module
-    raise ValueError(f"model type {model.config.model_type!r}: no list of {num_blocks} blocks found to shard")
+    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    inner = {inside for outer in lists for block in outer for inside in block.modules()}
+    lists = [blocks for blocks in lists if blocks not in inner]
+    if not lists:
+        raise ValueError(f"model type {model.config.model_type!r}: no list of blocks found to shard")
+    kind = type(max(lists, key=len)[0])
+    return nn.ModuleList(block for blocks in lists if type(blocks[0]) is kind for block in blocks)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from model.attention import choose_backend, register_backends, registered_name
+from model.attention import choose_backend, mark_chunked, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
@@ -99,7 +99,13 @@ def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
     """Routes the model's attention to a backend of model.attention, and says to which."""
+    if missing := [name for name in ("hidden_size", "num_attention_heads") if not getattr(model.config, name, None)]:
+        raise ValueError(
+            f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
+            " blocks with attention, and nothing would keep samples apart"
+        )
     register_backends()
+    mark_chunked(model, model.config)
     backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
     model.set_attn_implementation(registered_name(backend))
     if model.config._attn_implementation != registered_name(backend):

@@ -59,14 +59,18 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
             share = active if param.ndim == 3 else 1  # experts are stored as one 3-D tensor
             matrices += param.numel() * share * (6 if param.requires_grad else 4)
     matrices += sum(4 * getattr(module, "weight_numel", 0) for module in model.modules())  # packed ones, of methods
-    window = getattr(config, "sliding_window", None)
+    # A chunk is seen by half on average, where a window that long is seen as a whole.
+    windows = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": (getattr(config, "attention_chunk_size", None) or 0) // 2 or None,
+    }
     num_layers = max(getattr(config, "num_hidden_layers", 0), len(find_blocks(model)))
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     head_sizes = list_head_sizes(config)
     if len(head_sizes) == 1:
         head_sizes *= len(layer_types)
     attending = [
-        (size, window if kind == "sliding_attention" else None)
+        (size, windows.get(kind))
         for size, kind in zip(head_sizes, layer_types, strict=False)
         if kind not in NOT_ATTENDING
     ]

@@ -35,9 +35,10 @@ def find_mixers(block: nn.Module) -> list[nn.Module]:
 def split_mixers(blocks: nn.ModuleList, config: PreTrainedConfig) -> None:
     """Makes every mixer run once a sequence; ValueError for a kind of layer that is not known here."""
     kinds = getattr(config, "layer_types", None) or ()
+    known = STATELESS_KINDS | ({"chunked_attention"} if getattr(config, "attention_chunk_size", None) else set())
     for i, block in enumerate(blocks):
         mixers = find_mixers(block)
-        if not mixers and i < len(kinds) and kinds[i] not in STATELESS_KINDS:
+        if not mixers and i < len(kinds) and kinds[i] not in known:
             raise ValueError(
                 f"model type {config.model_type!r} has layers of type {kinds[i]}; packed sequences are kept apart only"
                 " in attention and in layers with a state, so this model cannot be trained here"

@@ -5,6 +5,7 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from chat.labels import IGNORED
-from objectives.micro_batch import MicroBatch, Sample, make_idle_sample, pack_samples
+from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idle_sample, pack_samples
 from objectives.router_loss import sum_router_losses
 from objectives.token_loss import score_tokens, sum_token_loss
 
@@ -32,13 +33,16 @@ class CausalLM:
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-        if type(config) not in AutoModelForCausalLM._model_mapping and not is_custom:
-            return f"model type {config.model_type!r} has no causal language model"
-        if getattr(config, "vocab_size", None) is None:
+        has_text_part = type(config.get_text_config(decoder=True)) is not type(config)
+        is_none = type(config) not in AutoModelForCausalLM._model_mapping and not is_custom
+        if (has_text_part and not is_custom) or (not is_none and getattr(config, "vocab_size", None) is None):
             return (
                 f"model type {config.model_type!r} is more than a language model"
-                " (it has several configs in one); give its text model alone"
+                " (it has several configs in one, of images, audio or an encoder), and only text models train here:"
+                " give its text model alone, saved as a model of its own"
             )
+        if is_none:
+            return f"model type {config.model_type!r} has no causal language model in transformers"
         return None
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -120,6 +124,10 @@ class PackedCausalLM(nn.Module):
         # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
         scale = getattr(config, "logit_scale", None)
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
+        self.transform = [find_head_transform(model)]  # in a list: it is a part of the model already
+        self.pad_position = find_pad_position(model)
+        is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        self.chunk_size = config.attention_chunk_size if is_chunked else None
         self.fuses_loss = fuses_loss
         self.router_aux_loss = router_aux_loss
         self.router_loss: Tensor | None = None
@@ -128,9 +136,11 @@ class PackedCausalLM(nn.Module):
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """The packed row's final hidden states; leaves `router_loss` and what it is about."""
         self.router_loss, self.reports = None, {}
-        outputs = self.model.base_model(
+        if self.chunk_size is not None:
+            micro_batch = replace(micro_batch, chunks=chunk_sequences(micro_batch, self.chunk_size))
+        outputs = find_base(self.model)(
             input_ids=micro_batch.input_ids,
-            position_ids=micro_batch.position_ids,
+            position_ids=self.number_positions(micro_batch),
             use_cache=False,
             cu_seq_lens_q=micro_batch.cu_seqlens,
             cu_seq_lens_k=micro_batch.cu_seqlens,
@@ -150,9 +160,35 @@ class PackedCausalLM(nn.Module):
             self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}
         return outputs.last_hidden_state
 
+    def number_positions(self, micro_batch: MicroBatch) -> Tensor:  # (1, T)
+        """Each token's position in its sequence, from 0; where padding has a position (RoBERTa), from the next one on.
+
+        There, tokens that are the padding's have its position, and are not counted, as in the model's own forward.
+        """
+        if self.pad_position is None:
+            return micro_batch.position_ids
+        is_counted = (micro_batch.input_ids != self.pad_position).long()
+        counts = is_counted.cumsum(dim=1)
+        index = torch.arange(counts.shape[1], device=counts.device)
+        firsts = index - micro_batch.position_ids  # (1, T): where each token's sequence starts
+        before = (counts - is_counted).gather(1, firsts)
+        return (counts - before) * is_counted + self.pad_position
+
+    def transform_hidden(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, H')
+        """What enters the head's matrix: the hidden states, unless the model does something to them first (BERT)."""
+        (transform,) = self.transform
+        if transform is None:
+            return hidden
+        head = self.model.get_output_embeddings()
+        head.forward = pass_on  # the matrix itself may be a part of what is called here
+        try:
+            return transform(hidden)
+        finally:
+            del head.forward
+
     def predict(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the loss of the micro-batch's trained tokens is computed from, as arguments of `sum_token_loss`."""
-        hidden = self.encode(micro_batch)[0, micro_batch.trained_index]  # (N, H)
+        hidden = self.transform_hidden(self.encode(micro_batch)[0, micro_batch.trained_index])  # (N, H)
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
         head, weights = self.model.get_output_embeddings(), micro_batch.target_weights
@@ -192,7 +228,7 @@ class PackedCausalLM(nn.Module):
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The model's own answer for the row's one sequence: hidden states (1, L, H) and the summed loss."""
         input_ids = micro_batch.input_ids  # (1, L)
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = find_base(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         routed = dict(output_router_logits=True) if self.router_aux_loss else {}
         outputs = self.model(input_ids=input_ids, use_cache=False, **routed)
         logits = outputs.logits  # (1, L, V)
@@ -202,6 +238,40 @@ class PackedCausalLM(nn.Module):
         if self.router_aux_loss:
             loss_sum = loss_sum + self.router_aux_loss * outputs.aux_loss * input_ids.shape[1]
         return hidden, loss_sum
+
+
+def find_base(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head; Llama 4's text model calls it by another name than it says."""
+    if model.base_model is not model:
+        return model.base_model
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+
+
+def pass_on(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
+    """What stands between the model's last hidden states and its head's matrix; None if there is nothing with weights.
+
+    It is the one module beside the base model that has weights of its own; the start check tells whether that is so.
+    """
+    head = model.get_output_embeddings()
+    base = find_base(model)
+    inside = {*base.parameters(), *head.parameters()}
+    children = [child for child in model.children() if child is not base and child is not head]
+    found = [child for child in children if not inside.issuperset(child.parameters())]
+    return found[0] if len(found) == 1 else None
+
+
+def find_pad_position(model: PreTrainedModel) -> int | None:
+    """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
+    tables = [
+        module
+        for name, module in find_base(model).named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    return tables[0].padding_idx if tables else None
 
 
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:

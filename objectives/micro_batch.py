@@ -1,5 +1,6 @@
 """Samples -> the micro-batch that a rank trains on: one packed row, and where it is trained."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -25,6 +26,7 @@ class MicroBatch:
     seq_lengths: list[int]
     sources: Tensor | None = None  # (N,) int64: the data set that each trained position is of; None: all of the first
     num_sources: int = 1  # data sets
+    chunks: "MicroBatch | None" = None  # the same row with borders inside of sequences (see `chunk_sequences`)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """On `device`; the copy does not wait if the memory is pinned."""
@@ -36,6 +38,14 @@ class MicroBatch:
     def _map_tensors(self, function) -> "MicroBatch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: function(value) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+def chunk_sequences(micro_batch: MicroBatch, size: int) -> MicroBatch:
+    """As `micro_batch`, with a border every `size` tokens of a sequence, for attention that does not look across."""
+    lengths = [min(size, length - start) for length in micro_batch.seq_lengths for start in range(0, length, size)]
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    cu_seqlens = cu_seqlens.to(micro_batch.cu_seqlens.device, non_blocking=True)
+    return replace(micro_batch, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), seq_lengths=lengths)
 
 
 def make_idle_sample() -> Sample:
