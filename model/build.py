@@ -12,7 +12,7 @@ from model.attention import choose_backend, mark_chunked, register_backends, reg
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
-from model.mixers import split_mixers
+from model.mixers import find_mixers, split_mixers
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
@@ -99,10 +99,11 @@ def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
     """Routes the model's attention to a backend of model.attention, and says to which."""
-    if missing := [name for name in ("hidden_size", "num_attention_heads") if not getattr(model.config, name, None)]:
+    needed = ["hidden_size"] + ([] if any(map(find_mixers, find_blocks(model))) else ["num_attention_heads"])
+    if missing := [name for name in needed if not getattr(model.config, name, None)]:
         raise ValueError(
             f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
-            " blocks with attention, and nothing would keep samples apart"
+            " blocks with attention or a state, and nothing would keep samples apart"
         )
     register_backends()
     mark_chunked(model, model.config)

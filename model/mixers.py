@@ -5,6 +5,7 @@ its sequences, H hidden size.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,11 @@ def split_mixers(blocks: nn.ModuleList, config: PreTrainedConfig) -> None:
             row = HeldRow()
             block.forward = functools.partial(keep_row, block.forward, row)
             for mixer in mixers:
+                if "position_ids" in inspect.signature(type(mixer).forward).parameters:  # RecurrentGemma: not exact
+                    raise ValueError(
+                        f"model type {config.model_type!r} cannot be trained here: its {type(mixer).__name__} has a state"
+                        " and asks for positions, and is not the same in a packed row"
+                    )
                 mixer.forward = functools.partial(run_by_sequence, mixer.forward, row)
 
 
