@@ -55,32 +55,35 @@ SPREAD = 0.2  # added to norms and biases, which would start as ones and zeros
 SIZES: dict[int, str] = {
     1: "first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts n_group topk_group moe_k"
     " num_expert_group moe_num_shared_experts num_nextn_predict_layers moe_layer_start_index type_vocab_size"
-    " n_layers_per_attn_res_block num_mem_blocks interleave_moe_layer_step attn_layer_offset"
-    " expand mamba_expand num_kv_shared_layers",
-    2: "num_key_value_heads swa_num_key_value_heads kv_n_heads num_kv_heads num_experts_per_tok moe_topk moe_top_k"
-    " index_n_heads linear_num_key_heads layer_group_size global_attn_every_n_layers sliding_window_pattern"
-    " _sliding_window_pattern attn_layer_period num_layers_per_stack encoder_layers num_encoder_layers L_cycles H_cycles"
-    " mamba_n_groups n_groups linear_conv_kernel_dim zero_expert_num heads_per_ngram split_ngram_parts",
-    4: "num_attention_heads swa_num_attention_heads attention_heads decoder_attention_heads encoder_attention_heads"
-    " num_decoder_attention_heads num_encoder_attention_heads n_head n_heads num_heads num_hidden_layers num_layers"
-    " n_layer n_layers decoder_layers num_decoder_layers num_experts num_local_experts n_routed_experts"
-    " moe_num_experts linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads n_mamba_heads o_groups"
-    " num_query_groups laurel_rank hc_lowrank index_topk_blocks index_topk depth num_blocks moe_layer_end_index",
-    8: "rotary_dim state_size mamba_d_state ssm_state_size mamba_dt_rank gated_norm_rank"
-    " time_step_rank d_rel local_attention_window_len sliding_window_size num_mel_bins adapter_rank block_size"
-    " attention_chunk_size floor_scale kda_chunk_size hidden_size_per_layer_input",
-    16: "head_dim index_head_dim qk_rope_head_dim v_head_dim qk_nope_head_dim kv_lora_rank q_lora_rank o_lora_rank dim_head attention_head_dim kv_channels"
-    " d_head d_kv linear_key_head_dim linear_value_head_dim linear_head_dim swa_head_dim mamba_d_head mamba_head_dim"
-    " sliding_window local_attention window_size attention_window_size chunk_size mamba_chunk_size index_block_size"
-    " global_head_dim dim_model_base swa_v_head_dim input_embedding_size output_embedding_size adapter_in_dim"
-    " adapter_out_dim router_hidden_size",
+    " n_layers_per_attn_res_block num_mem_blocks interleave_moe_layer_step attn_layer_offset expand"
+    " mamba_expand num_kv_shared_layers",
+    2: "num_key_value_heads swa_num_key_value_heads kv_n_heads num_kv_heads num_experts_per_tok moe_topk"
+    " moe_top_k index_n_heads linear_num_key_heads layer_group_size global_attn_every_n_layers"
+    " sliding_window_pattern _sliding_window_pattern attn_layer_period num_layers_per_stack encoder_layers"
+    " num_encoder_layers L_cycles H_cycles mamba_n_groups n_groups linear_conv_kernel_dim zero_expert_num"
+    " heads_per_ngram split_ngram_parts",
+    4: "num_attention_heads swa_num_attention_heads attention_heads decoder_attention_heads"
+    " encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads n_head n_heads num_heads"
+    " num_hidden_layers num_layers n_layer n_layers decoder_layers num_decoder_layers num_experts"
+    " num_local_experts n_routed_experts moe_num_experts linear_num_heads linear_num_value_heads mamba_n_heads"
+    " mamba_num_heads n_mamba_heads o_groups num_query_groups laurel_rank hc_lowrank index_topk_blocks"
+    " index_topk depth num_blocks moe_layer_end_index",
+    8: "rotary_dim state_size mamba_d_state ssm_state_size mamba_dt_rank gated_norm_rank time_step_rank d_rel"
+    " local_attention_window_len sliding_window_size num_mel_bins adapter_rank block_size attention_chunk_size"
+    " floor_scale kda_chunk_size hidden_size_per_layer_input",
+    16: "head_dim index_head_dim qk_rope_head_dim v_head_dim qk_nope_head_dim kv_lora_rank q_lora_rank o_lora_rank"
+    " dim_head attention_head_dim kv_channels d_head d_kv linear_key_head_dim linear_value_head_dim"
+    " linear_head_dim swa_head_dim mamba_d_head mamba_head_dim sliding_window local_attention window_size"
+    " attention_window_size chunk_size mamba_chunk_size index_block_size global_head_dim dim_model_base"
+    " swa_v_head_dim input_embedding_size output_embedding_size adapter_in_dim adapter_out_dim"
+    " router_hidden_size",
     32: "qk_head_dim mamba_headdim embedding_size image_size",
-    64: "hidden_size mamba_d_ssm d_model n_embd emb_dim embedding_dim word_embed_proj_dim attention_hidden_size lru_width"
-    " hidden_size_global ple_embed_dim input_size",
+    64: "hidden_size mamba_d_ssm d_model n_embd emb_dim embedding_dim word_embed_proj_dim attention_hidden_size"
+    " lru_width hidden_size_global ple_embed_dim input_size",
     96: "intermediate_size ffn_dim d_ff d_inner dff dim_ff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size"
-    " moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_experts_intermediate_size"
-    " shared_intermediate_size moe_shared_expert_intermediate_size intermediate_size_mlp dense_intermediate_size"
-    " mlp_dim",
+    " moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size"
+    " shared_experts_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size"
+    " intermediate_size_mlp dense_intermediate_size mlp_dim",
     128: "vocab_size unpadded_vocab_size decoder_vocab_size ngram_vocab_size_base vocab_size_per_layer_input"
     " encoder_hash_byte_group_vocab",
     256: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions rel_extent context_length",
@@ -303,8 +306,9 @@ def main() -> None:
             results[model_type] = result
             print(f"{model_type}: {result.outcome}: {result.detail}", flush=True)
     title = (
-        f"Causal types of transformers, {describe_versions('transformers', 'torch')}, CPU, fp32, --activation-checkpointing"
-        f" {args.activation_checkpointing}: a packed row of {', '.join(map(str, LENGTHS))} tokens"
+        f"Causal types of transformers, {describe_versions('transformers', 'torch')}, CPU, fp32,"
+        f" --activation-checkpointing {args.activation_checkpointing}: a packed row of"
+        f" {', '.join(map(str, LENGTHS))} tokens"
     )
     table = write_table(results, title)
     if args.types is None:
