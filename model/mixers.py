@@ -50,8 +50,8 @@ def split_mixers(blocks: nn.ModuleList, config: PreTrainedConfig) -> None:
             for mixer in mixers:
                 if "position_ids" in inspect.signature(type(mixer).forward).parameters:  # RecurrentGemma: not exact
                     raise ValueError(
-                        f"model type {config.model_type!r} cannot be trained here: its {type(mixer).__name__} has a state"
-                        " and asks for positions, and is not the same in a packed row"
+                        f"model type {config.model_type!r} cannot be trained here: its {type(mixer).__name__} has a"
+                        " state and asks for positions, and is not the same in a packed row"
                     )
                 mixer.forward = functools.partial(run_by_sequence, mixer.forward, row)
 
