@@ -207,14 +207,14 @@ def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
     return features
 
 
-def list_head_sizes(config: PreTrainedConfig) -> list[int]:
-    """The sizes of each layer's heads, or of all layers' in one; nothing where no layer has any."""
+def list_heads(config: PreTrainedConfig) -> list[tuple[int, int]]:
+    """How many heads each layer has, and their size; one pair for all layers alike, and none where no layer has any."""
     # Gemma 4's way is a config for each layer: the model's own has no head_dim to ask for.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return [
-        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        (layer.num_attention_heads, getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
         for layer in layers
-        if hasattr(layer, "num_attention_heads")  # Mamba has none
+        if getattr(layer, "num_attention_heads", None)  # Mamba has none
     ]
 
 
@@ -234,7 +234,7 @@ def find_obstacle(
         return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name(device)}"
     if getattr(config, "v_head_dim", None) is not None:
         return "needs one head size for queries, keys and values"
-    head_sizes = list_head_sizes(config)
+    head_sizes = [size for _, size in list_heads(config)]
     if (largest := max(*head_sizes, getattr(config, "global_head_dim", None) or 0)) > MAX_HEAD_SIZE:
         return f"allows heads of at most {MAX_HEAD_SIZE}, this model's have {largest}"
     if name == "varlen" and any(size % 8 != 0 for size in head_sizes):

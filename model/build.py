@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from model.attention import choose_backend, mark_chunked, register_backends, registered_name
+from model.attention import choose_backend, list_heads, mark_chunked, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
@@ -99,8 +99,10 @@ def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
     """Routes the model's attention to a backend of model.attention, and says to which."""
-    needed = ["hidden_size"] + ([] if any(map(find_mixers, find_blocks(model))) else ["num_attention_heads"])
-    if missing := [name for name in needed if not getattr(model.config, name, None)]:
+    missing = [] if getattr(model.config, "hidden_size", None) else ["hidden_size"]
+    if not missing and not list_heads(model.config) and not any(map(find_mixers, find_blocks(model))):
+        missing = ["num_attention_heads"]
+    if missing:
         raise ValueError(
             f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
             " blocks with attention or a state, and nothing would keep samples apart"

@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig
 
-from model.attention import list_head_sizes
+from model.attention import list_heads
 from model.blocks import find_blocks
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
@@ -66,17 +66,17 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     }
     num_layers = max(getattr(config, "num_hidden_layers", 0), len(find_blocks(model)))
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
-    head_sizes = list_head_sizes(config)
-    if len(head_sizes) == 1:
-        head_sizes *= len(layer_types)
+    heads = list_heads(config)
+    if len(heads) == 1:
+        heads *= len(layer_types)
     attending = [
-        (size, windows.get(kind))
-        for size, kind in zip(head_sizes, layer_types, strict=False)
+        (num_heads * size, windows.get(kind))
+        for (num_heads, size), kind in zip(heads, layer_types, strict=False)
         if kind not in NOT_ATTENDING
     ]
     return FlopCount(
         per_token=matrices,
         per_loss_token=(6 if head.weight.requires_grad else 4) * head.weight.numel(),
-        per_pair=tuple(12 * config.num_attention_heads * size for size, _ in attending),
+        per_pair=tuple(12 * width for width, _ in attending),
         windows=tuple(window for _, window in attending),
     )
