@@ -150,7 +150,7 @@ def gather(work: Path, model: str, task: str, file: Path) -> None:
     """Writes what `model` sees of a task's data, added to what the file holds unless it is there already."""
     world = init_worker.world
     prepare_statistics(
-        file, open_data(data_path(work, task, "train")), data_options(batch_size=1, seed=0),
+        file, open_data(data_path(work, task, "train")).sources[0], data_options(batch_size=1, seed=0),
         build_plain=lambda: build(work / model, make_options(activation_checkpointing="none"), world),
         objective=CausalLM(), world=world,
     )  # fmt: skip
