@@ -235,7 +235,7 @@ def find_obstacle(
     if getattr(config, "v_head_dim", None) is not None:
         return "needs one head size for queries, keys and values"
     head_sizes = [size for _, size in list_heads(config)]
-    if (largest := max(*head_sizes, getattr(config, "global_head_dim", None) or 0)) > MAX_HEAD_SIZE:
+    if (largest := max([*head_sizes, getattr(config, "global_head_dim", None) or 0])) > MAX_HEAD_SIZE:
         return f"allows heads of at most {MAX_HEAD_SIZE}, this model's have {largest}"
     if name == "varlen" and any(size % 8 != 0 for size in head_sizes):
         return f"allows heads whose size is a multiple of 8, this model's have {', '.join(map(str, head_sizes))}"

@@ -84,8 +84,9 @@ def split_rows(hidden: Tensor, sequences: list[np.ndarray]) -> tuple[Tensor, ...
 
 
 def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)
-    """How far each token's hidden state (L, H) is from the expected one, relative to it."""
-    return (value.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    """How far each token's hidden state (L, H) is from the expected one, relative to it; 0 where both are zeros."""
+    tiny = torch.finfo(torch.float32).tiny  # of a padding token that nothing has been added to, nothing remains
+    return (value.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(tiny)
 
 
 def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:

@@ -27,7 +27,6 @@ from transformers import (
     MambaConfig,
     NemotronConfig,
     Qwen2VLConfig,
-    Qwen3NextConfig,
     RobertaConfig,
     StableLmConfig,
     ViTConfig,
@@ -176,7 +175,7 @@ def test_how_it_is_computed_does_not_change_what_is_computed(family, change, wor
 REFUSED = {
     "mamba": (
         MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8),
-        "linear_attention",
+        "packed sequences see each other",
     ),
     "gptj": (GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "cannot be replaced"),
     "xlstm": (
@@ -185,11 +184,6 @@ REFUSED = {
         "no num_attention_heads",
     ),
     "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
-    "qwen3_next": (
-        Qwen3NextConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, linear_num_value_heads=4,
-                        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
-        "linear_attention",
-    ),
 }  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_kernels_are_asked_for_what_sdpa_computes(attend, reference, extras, win
 def test_heads_that_the_kernel_does_not_know_go_to_sdpa(head_size, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = SimpleNamespace(head_dim=head_size)
+    config = SimpleNamespace(head_dim=head_size, num_attention_heads=4)
     backend = choose_backend(
         "auto", model=torch.nn.Linear(2, 2), config=config, device=torch.device("cuda"), dtype=torch.bfloat16
     )
