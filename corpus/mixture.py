@@ -69,8 +69,8 @@ class Mixture:
 
         Where any of the sets has weights, every sample has: samples that are packed into one row must agree.
         """
-        source = int(self.source_of(np.array(row)))
-        input_ids, labels, weights = self.sources[source].read(row - int(self._first_rows[source]))
+        source, own_row = self._find(row)
+        input_ids, labels, weights = source.read(own_row)
         if weights is None and self.has_weights:
             weights = np.ones(len(labels), np.float32)
         return input_ids, labels, weights
@@ -85,8 +85,13 @@ class Mixture:
 
     def locate(self, row: int) -> tuple[Path, int]:
         """The file that a row is in, and its number there, counted from 1."""
+        source, own_row = self._find(row)
+        return source.path, own_row + 1
+
+    def _find(self, row: int) -> tuple[TokenizedData, int]:
+        """The data set that a row is in, and its number there, from 0."""
         source = int(self.source_of(np.array(row)))
-        return self.sources[source].path, row - int(self._first_rows[source]) + 1
+        return self.sources[source], row - int(self._first_rows[source])
 
     def name_rows(self, rows: Sequence[int], *, most: int = 20) -> str:
         """Rows as a message names them: file by file, counted from 1, the first `most` of each."""

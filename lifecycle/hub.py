@@ -40,7 +40,7 @@ class Uploads:
         self.changed, self.is_ending = threading.Condition(), False
         self.current: Upload | None = None  # the one under way, still among those that wait
         self.failed: list[Upload] = []
-        self.told: set[str] = set()
+        self.has_told = False
         self.thread = threading.Thread(target=self._work, name="hub", daemon=True)
         self.thread.start()
 
@@ -77,8 +77,8 @@ class Uploads:
 
     def tell(self, what: str, export_dir: Path | None = None, branch: str = MAIN) -> None:
         """A warning, once: what comes after it is told at the end, together."""
-        if not self.told:
-            self.told.add("failed")
+        if not self.has_told:
+            self.has_told = True
             command = describe_command(self.repo_id, export_dir or Path("EXPORT"), branch)
             log.warning(f"warning: --push-to-hub {self.repo_id}: {what}; training goes on. To upload later: {command}")
 

@@ -53,8 +53,8 @@ def hand_micro_batch_on(blocks: nn.ModuleList) -> None:
         block.forward = functools.partial(hold_row, block.forward, row)
 
 
-def hold_row(forward: Callable, row: HeldRow, *args: Any, micro_batch: Any = None, **kwargs: Any) -> Any:
-    row.micro_batch = micro_batch
+def hold_row(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) -> Any:
+    row.micro_batch = kwargs.get("micro_batch")
     return forward(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from model.blocks import HeldRow
+from model.blocks import HeldRow, hold_row
 
 STATEFUL = frozenset({"A_log", "A", "dt_bias", "slope_rate"})  # parameters and buffers that only such layers have
 STATELESS_KINDS = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"})  # of config.layer_types
@@ -46,7 +46,7 @@ def split_mixers(blocks: nn.ModuleList, config: PreTrainedConfig) -> None:
             )
         if mixers:
             row = HeldRow()
-            block.forward = functools.partial(keep_row, block.forward, row)
+            block.forward = functools.partial(hold_row, block.forward, row)
             for mixer in mixers:
                 if "position_ids" in inspect.signature(type(mixer).forward).parameters:  # RecurrentGemma: not exact
                     raise ValueError(
@@ -54,11 +54,6 @@ def split_mixers(blocks: nn.ModuleList, config: PreTrainedConfig) -> None:
                         " state and asks for positions, and is not the same in a packed row"
                     )
                 mixer.forward = functools.partial(run_by_sequence, mixer.forward, row)
-
-
-def keep_row(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) -> Any:
-    row.micro_batch = kwargs.get("micro_batch")
-    return forward(*args, **kwargs)
 
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time

@@ -214,11 +214,10 @@ class PackedCausalLM(nn.Module):
     def score(self, micro_batch: MicroBatch) -> Tensor:  # (num_sources, 3) fp64
         """Of each data set the summed loss, the number of targets that were most likely, and that of targets."""
         scores = score_tokens(**self.predict(micro_batch))  # (N, 3)
+        sums = scores.new_zeros(micro_batch.num_sources, scores.shape[1])
         if micro_batch.sources is None:
-            sums = scores.new_zeros(micro_batch.num_sources, scores.shape[1])
             sums[0] = scores.sum(0)
             return sums
-        sums = scores.new_zeros(micro_batch.num_sources, scores.shape[1])
         return sums.index_add_(0, micro_batch.sources, scores)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
