@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_origin
 
 # Schedules that fall towards the end of the run, so the end has to be known.
-SCHEDULES_WITH_END = ("linear", "cosine", "wsd")
+SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", "wsd")
 
 Options = TypeVar("Options")
 
@@ -81,8 +81,21 @@ class OptimizationOptions:
     """Peak learning rate."""
     num_warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
-    lr_scheduler: Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"] = "constant_with_warmup"
-    """Shape of the learning rate after warm-up. wsd: warm-up, stable, decay."""
+    lr_scheduler: Literal[
+        "constant_with_warmup",
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "wsd",
+    ] = "constant_with_warmup"
+    """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
+    num_cycles: int | None = None
+    """cosine_with_restarts only: how often it falls from the peak."""
+    lr_power: float | None = None
+    """polynomial only: the power with which it falls; 1 (linear) if not given."""
     num_decay_steps: int | None = None
     """wsd only: length of the final decay in steps; 10 % of the run if not given."""
     min_lr_ratio: float | None = None
@@ -305,6 +318,8 @@ class PlanOptions:
     """--dry-run only: plan for this many GPUs (or processes on CPU) from this one process."""
     plan_device: str | None = None
     """--dry-run only: plan for GPUs of this name (H100, A100, L4, ...) from a machine that has none."""
+    print_config: bool = False
+    """Train nothing: print every option's value, as YAML that --config takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,8 +328,9 @@ class TrainOptions:
 
     output_dir: str
     """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
-    config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
+    is the environment's."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """What rank 0 prints; WARNING leaves out the step lines."""
     model: ModelOptions
@@ -355,8 +371,9 @@ class ProcessDataOptions:
     """Of a model on the hub: branch, tag or commit; its main branch if not given."""
     trust_remote_code: bool = False
     """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
-    config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
+    is the environment's."""
     format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
     """What the rows of every file are; None: each file's first row shows it."""
     chat_template: str | None = None
@@ -400,8 +417,9 @@ class MergeAdapterOptions:
     """Of a model on the hub: branch, tag or commit; None: the adapter's, or the main branch."""
     trust_remote_code: bool = False
     """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
-    config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
+    is the environment's."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the weights that are written."""
 
