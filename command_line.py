@@ -162,7 +162,7 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
 
 
 def fill_in_environment(name: str, value: Any) -> Any:
-    """The `value` of option `name`, and of a list's elements, with the environment's variables in place of `${NAME}`."""
+    """The `value` of option `name`, and of a list's elements, with the environment in place of `${NAME}`."""
     if isinstance(value, list):
         return [fill_in_environment(name, item) for item in value]
     if not isinstance(value, str) or "${" not in value:
