@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from model.attention import OWN
 from model.method import Method
 from model.sharding import reshard
 from objectives.micro_batch import MicroBatch
@@ -49,20 +50,23 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
                 f" (allowed: {tolerance:.0e})"
             )
     # The windows that the config declares reach the backend.
-    check_windows(packed_model, pack(sequences))
+    if packed_model.backend != OWN:  # whose windows are the model's, too
+        check_windows(packed_model, pack(sequences))
     method.check_start(packed_model, pack(sequences))
     loss = packed_model(pack(sequences)).item()
     if packed_model.router_loss is not None:
         loss += packed_model.router_loss.item()
 
     # Hidden states and loss are the model's own.
-    model.set_attn_implementation("eager")
+    if packed_model.backend != OWN:
+        model.set_attn_implementation("eager")
     own_loss, errors = 0.0, []
     for sequence, packed_hidden in zip(sequences, hidden, strict=True):
         own_hidden, own_sum = packed_model.reference(pack([sequence]))
         errors.append(token_errors(packed_hidden, own_hidden[0]))
         own_loss += own_sum.item()
-    model.set_attn_implementation(backend)
+    if packed_model.backend != OWN:
+        model.set_attn_implementation(backend)
     error = (torch.cat(errors).max() if exact else torch.cat(errors).median()).item()
     if not error <= rounding:
         raise ValueError(
