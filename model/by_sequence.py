@@ -69,5 +69,6 @@ def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) 
         start += length
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
-    first = torch.cat([output[0] for output in outputs], dim=1)
-    return type(outputs[0])((first, *(None for _ in outputs[0][1:])))
+    first, *others = zip(*outputs, strict=True)
+    shared = (values[0] if all(value is values[0] for value in values) else None for values in others)  # a bias
+    return type(outputs[0])((torch.cat(first, dim=1), *shared))

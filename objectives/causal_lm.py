@@ -120,10 +120,12 @@ class PackedCausalLM(nn.Module):
         self.backend = backend  # of model.attention
         self.compute_dtype = compute_dtype
         config = model.config
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-        # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
+        self.softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+        # Cohere multiplies the logits, Granite and Inkling divide them; all are linear, so the hidden states take the
+        # factor.
         scale = getattr(config, "logit_scale", None)
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
+        self.logit_scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
         self.transform = [find_head_transform(model)]  # in a list: it is a part of the model already
         self.pad_position = find_pad_position(model)
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
