@@ -106,7 +106,7 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     if missing:
         raise ValueError(
             f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
-            " blocks with attention or a state, and nothing would keep samples apart"
+            " blocks with attention or a state that is known here, and nothing would keep samples apart"
         )
     if needs_own_attention(find_blocks(model), model.config):
         return keep_own_attention(model, requested)

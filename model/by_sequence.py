@@ -18,10 +18,15 @@ OF_THE_ROW = frozenset({"micro_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_le
 OF_PAIRS = ("mask", "alibi", "bias")  # in the names of what has a number for each key, or each query and key
 
 
+class OfEach(list[Tensor]):
+    """What a layer returned for each sequence, and hands to the next one as it is: indices of chosen keys."""
+
+
 @dataclass(frozen=True)
 class Span:
     """Where a sequence is in its row."""
 
+    index: int
     start: int
     length: int
     longest: int  # of the row's sequences
@@ -32,6 +37,8 @@ class Span:
 
         Masks and biases are the same for every sequence: those of a row's first tokens, however long it is.
         """
+        if isinstance(value, OfEach):
+            return value[self.index]
         if isinstance(value, dict):
             return {key: self.cut(f"{name} {key}", item) for key, item in value.items()}
         if isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value):
@@ -62,13 +69,20 @@ def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) 
     named = {name: value for name, value in kwargs.items() if name not in OF_THE_ROW}
     names = list(inspect.signature(forward).parameters)[: len(args)]
     outputs, start = [], 0
-    for length in lengths:
-        span = Span(start, length, max(lengths), sum(lengths))
+    for i, length in enumerate(lengths):
+        span = Span(i, start, length, max(lengths), sum(lengths))
         parts = [span.cut(name, value) for name, value in zip(names, args, strict=True)]
         outputs.append(forward(*parts, **{name: span.cut(name, value) for name, value in named.items()}))
         start += length
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
     first, *others = zip(*outputs, strict=True)
-    shared = (values[0] if all(value is values[0] for value in values) else None for values in others)  # a bias
-    return type(outputs[0])((torch.cat(first, dim=1), *shared))
+    return type(outputs[0])((torch.cat(first, dim=1), *map(join_output, others)))
+
+
+def join_output(values: tuple) -> Any:
+    """What stands for the further outputs of all sequences: nothing for weights of attention, which nobody asks for."""
+    if all(value is values[0] for value in values):  # such as a bias
+        return values[0]
+    is_index = all(isinstance(value, Tensor) and not value.dtype.is_floating_point for value in values)
+    return OfEach(values) if is_index else None

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 from model.blocks import HeldRow
 from model.by_sequence import run_by_sequence
 
-STATEFUL = frozenset({"A_log", "A", "dt_bias", "slope_rate"})  # parameters and buffers that only such layers have
+# Parameters, buffers and parts that only such layers have; the last one is xLSTM's.
+STATEFUL = frozenset({"A_log", "A", "dt_bias", "slope_rate", "igate_preact"})
 STATELESS_KINDS = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"})  # of config.layer_types
 
 
@@ -21,8 +22,7 @@ def find_mixers(block: nn.Module) -> list[nn.Module]:
     """The layers of a block that have a state: those with a convolution, or with parameters that tell."""
 
     def has_state(module: nn.Module) -> bool:
-        names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-        return isinstance(module, nn.Conv1d) or not STATEFUL.isdisjoint(names)
+        return isinstance(module, nn.Conv1d) or any(hasattr(module, name) for name in STATEFUL)
 
     return [child for child in block.children() if any(map(has_state, child.modules()))]
 
