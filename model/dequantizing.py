@@ -132,9 +132,7 @@ def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch
         scale, layout = take_part(parts, key, of=name), parts.pop(f"{name}_format", None)
         weight = take_part(parts, name, of=key)
         if weight.dtype != "I8" or len(weight.shape) != 2 or scale.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{name} {list(weight.shape)} {weight.dtype} has scales {list(scale.shape)}, not one a row"
-            )
+            raise ValueError(f"{name} {list(weight.shape)} {weight.dtype} has scales {list(scale.shape)}, not 1 a row")
         if layout is not None and int(layout.read()) != ROW_LAYOUT:
             raise ValueError(f"{name} is not stored row by row: save the model once more with today's bitsandbytes")
         parts[name] = Stored(functools.partial(read_8bit, weight, scale, dtype), weight.shape, "")

@@ -86,12 +86,13 @@ def plan_reading(
     # The model as its files describe it, and what they hold.
     model_dir, trust_remote_code = source.directory, source.trust_remote_code
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    own_dtype = choose_dtype(config)  # which the model made of it overwrites
     with torch.device("meta"):
         model = objective.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     stored = find_stored(Path(model_dir))
     if (settings := find_quantization(model_dir)) is not None:
         check_modules(settings, model)
-        stored = open_dequantized(stored, settings, choose_dtype(config))
+        stored = open_dequantized(stored, settings, own_dtype)
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
