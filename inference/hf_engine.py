@@ -7,14 +7,16 @@ import copy
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from inference.engine import Answer, Request
-from inference.models import FoundModel, load_answering_model
+from inference.models import FoundModel, choose_dtype, load_answering_model
 from inference.padding import find_padding_obstacle
 from inference.prompts import Prompt, encode_prompt
 from inference.sampling import make_processors
@@ -25,23 +27,36 @@ Encoded = tuple[Request, list[int]]
 
 
 class HFEngine:
-    """A model in this process (see `inference.engine.Engine`)."""
+    """A model in this process (see `inference.engine.Engine`); its weights are read when they are first needed."""
 
     def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device):
         self.found, self.sampling, self.batch_size, self.device = found, sampling, engine.batch_size, device
-        self.tokenizer = found.tokenizer
-        self.model = load_answering_model(found, dtype=engine.dtype, device=device)
-        self.config = make_generation_config(self.model.generation_config, self.tokenizer, sampling)
-        self.max_length = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self.obstacle = find_padding_obstacle(self.model, self.config) if engine.batch_size > 1 else None
-        if self.obstacle is not None:
-            log.warning(f"note: {found.name}: only prompts of equal length share a batch: {self.obstacle}")
+        self.dtype, self.tokenizer = choose_dtype(found.config, engine.dtype), found.tokenizer
+        self.max_length = getattr(found.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return load_answering_model(self.found, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def config(self) -> GenerationConfig:
+        return make_generation_config(self.model.generation_config, self.tokenizer, self.sampling)
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why prompts of different lengths cannot share a batch; None if they can."""
+        if self.batch_size == 1:
+            return None
+        obstacle = find_padding_obstacle(self.model, self.config)
+        if obstacle is not None:
+            log.warning(f"note: {self.found.name}: only prompts of equal length share a batch: {obstacle}")
+        return obstacle
 
     def describe(self) -> dict[str, Any]:
         return {
             "engine": "hf",
             **self.found.identify(),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device.type,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }

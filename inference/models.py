@@ -96,7 +96,12 @@ def check_adapter_files(adapter: Path, *, flag: str) -> None:
         raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install 'mini-trainer[lora]'") from None
 
 
-def load_answering_model(found: FoundModel, *, dtype: str, device: torch.device) -> nn.Module:
+def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
+    """What the weights are stored in, unless something else is asked for."""
+    return (config.dtype or torch.float32) if given == "auto" else getattr(torch, given)
+
+
+def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with its weights, and its adapter beside them, on `device`; ValueError if they do not fit."""
     objective = CausalLM()
     obstacle = objective.check_config(found.config, trust_remote_code=found.trust_remote_code)
@@ -104,9 +109,8 @@ def load_answering_model(found: FoundModel, *, dtype: str, device: torch.device)
         raise ValueError(f"--model {found.name}: {obstacle}")
     if not shows_progress():
         transformers.utils.logging.disable_progress_bar()
-    chosen = (found.config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     try:
-        model, report = objective.load_model(found.directory, dtype=chosen, trust_remote_code=found.trust_remote_code)
+        model, report = objective.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model {found.name}: cannot load the weights: {error}") from None
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
