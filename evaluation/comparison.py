@@ -48,7 +48,8 @@ def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
     for pair, adjusted in zip(pairs, adjust_by_holm([pair["p"] for pair in pairs]), strict=True):
         pair["p_holm"] = adjusted
     return {
-        "name": scores.name, "higher_is_better": scores.higher_is_better, "num_samples": num_samples,
+        "name": scores.name, "higher_is_better": scores.higher_is_better, "is_right_or_wrong": scores.is_binary,
+        "num_samples": num_samples,
         "values": values, "pairs": pairs,
     }  # fmt: skip
 
@@ -68,9 +69,7 @@ def find_interval(drawn: np.ndarray) -> np.ndarray:  # (R, ...) -> (2, ...)
     return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
 
 
-def compare_pair(
-    scores: Scores, a: int, b: int, *, drawn: np.ndarray, seed: int, num_resamples: int
-) -> dict[str, Any]:
+def compare_pair(scores: Scores, a: int, b: int, *, drawn: np.ndarray, seed: int, num_resamples: int) -> dict[str, Any]:
     """b against a: the difference of their means with its interval, on how many samples b is better or worse, and p."""
     low, high = find_interval(drawn[:, b] - drawn[:, a])
     changes = scores.sums[b] - scores.sums[a]  # (n,)

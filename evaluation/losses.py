@@ -1,7 +1,11 @@
 """Losses of a model on tokenized sets, a sample at a time, by what a run's validation computes them with."""
 
-from collections.abc import Iterator
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +15,10 @@ from batch_packer import pack_batch
 from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, read_sidecar
+from disk import written_aside
+from evaluation.comparison import Scores
+from evaluation.models import is_made_by
+from evaluation.results import Measured
 from inference.models import FoundModel
 from methods.full import Full
 from methods.lora import LoRA
@@ -18,14 +26,16 @@ from methods.lora_files import read_config
 from model.build import build_model
 from model.check import check_model
 from model.config import ModelSource, check_rope
+from model.fingerprints import fingerprint_data
 from model.method import Method
-from objectives.causal_lm import CausalLM
+from objectives.causal_lm import MAX_EXPONENT, CausalLM
 from objectives.objective import Objective, PackedModel
 from options import ComputeOptions, LoRAOptions, ShardingOptions
 from ranks.terminal import show_progress
-from ranks.world import World
+from ranks.world import World, call_on_rank0
 
 NUM_PACKED = 8192  # samples that are packed together
+SUMS = ("loss_sum", "num_right", "num_targets")  # of a sample, as files name them
 
 
 def open_set(path: str) -> Mixture:
@@ -101,5 +111,44 @@ def plan_batches(data: Mixture, cap: int, *, world: World) -> Iterator[np.ndarra
             yield rows[cell[world.rank]]
 
 
-def name_of(path: str) -> str:
-    return Path(path).stem
+def measure_losses(
+    found: FoundModel, data_sets: dict[str, Mixture], folder: Path, *, dtype: str, cap: int, world: World
+) -> dict[str, np.ndarray]:  # of (samples, 3)
+    """Every set's scores of its samples, by its name; those that are in `folder` are read. All ranks call this."""
+    identity = found.identify() | {"dtype": dtype, "device": world.device.type, "torch": torch.__version__}
+    scorer, sums = None, {}
+    for name, data in data_sets.items():
+        (source,) = data.sources
+        digest = fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
+        path, made_by = folder / f"{name}.losses.jsonl", identity | {"data": digest}
+        if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
+            scorer = scorer or build_scorer(found, dtype=dtype, world=world)
+            scores = score_samples(scorer, data, CausalLM(), cap=cap, world=world)
+            call_on_rank0(world, functools.partial(write_sums, path, scores, made_by))
+        sums[name] = np.array([list(json.loads(line).values())[1:] for line in path.read_text().splitlines()])
+    return sums
+
+
+def write_sums(path: Path, sums: np.ndarray, made_by: dict[str, Any]) -> None:
+    lines = [dict(zip(("index", *SUMS), (i, *row), strict=True)) for i, row in enumerate(sums.tolist())]
+    with written_aside(path, path.with_suffix(".made_by.json")) as (aside, beside):
+        aside.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        beside.write_text(json.dumps(made_by))
+
+
+def collect_losses(name: str, data: Mixture, sums: Sequence[np.ndarray]) -> Measured:
+    """All models' sums, side by side; samples of which nothing is trained are left out."""
+    together = np.stack(sums)  # (models, samples, 3)
+    kept = np.flatnonzero(together[0, :, 2] > 0)
+    losses, right, targets = together[:, kept, 0], together[:, kept, 1], together[0, kept, 2]
+    scores = [Scores("loss", losses, targets, higher_is_better=False), Scores("token_accuracy", right, targets)]
+    samples = [
+        [{"scores": {"loss": loss, "token_accuracy": share}} for loss, share in zip(*rows, strict=True)]
+        for rows in zip((losses / targets).tolist(), (right / targets).tolist(), strict=True)
+    ]
+    shown = [{"place": f"sample {i}", "prompt": "", "references": []} for i in kept.tolist()]
+    extras = [
+        {"perplexity": math.exp(min(mean, MAX_EXPONENT)), "num_loss_counted_tokens": int(targets.sum())}
+        for mean in (losses.sum(1) / targets.sum()).tolist()
+    ]
+    return Measured(name, "losses", shown, samples, scores, extras)

@@ -138,7 +138,9 @@ def report_labels(said: Sequence[str], wanted: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def score_corpus(measures: Sequence[str], answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Any]:
+def score_corpus(
+    measures: Sequence[str], answers: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """What is no mean over samples: BLEU and chrF of the whole, and the report on labels."""
     found: dict[str, Any] = {}
     if {"bleu", "chrf"} & set(measures):

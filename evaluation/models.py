@@ -61,6 +61,16 @@ def make_labels(names: list[str]) -> list[str]:
     return [label if cleaned.count(label) == 1 else f"{label}_{i + 1}" for i, label in enumerate(cleaned)]
 
 
+def name_files(paths: list[str]) -> dict[str, str]:
+    """What each set is called, by its path: its file's name, without the ending where that tells it from the others."""
+    stems = {path: Path(path).name.split(".")[0] for path in paths}
+    names = {path: stem if list(stems.values()).count(stem) == 1 else Path(path).name for path, stem in stems.items()}
+    twice = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
+    if twice or len(names) < len(paths):
+        raise ValueError(f"--task, --data: two files are called {', '.join(twice) or 'the same'}: rename one")
+    return names
+
+
 def read_text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
