@@ -169,6 +169,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_numbers_out_of_range(flatten_options(options)),
         *find_training_data_problems(options.data),
         *find_validation_problems(options.validation),
+        *find_classification_problems(options),
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_osft_problems(options.osft),
@@ -236,6 +237,26 @@ def find_validation_problems(o: ValidationOptions) -> list[str]:
         return ["--early-stopping-patience needs validations on the way: add --validate-every-steps or"
                 " --validate-at-epoch"]  # fmt: skip
     return []
+
+
+def find_classification_problems(options: TrainOptions) -> list[str]:
+    """What only classifiers have, and what they do not."""
+    problems, o = [], options.classification
+    if o.objective == "causal-lm":
+        given = list_given(o)
+        if options.validation.write_predictions:
+            given.append("--write-predictions")
+        return [f"{', '.join(given)}: no effect on --objective causal-lm"] if given else []
+    if not 0 <= o.label_smoothing < 1:
+        problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
+    if options.optimization.router_aux_loss:
+        problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
+    if options.validation.validation_data_path and not is_installed("sklearn"):
+        problems.append(
+            "--validation-data-path measures classifiers by scikit-learn, which is not installed: pip install"
+            " 'mini-trainer[classification]'"
+        )
+    return problems
 
 
 def find_optimization_problems(options: TrainOptions) -> list[str]:

@@ -70,7 +70,7 @@ class StepMeter:
             step=position.step,
             epoch=position.num_samples / self.epoch_length,
             lr=lr,
-            loss=sums.loss_sum / max(1, batch.num_loss_tokens),
+            loss=sums.loss_sum / (batch.loss_divisor or 1),
             grad_norm=sums.grad_norm,
             num_samples=len(batch.lengths),
             num_loss_counted_tokens=batch.num_loss_tokens,

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 
 from lifecycle.record import PARAMS_FILE
 from lifecycle.start import RunInputs
-from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
+from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
 from options import TrainOptions, iterate_fields
 from sampler import RunPosition
 
@@ -120,10 +120,11 @@ def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any
         parts.append(f"The last step's training loss is {steps[-1]['loss']:.4f}; the first one's was"
                      f" {steps[0]['loss']:.4f}.")  # fmt: skip
     if validations:
-        rows = [(f"{row['step']:,}", f"{row['loss']:.4f}", f"{row['perplexity']:.3f}", f"{row['token_accuracy']:.2%}")
-                for row in (min(validations, key=lambda row: row["loss"]), validations[-1])]  # fmt: skip
-        named = [(what, *row) for what, row in zip(("best", "last"), rows, strict=True)]
-        parts.append(table(("validation", "step", "loss", "perplexity", "token accuracy"), named))
+        best = [row for row in validations if row["is_best"]][-1:] or [min(validations, key=lambda row: row["loss"])]
+        names = [name for name in SHOWN_OF_VALIDATION if validations[-1].get(name) is not None]
+        rows = [(what, f"{row['step']:,}", *(f"{row[name]:{SHOWN_OF_VALIDATION[name]}}" for name in names))
+                for what, row in (("best", best[0]), ("last", validations[-1]))]  # fmt: skip
+        parts.append(table(("validation", "step", *(name.replace("_", " ") for name in names)), rows))
     return "\n\n".join(parts)
 
 
