@@ -169,9 +169,7 @@ def iterate_batches(
         num_targets, num_counted_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
         divisor = objective.measure_divisor(num_targets, map(data.read, sample_ids.tolist()))
         data.release_pages()
-        yield Batch(
-            step, sample_ids, lengths, num_targets, divisor, num_counted_tokens, table, micro_batches, data
-        )
+        yield Batch(step, sample_ids, lengths, num_targets, divisor, num_counted_tokens, table, micro_batches, data)
         step, num_drawn = step + 1, num_drawn + options.batch_size
 
 

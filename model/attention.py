@@ -120,7 +120,13 @@ def attend_flash_attn(
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    micro_batch: MicroBatch,
+    *,
+    scaling: float,
+    window: int | None,
     is_two_sided: bool = False,
 ) -> Tensor:  # (1, T, Hq, D)
     """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""

@@ -75,7 +75,9 @@ def begin_anew(
     readers |= {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in made.items()}
     report["missing_keys"] = [key for key in report["missing_keys"] if key not in made]
     report["mismatched_keys"] = [key for key in report["mismatched_keys"] if key[0] not in made]
-    replaced = f" ({', '.join(sorted(others & made.keys()))} of other labels are left out)" if others & made.keys() else ""
+    replaced = (
+        f" ({', '.join(sorted(others & made.keys()))} of other labels are left out)" if others & made.keys() else ""
+    )
     log.info(f"new in the model, since its files do not have them: {', '.join(sorted(made))}{replaced}")
 
 

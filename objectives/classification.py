@@ -130,9 +130,7 @@ class Classification:
 
     # Samples.
 
-    def pack(
-        self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1
-    ) -> MicroBatch:
+    def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
         num_values = 1 if self.task.label_type == "single" else self.task.num_labels
         return pack_classified(
             samples,
