@@ -22,7 +22,7 @@ BACKENDS: dict[str, set[str]] = {
     "sdpa": {"dropout"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
 }
-UNCOMPILED = frozenset({"sdpa", "eager"})  # torch.compile leaves their loop over sequences out
+UNCOMPILED = frozenset({"sdpa", "eager", "padded"})  # torch.compile leaves their loop over sequences out
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
 MAX_HEAD_SIZE = 256  # the largest that FlashAttention's kernels take
 

@@ -52,8 +52,8 @@ def choose_class_weights(
 ) -> tuple[float, ...] | None:
     """The classes' weights by --class-weights: none, balanced, or a number for each class. ValueError for others.
 
-    `counts`: of each class, how many of the `num_targets` have it. balanced: targets / (classes x targets of the class), as in scikit-learn; where a target has several classes, the
-    targets without the class / those with it.
+    `counts`: of each class, how many of the `num_targets` have it. balanced: targets / (classes x targets of the
+    class), as in scikit-learn; where a target has several classes, the targets without the class / those with it.
     """
     if not given:
         return None

@@ -17,7 +17,8 @@ def pack_classified(
     """Packs samples into one row; `sources`: of each, which data set it is from.
 
     `num_values`: K, the numbers of each sample's target, of which an idle one has none; None: targets are the tokens'
-    classes, IGNORED where there is none. Where no sample has more than one token an idle one joins them, as in `pack_samples`.
+    classes, IGNORED where there is none. Where no sample has more than one token an idle one joins them, as in
+    `pack_samples`.
     """
     num_real = len(samples)
     if max(len(input_ids) for input_ids, _, _ in samples) == 1:

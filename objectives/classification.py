@@ -26,7 +26,6 @@ from objectives.packed_classifier import PackedClassifier
 from objectives.packed_row import find_base
 from options import ClassificationOptions
 
-
 PROBLEM_TYPES = {  # as transformers' configs call them
     "single": "single_label_classification",
     "multi": "multi_label_classification",

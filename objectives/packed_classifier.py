@@ -39,7 +39,7 @@ class PackedClassifier(nn.Module):
         self.loss, self.of_tokens = loss, of_tokens
         self.pooling = None if of_tokens else find_pooling(model)
         self.pad_position = find_pad_position(model)
-        self.takes_types = "token_type_ids" in inspect.signature(find_base(model).forward).parameters
+        self.takes_types = "token_type_ids" in inspect.signature(type(find_base(model)).forward).parameters
         self.router_loss: Tensor | None = None
         self.reports: dict[str, Tensor] = {}
 
@@ -137,13 +137,17 @@ def states_for_tokens(model: PreTrainedModel, states: Tensor) -> Iterator[None]:
     outputs = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=states, pooler_output=None if pooler is None else pooler(states)
     )
+    own_forward = vars(base).get("forward")  # where something was put before the class's
     base.forward = lambda *args, **kwargs: outputs
     pad_token_id, config.pad_token_id = config.pad_token_id, NO_TOKEN  # what it is given has no padding
     try:
         yield
     finally:
         config.pad_token_id = pad_token_id
-        del base.forward
+        if own_forward is None:
+            del base.forward
+        else:
+            base.forward = own_forward
 
 
 def find_pooling(model: PreTrainedModel) -> Literal["first", "last", "mean"]:

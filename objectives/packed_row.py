@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from torch import Tensor, nn
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from objectives.micro_batch import MicroBatch

@@ -10,6 +10,8 @@ import torch
 from tiny_models import FAMILIES, VOCAB_SIZE, save_tokenizer
 from transformers import (
     AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     DebertaV2Config,
     DistilBertConfig,
@@ -67,6 +69,23 @@ def save_base(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
     return save_tokenizer(path)
 
 
+def save_classifier(
+    config: PreTrainedConfig, path: Path, *, num_labels: int = 3, of_tokens: bool = False, seed: int = 0
+) -> Path:
+    """As `save_base`, with a head for this many labels."""
+    torch.manual_seed(seed)
+    config = type(config).from_dict(config.to_dict() | dict(num_labels=num_labels))
+    auto_class = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    config.classifier_dropout = 0.0  # which else is 0.1 where the config has none
+    model = auto_class.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim < 2:
+                param.add_(torch.randn_like(param) * 0.2)
+    model.save_pretrained(path)
+    return save_tokenizer(path)
+
+
 def make_class_samples(
     count: int, *, label_type: str = "single", num_labels: int = 3, of_tokens: bool = False, has_types: bool = False,
     longest: int = 40, seed: int = 0,
@@ -98,7 +117,8 @@ def write_classified(
     counts = [int((targets != IGNORED).sum()) if of_tokens else 1 for _, targets, _ in samples]
     columns = [[ids for ids, _, _ in samples], [targets for _, targets, _ in samples],
                [len(ids) for ids, _, _ in samples], counts, [types for _, _, types in samples]]  # fmt: skip
-    table = pa.table([pa.array(list(column), field.type) for column, field in zip(columns, schema)], schema=schema)
+    arrays = [pa.array(list(column), field.type) for column, field in zip(columns, schema, strict=True)]
+    table = pa.table(arrays, schema=schema)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_table(table)
     names = [] if label_type == "regression" else [f"class {i}" for i in range(num_labels)]
@@ -109,7 +129,7 @@ def write_classified(
         of_class = [int((classes == i).sum()) for i in range(num_labels)]
     sidecar = {
         "objective": objective, "label_type": label_type, "label_names": names, "num_labels": num_labels,
-        "label_counts": {name: int(count) for name, count in zip(names, of_class)},
+        "label_counts": {name: int(count) for name, count in zip(names, of_class, strict=bool(names))},
         "num_samples": len(samples), "num_loss_counted_tokens": sum(counts), "max_token_id": VOCAB_SIZE - 1,
         "tokenizer_fingerprint": fingerprint_tokenizer(load_tokenizer(str(model_dir), trust_remote_code=False)),
     }  # fmt: skip
