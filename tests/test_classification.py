@@ -115,3 +115,28 @@ def test_any_number_of_ranks_is_the_plain_loop(family, num_ranks, world, tmp_pat
     inputs = make_inputs(tmp_path, family)
     train_on(num_ranks, world, **inputs, **OPTIONS, output_dir=tmp_path / "run")
     assert_equal_to(tmp_path / "run", train_plainly(inputs))
+
+
+def weigh_classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    weights = torch.tensor([0.5, 2.0, 1.25])
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), weight=weights, label_smoothing=0.1, ignore_index=IGNORED
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [
+        (dict(label_type="multi"), None),
+        (dict(label_type="regression", num_labels=1), None),
+        (dict(label_type="regression", num_labels=2), None),
+        (dict(class_weights=("0.5", "2", "1.25"), label_smoothing=0.1), weigh_classes),
+        (dict(of_tokens=True, class_weights=("0.5", "2", "1.25"), label_smoothing=0.1), weigh_classes),
+    ],
+)
+def test_every_loss_is_torchs_mean_over_the_global_batch(options, loss, world, tmp_path):
+    data = {name: value for name, value in options.items() if name in ("label_type", "num_labels", "of_tokens")}
+    inputs = make_inputs(tmp_path, "electra", **data)
+    run = {name: value for name, value in options.items() if name not in data}
+    train_on(1, world, **inputs, **run, **OPTIONS, output_dir=tmp_path / "run", activation_checkpointing="none")
+    assert_equal_to(tmp_path / "run", train_plainly(inputs, label_type=data.get("label_type", "single"), loss=loss))
