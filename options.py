@@ -327,7 +327,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Fine-tune a causal language model with FSDP2 on data written by process_data.py."""
+    """Fine-tune a causal language model or a classifier with FSDP2 on data written by process_data.py."""
 
     output_dir: str
     """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""

@@ -22,6 +22,11 @@ from sampler import RunPosition
 CARD_FILE, CURVE_FILE = "README.md", "loss_curve.svg"
 MAX_POINTS = 300  # of the curve; each is the mean of as many steps
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
+PIPELINES = {  # of each objective, as the hub calls them
+    "causal-lm": "text-generation",
+    "sequence-classification": "text-classification",
+    "token-classification": "token-classification",
+}
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
             "track", "track_project", "track_name", "push_to_hub", "hub_private")  # fmt: skip
 
@@ -73,7 +78,7 @@ def describe_head(options: TrainOptions) -> ModelCardData:
     return ModelCardData(
         **base,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=PIPELINES[options.classification.objective],
         tags=["mini_trainer", *methods],
     )
 

@@ -85,12 +85,14 @@ class PackedClassifier(nn.Module):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Sum of the losses of the micro-batch's targets: fp32 scalar."""
-        losses = self.loss.measure(*self.predict(micro_batch))
+        logits, targets = self.predict(micro_batch)
+        losses = self.loss.measure(logits, targets)
         if micro_batch.num_sources > 1:
-            sums = torch.zeros(micro_batch.num_sources, device=losses.device)
+            values = torch.stack([losses.detach(), self.loss.weigh(targets)], dim=1)  # (N, 2)
+            sums = values.new_zeros(micro_batch.num_sources, 2)
             if micro_batch.sources is not None:
-                sums = sums.index_add(0, micro_batch.sources, losses.detach())
-            self.reports["source_losses"] = sums
+                sums.index_add_(0, micro_batch.sources, values)
+            self.reports["source_losses"], self.reports["source_divisors"] = sums.unbind(1)
         return losses.sum()
 
     @torch.no_grad()
