@@ -17,8 +17,9 @@ from command_line import find_problems
 from options import TrainOptions, group_options
 
 BATCH_SIZE = 6
-OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, export_dtype="float32",
-               validate_every_steps=1, checkpoint_every_steps=1, keep_checkpoints=9, write_predictions=True)  # fmt: skip
+OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, keep_checkpoints=9,
+               export_dtype="float32", validate_every_steps=1, checkpoint_every_steps=1,
+               write_predictions=True)  # fmt: skip
 
 
 def make_inputs(root: Path, family: str = "distilbert", **data: object) -> dict[str, object]:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from in_process import train_here
 from peft import PeftModel
-from safetensors.torch import load_file
+from processes import flags
+from safetensors.torch import load_file, save_file
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, save_classifier, write_classified
 from tiny_models import save_model, save_tokenizer
 from transformers import (
@@ -90,8 +92,6 @@ def test_what_else_is_missing_is_refused(world, tmp_path):
     model = save_base(CLASSIFIERS["bert"], tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     del weights["encoder.layer.1.output.dense.weight"]
-    from safetensors.torch import save_file
-
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"missing_keys: \['bert\.encoder\.layer\.1\.output\.dense\.weight'\]"):
         train(world, model, tmp_path)
@@ -148,13 +148,11 @@ def test_an_adapter_brings_its_head_along(family, world, tmp_path):
     assert config["task_type"] == "SEQ_CLS"
 
 
-def test_a_plan_counts_a_classifier(world, tmp_path, capsys):
-    from options import TrainOptions, group_options
-    from plan.planner import plan_run
-
+def test_a_plan_counts_a_classifier(tmp_path):
     model = save_base(CLASSIFIERS["modernbert"], tmp_path / "model")
     data = write_classified(tmp_path / "data.arrow", make_class_samples(16), model)
-    given = group_options(TrainOptions, model_name_or_path=str(model), data_path=str(data), output_dir=str(tmp_path / "o"),
-                          objective="sequence-classification", dry_run=True, plan_world_size=2, **OPTIONS)  # fmt: skip
-    assert plan_run(given) == 0
-    assert "modernbert" in capsys.readouterr().out
+    options = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", dry_run=True,
+                   objective="sequence-classification", plan_world_size=2) | OPTIONS  # fmt: skip
+    result = run_forked(0, "train.py", *flags(**options))
+    assert result.returncode == 0, result.stderr
+    assert "modernbert" in result.stdout and not (tmp_path / "run").exists()
