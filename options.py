@@ -81,6 +81,8 @@ class OptimizationOptions:
     """Peak learning rate."""
     num_warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
+    warmup_ratio: float | None = None
+    """In place of a number, the share of the run's steps over which it rises."""
     lr_scheduler: Literal[
         "constant_with_warmup",
         "constant",
@@ -113,6 +115,11 @@ class OptimizationOptions:
     model's config says, which is 0 unless it has output_router_logits."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether the learning rate depends on how many steps the run has."""
+        return self.lr_scheduler in SCHEDULES_WITH_END or self.warmup_ratio is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,6 +546,20 @@ class MergeModelsOptions:
     differences from it (task vectors)."""
     config: str | None = None
     """YAML file with any of these options; flags win over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfigOptions:
+    """Turn another trainer's configuration into files for process_data.py and train.py."""
+
+    config_file: str
+    """Axolotl's YAML, LLaMA-Factory's, or TRL's."""
+    output_dir: str = "."
+    """Directory for data.yaml and train.yaml."""
+    num_gpus: int = 1
+    """GPUs of the run, to turn samples per GPU into samples per step."""
+    trainer: Literal["axolotl", "llama-factory", "trl"] | None = None
+    """Whose the file is; None: its keys show it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,11 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     mark_chunked(model, model.config)
     backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
     model.set_attn_implementation(registered_name(backend))
-    return backend if model.config._attn_implementation == registered_name(backend) else keep_own_attention(model, requested)
+    return (
+        backend
+        if model.config._attn_implementation == registered_name(backend)
+        else keep_own_attention(model, requested)
+    )
 
 
 def keep_own_attention(model: PreTrainedModel, requested: str) -> str:

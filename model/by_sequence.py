@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.blocks import HeldRow
 
@@ -47,7 +47,9 @@ class Span:
             return value
         if any(word in name for word in OF_PAIRS):
             return self.cut_pairs(value)
-        if value.ndim == 4 and value.shape[2] == self.row_length:  # (1, 1, T, D): positions that the model counts itself
+        if (
+            value.ndim == 4 and value.shape[2] == self.row_length
+        ):  # (1, 1, T, D): positions that the model counts itself
             return value[:, :, : self.length]
         if value.ndim >= 2 and value.shape[:2] == (1, self.row_length):
             return value[:, self.start : self.start + self.length]

@@ -41,7 +41,8 @@ def needs_own_attention(blocks: nn.ModuleList, config: PreTrainedConfig) -> bool
     kinds = getattr(config, "layer_types", None) or ()
     known = STATELESS_KINDS | ({"chunked_attention"} if getattr(config, "attention_chunk_size", None) else set())
     return any(
-        any(hasattr(mixer, "num_key_value_groups") for mixer in mixers) or (not mixers and i < len(kinds) and kinds[i] not in known)
+        any(hasattr(mixer, "num_key_value_groups") for mixer in mixers)
+        or (not mixers and i < len(kinds) and kinds[i] not in known)
         for i, mixers in enumerate(map(find_mixers, blocks))
     )
 

@@ -204,6 +204,7 @@ EFFECTS = {
 TESTED_ELSEWHERE = {
     "config",  # these: test_options.py
     "print_config",
+    "warmup_ratio",
     "num_cycles",  # these: test_optimization.py
     "lr_power",
     "osft_basis",  # these six in test_osft.py
