@@ -97,30 +97,30 @@ def data_ending(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
-def find_sources(inputs: Sequence[str]) -> list[Source]:
-    """The files that `inputs` name, in their order; those of a directory, and of directories in it, by name.
+def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
+    """The files that `inputs` (values of `flag`) name, in their order; those of a directory, and of any in it, by name.
 
     Raises ValueError for what is not there, cannot be read, or is named twice.
     """
     sources = []
     for path in map(Path, inputs):
         if path.is_dir():
-            sources += find_in_directory(path)
+            sources += find_in_directory(path, flag=flag)
         elif not path.is_file():
-            raise ValueError(f"--input-file {path}: no such file")
+            raise ValueError(f"{flag} {path}: no such file")
         elif data_ending(path) not in ENDINGS:
-            raise ValueError(f"--input-file {path}: must end in {ENDINGS_IN_WORDS}")
+            raise ValueError(f"{flag} {path}: must end in {ENDINGS_IN_WORDS}")
         else:
             sources.append(Source(path, path.name, path.stat().st_size))
     seen: set[Path] = set()
     for source in sources:
         if source.path.resolve() in seen:
-            raise ValueError(f"--input-file: {source.path} is named twice; its rows would be trained twice as often")
+            raise ValueError(f"{flag}: {source.path} is named twice; its rows would count twice")
         seen.add(source.path.resolve())
     return sources
 
 
-def find_in_directory(directory: Path) -> list[Source]:
+def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
     """The directory's data files, but hidden ones and what process_data.py wrote beside an output."""
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
     names = sorted(
@@ -131,7 +131,7 @@ def find_in_directory(directory: Path) -> list[Source]:
         and not path.name.endswith((".meta.json", ".rejected.jsonl"))
     )
     if not names:
-        raise ValueError(f"--input-file {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
+        raise ValueError(f"{flag} {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
     return [Source(directory / name, name.as_posix(), (directory / name).stat().st_size) for name in names]
 
 

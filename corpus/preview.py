@@ -16,7 +16,7 @@ from chat.labels import IGNORED
 from chat.masking import TokenizedChat
 from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import TokenizedSample
-from pages.page import escape_json, make_page
+from pages.page import escape_json, fold, make_page
 
 PAGE = Path(__file__).with_name("preview.html")
 NUM_PAGE_SAMPLES = 200
@@ -78,14 +78,6 @@ def decode_run(tokenizer: Any, input_ids: Sequence[int], start: int, end: int) -
         return decode(start, end)
     before, text = decode(start - 1, start), decode(start - 1, end)
     return text.removeprefix(before) if text.startswith(before) else decode(start, end)
-
-
-def fold(text: str, limit: int) -> str:
-    """A long text without its middle."""
-    if len(text) <= limit:
-        return text
-    head, tail = text[: limit * 2 // 3], text[len(text) - limit // 3 :]
-    return f"{head} … ({len(text) - len(head) - len(tail):,} characters) … {tail}"
 
 
 def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: str | None) -> None:

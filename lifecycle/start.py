@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corpus.mixture import Mixture
-from corpus.reader import TokenizedData, read_sidecar
+from corpus.reader import TokenizedData
 from lifecycle.record import identify_run
 from methods.full import Full
 from methods.lora import LoRA
@@ -141,10 +141,7 @@ def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
         cap = int(data.lengths.max())
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
     num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=o.drop_overlong))
-    inputs.sidecars = [
-        inputs.errors.attempt(lambda source=source: read_sidecar(source.path, num_samples=len(source.lengths)))
-        for source in data.sources
-    ]
+    inputs.sidecars = [source.sidecar for source in data.sources]
     return num_dropped
 
 
@@ -183,10 +180,7 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     config, validation_data = inputs.config, inputs.validation_data
     known = {source.path: sidecar for source, sidecar in zip(inputs.data.sources, inputs.sidecars, strict=True)}
     if validation_data is not None:
-        for source in validation_data.sources:
-            known[source.path] = inputs.errors.attempt(
-                lambda source=source: read_sidecar(source.path, num_samples=len(source.lengths))
-            )
+        known |= {source.path: source.sidecar for source in validation_data.sources}
     found = inputs.errors.attempt(
         lambda: choose_tokenizer(
             inputs.model_dir,
