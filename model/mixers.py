@@ -23,11 +23,12 @@ STATELESS_KINDS = frozenset({"full_attention", "sliding_attention", "attention",
 # The functions of transformers' mixers that keep a row's sequences apart where this package is installed.
 KERNELS = {
     "causal_conv1d_fn": "causal_conv1d",
-    "mamba_chunk_scan_combined": "mamba_ssm",
-    "mamba_split_conv1d_scan_combined": "mamba_ssm",
-    "chunk_gated_delta_rule": "fla",
-    "chunk_kda": "fla",
+    "mamba2_chunk_scan": "mamba_ssm",
+    "mamba2_split_conv1d_scan_combined": "mamba_ssm",
+    "torch_chunk_gated_delta_rule": "fla",
+    "chunk_kimi_delta_attention": "fla",
 }
+WITHOUT_BORDERS = frozenset({"mamba_selective_scan", "mamba_inner_fn"})  # Mamba 1's
 
 
 def find_mixers(block: nn.Module) -> list[nn.Module]:
@@ -103,10 +104,12 @@ def list_with_kernels(blocks: nn.ModuleList) -> list[nn.Module]:
 
 
 def has_kernels(mixer: nn.Module) -> bool:
-    """Whether the packages of all kernels that the mixer calls are installed, and it calls any."""
+    """Whether all kernels that the mixer calls know borders, and their packages are installed."""
     names = {name for code in list_code(mixer) for name in code.co_names}
     packages = {package for name, package in KERNELS.items() if name in names}
-    return bool(packages) and all(importlib.util.find_spec(package) is not None for package in packages)
+    if not packages or not WITHOUT_BORDERS.isdisjoint(names):
+        return False
+    return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def list_code(module: nn.Module) -> list[CodeType]:
