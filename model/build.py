@@ -12,7 +12,7 @@ from model.attention import OWN, choose_backend, list_heads, mark_chunked, regis
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
-from model.mixers import find_mixers, needs_own_attention, split_layers
+from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.causal_lm import find_base
@@ -75,6 +75,8 @@ def make_meta_model(
     blocks = find_blocks(model)
     held = hand_micro_batch_on(find_base(model), blocks, makes_masks=backend == OWN)
     split_layers(blocks, held, has_own_attention=backend == OWN)
+    if backend != OWN:
+        use_kernels(blocks, device)
     if compute.float8:
         apply_float8(blocks, device)
     if mode == "selective":

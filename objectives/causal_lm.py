@@ -33,6 +33,11 @@ class CausalLM:
         self.router_aux_loss = router_aux_loss
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
+        if getattr(config, "is_encoder_decoder", False):
+            return (
+                f"model type {config.model_type!r} is an encoder-decoder: it learns a target from a source, which its"
+                " encoder reads apart, and here a row is one text: give a decoder-only model"
+            )
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
         has_text_part = type(config.get_text_config(decoder=True)) is not type(config)
         is_none = type(config) not in AutoModelForCausalLM._model_mapping and not is_custom
