@@ -504,8 +504,31 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    problems += find_classification_problems(o)
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
+    return problems
+
+
+def find_classification_problems(o: ProcessDataOptions) -> list[str]:
+    """Options that are for classifiers only, or for all others only; labels that are said twice."""
+    only_classification = ("truncate", "text_field", "text_pair_field", "label_field", "label_type", "label_names")
+    only_others = ("allow_missing_stop_token", "string_for_printing_masks")
+    is_classification = o.format == "classification"
+    useless = only_others if is_classification else (*only_classification, "labels_from")
+    given = [flag_name(name) for name in useless if getattr(o, name)]
+    problems = []
+    if given:
+        word = "with" if is_classification else "without"
+        problems.append(f"{', '.join(given)}: no effect {word} --format classification")
+    if o.truncate and o.max_sample_num_tokens is None:
+        problems.append("--truncate needs --max-sample-num-tokens, which says to how many tokens")
+    if o.label_names and o.labels_from is not None:
+        problems.append("--label-names and --labels-from both say which labels there are: give one")
+    if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
+        problems.append(f"--label-names {' '.join(o.label_names)}: has a name twice, or one that is blank")
+    if o.label_names and o.label_type == "regression":
+        problems.append("--label-names has no effect with --label-type regression")
     return problems
 
 

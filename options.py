@@ -369,7 +369,7 @@ class ProcessDataOptions:
     """Tokenize chats, completions or documents for training; of chats only the assistant's tokens are trained."""
 
     input_file: tuple[str, ...]
-    """Files or directories of rows: .jsonl, .json, .parquet or .txt, also compressed (.gz, .zst)."""
+    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
     output_file: str
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
@@ -381,8 +381,8 @@ class ProcessDataOptions:
     config: tuple[str, ...] = ()
     """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
     is the environment's."""
-    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
-    """What the rows of every file are; None: each file's first row shows it."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
+    """What the rows of every file are; None: each file's first row shows it, unless they are for classification."""
     chat_template: str | None = None
     """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory beside the output, which training uses."""
@@ -393,6 +393,22 @@ class ProcessDataOptions:
     model is not taught to stop."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
+    truncate: bool = False
+    """Classification: cut what is longer than --max-sample-num-tokens, and count it, instead of dropping it."""
+    text_field: str | None = None
+    """Classification: the column or key of the text, the list of words, or the chat; text, tokens or messages if not
+    given."""
+    text_pair_field: str | None = None
+    """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
+    label_field: str | None = None
+    """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
+    label_type: Literal["single", "multi", "regression"] | None = None
+    """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
+    label_names: tuple[str, ...] = ()
+    """Classification: the labels, in the order of their classes; if not given, all that occur, sorted."""
+    labels_from: str | None = None
+    """Classification: a data set of this script, or its sidecar, whose labels these rows have, too, as a validation
+    set has its training set's."""
     block_size: int | None = None
     """Documents only: cut their stream into blocks of this many tokens."""
     validation_share: float | None = None
