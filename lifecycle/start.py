@@ -25,7 +25,7 @@ from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.objective import Objective, PackedModel
-from options import SCHEDULES_WITH_END, DataOptions, ModelOptions, TrainOptions, ValidationOptions
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -98,7 +98,6 @@ class RunInputs:
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see lifecycle.record)."""
-        ends = options.optimization.lr_scheduler in SCHEDULES_WITH_END
         return identify_run(
             options,
             model_dir=self.model_dir,
@@ -107,7 +106,7 @@ class RunInputs:
             tokenizer=self.tokenizer,
             method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
-            num_steps=self.num_steps if ends else None,
+            num_steps=self.num_steps if options.optimization.needs_end else None,
         )
 
 

@@ -22,7 +22,8 @@ BACKENDS: dict[str, set[str]] = {
     "sdpa": {"dropout"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
 }
-UNCOMPILED = frozenset({"sdpa", "eager", "padded"})  # torch.compile leaves their loop over sequences out
+OWN = "own"  # the model's, one sequence at a time: in the place of a backend, where none can do what the model does
+UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile leaves their loop over sequences out
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
 MAX_HEAD_SIZE = 256  # the largest that FlashAttention's kernels take
 
