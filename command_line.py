@@ -22,6 +22,7 @@ from options import (
     EvaluateOptions,
     GenerateOptions,
     HubOptions,
+    ImportConfigOptions,
     MergeModelsOptions,
     Options,
     OSFTOptions,
@@ -42,7 +43,7 @@ from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
 # Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions,)
+WITHOUT_FLAG = (PlotOptions, ImportConfigOptions)
 PICTURES = (".png", ".svg", ".pdf")
 # What a tracker is imported by.
 TRACKER_MODULES = {
@@ -77,18 +78,20 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         exit_with_message(str(error))
     if isinstance(options, TrainOptions) and options.plan.print_config:
         if is_first:
-            print(describe_config(options), end="")
+            values = flatten_options(options)
+            del values["config"], values["print_config"]
+            print(describe_options(TrainOptions, values), end="")
         sys.exit()
     return options
 
 
-def describe_config(options: Any) -> str:
-    """Every option's value as YAML, in groups."""
+def describe_options(options_class: type, values: dict[str, Any]) -> str:
+    """Options by name as YAML that `--config` takes, in the order and the groups of --help."""
     import yaml
 
-    values, lines, last = flatten_options(options), [], None
-    for option, group in iterate_fields(type(options)):
-        if option.name in ("config", "print_config"):
+    lines, last = [], None
+    for option, group in iterate_fields(options_class):
+        if option.name not in values:
             continue
         if group != last:
             lines.append(f"\n# {group}\n")
@@ -219,6 +222,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_numbers_out_of_range(flatten_options(options)),
         *find_training_data_problems(options.data),
         *find_validation_problems(options.validation),
+        *find_classifier_problems(options),
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_osft_problems(options.osft),
@@ -290,10 +294,39 @@ def find_validation_problems(o: ValidationOptions) -> list[str]:
     return []
 
 
+def find_classifier_problems(options: TrainOptions) -> list[str]:
+    """What only classifiers have, and what they do not."""
+    problems, o = [], options.classification
+    if o.objective == "causal-lm":
+        given = list_given(o)
+        if options.validation.write_predictions:
+            given.append("--write-predictions")
+        return [f"{', '.join(given)}: no effect on --objective causal-lm"] if given else []
+    if not 0 <= o.label_smoothing < 1:
+        problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
+    if options.optimization.router_aux_loss:
+        problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
+    if options.validation.validation_data_path and not is_installed("sklearn"):
+        problems.append(
+            "--validation-data-path measures classifiers by scikit-learn, which is not installed: pip install"
+            " 'mini-trainer[classification]'"
+        )
+    return problems
+
+
 def find_optimization_problems(options: TrainOptions) -> list[str]:
     """Of the schedule and the optimizer."""
     problems, o = [], options.optimization
     decays = o.lr_scheduler in SCHEDULES_WITH_END
+    if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
+        problems.append(f"--warmup-ratio {o.warmup_ratio}: must be at least 0 and below 1")
+    if o.warmup_ratio is not None and not options.end.is_given:
+        problems.append(
+            "--warmup-ratio is a share of the run's steps, and no end is given: add --max-steps, --max-epochs,"
+            " --max-samples or --max-tokens"
+        )
+    if o.warmup_ratio is not None and o.num_warmup_steps:
+        problems.append("--warmup-ratio and --num-warmup-steps both say how long warm-up is: give one of them")
     if decays and not options.end.is_given:
         problems.append(
             f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
@@ -311,8 +344,9 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
         problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles: how often it falls from the peak")
     if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
         problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")
-    if o.num_warmup_steps != 0 and o.lr_scheduler == "constant":
-        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
+    if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
+        flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
+        problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
     if options.osft.osft and o.master_weights != "float32":
         problems.append(
             f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"

@@ -23,8 +23,9 @@ from model.config import ModelSource, check_rope, choose_tokenizer, load_config,
 from model.files import find_model
 from model.method import Method
 from objectives.causal_lm import CausalLM
+from objectives.classification import Classification
 from objectives.objective import Objective, PackedModel
-from options import SCHEDULES_WITH_END, DataOptions, ModelOptions, TrainOptions
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -36,6 +37,8 @@ Result = TypeVar("Result")
 
 def choose_objective(options: TrainOptions) -> Objective:
     """What the options say is learned."""
+    if options.classification.objective != CausalLM.name:
+        return Classification(options.classification, seed=options.data.seed)
     return CausalLM(router_aux_loss=options.optimization.router_aux_loss)
 
 
@@ -95,7 +98,6 @@ class RunInputs:
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see lifecycle.record)."""
-        ends = options.optimization.lr_scheduler in SCHEDULES_WITH_END
         return identify_run(
             options,
             model_dir=self.model_dir,
@@ -104,7 +106,7 @@ class RunInputs:
             tokenizer=self.tokenizer,
             method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
-            num_steps=self.num_steps if ends else None,
+            num_steps=self.num_steps if options.optimization.needs_end else None,
         )
 
 
@@ -115,6 +117,9 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     )
     num_dropped = open_data(inputs, options)
     open_validation_data(inputs, options)
+    if inputs.data is not None:
+        inputs.errors.attempt(lambda: inputs.objective.open_data(inputs.data.task, inputs.sidecars))
+        inputs.errors.attempt(lambda: check_validation(inputs, options.validation))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
         longest = max(data.longest for data in (inputs.data, inputs.validation_data) if data is not None)
@@ -160,6 +165,21 @@ def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
         inputs.validation_data = inputs.errors.attempt(open_sets)
 
 
+def check_validation(inputs: RunInputs, options: ValidationOptions) -> None:
+    """ValueError for validation data that is for something else than the data, and for what it cannot measure."""
+    data, validation_data = inputs.data, inputs.validation_data
+    if validation_data is not None and validation_data.task != data.task:
+        raise ValueError(
+            f"--validation-data-path is for {validation_data.task.describe()}, --data-path for {data.task.describe()}:"
+            " tokenize the one again with --labels-from the other"
+        )
+    known = inputs.objective.list_metrics() if data.task.objective == inputs.objective.name else {}
+    if known and options.best_metric not in known:
+        raise ValueError(
+            f"--best-metric {options.best_metric}: validations of this objective and data have {', '.join(known)}"
+        )
+
+
 def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
     name, revision, trust = (
         options.model.model_name_or_path,
@@ -191,6 +211,8 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
         )
     )
     inputs.tokenizer, config.vocab_size = found or (None, config.vocab_size)
+    if inputs.tokenizer is not None:
+        inputs.objective.use_tokenizer(inputs.tokenizer)
     for data in (inputs.data, validation_data):
         if data is not None:
             data.vocab_size = config.vocab_size

@@ -33,7 +33,7 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 @dataclass
 class HeldRow:
-    """The micro-batch that a model or a block was given last; plain, since torch.compile follows what is done with it."""
+    """The micro-batch that a model or a block was given last; plain, since torch.compile follows what is done to it."""
 
     micro_batch: Any = None
 

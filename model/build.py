@@ -12,7 +12,8 @@ from model.attention import OWN, choose_backend, list_heads, mark_chunked, regis
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
-from model.mixers import find_mixers, needs_own_attention, split_layers
+from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
+from model.padded_attention import pad_attention
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.causal_lm import find_base
@@ -75,6 +76,8 @@ def make_meta_model(
     blocks = find_blocks(model)
     held = hand_micro_batch_on(find_base(model), blocks, makes_masks=backend == OWN)
     split_layers(blocks, held, has_own_attention=backend == OWN)
+    if backend != OWN:
+        use_kernels(blocks, device)
     if compute.float8:
         apply_float8(blocks, device)
     if mode == "selective":
@@ -108,13 +111,24 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
             f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
             " blocks with attention or a state that is known here, and nothing would keep samples apart"
         )
+    if pad_attention(model):
+        if requested != "auto":
+            raise ValueError(
+                f"--attention {requested}: model type {model.config.model_type!r} computes attention by code of its"
+                " own, which nothing can replace: leave it out"
+            )
+        return "padded"
     if needs_own_attention(find_blocks(model), model.config):
         return keep_own_attention(model, requested)
     register_backends()
     mark_chunked(model, model.config)
     backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
     model.set_attn_implementation(registered_name(backend))
-    return backend if model.config._attn_implementation == registered_name(backend) else keep_own_attention(model, requested)
+    return (
+        backend
+        if model.config._attn_implementation == registered_name(backend)
+        else keep_own_attention(model, requested)
+    )
 
 
 def keep_own_attention(model: PreTrainedModel, requested: str) -> str:

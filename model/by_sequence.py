@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.blocks import HeldRow
 
@@ -47,7 +47,9 @@ class Span:
             return value
         if any(word in name for word in OF_PAIRS):
             return self.cut_pairs(value)
-        if value.ndim == 4 and value.shape[2] == self.row_length:  # (1, 1, T, D): positions that the model counts itself
+        if (
+            value.ndim == 4 and value.shape[2] == self.row_length
+        ):  # (1, 1, T, D): positions that the model counts itself
             return value[:, :, : self.length]
         if value.ndim >= 2 and value.shape[:2] == (1, self.row_length):
             return value[:, self.start : self.start + self.length]
@@ -80,8 +82,25 @@ def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) 
     return type(outputs[0])((torch.cat(first, dim=1), *map(join_output, others)))
 
 
+@torch.compiler.disable  # what kernels from packages do with their arguments is theirs
+def run_with_borders(forward: Callable, row: HeldRow, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """The layer's output for a packed row (1, T, H) in one call; `names` tell its kernels where sequences end."""
+    micro_batch = row.micro_batch
+    if micro_batch is None:  # the model's own forward pass over one sequence
+        return forward(*args, **kwargs)
+    cu_seqlens = micro_batch.cu_seqlens
+    index = torch.arange(micro_batch.input_ids.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    borders = {
+        "seq_idx": torch.bucketize(index, cu_seqlens[1:], right=True, out_int32=True)[None],  # (1, T): which sequence
+        "cu_seqlens": cu_seqlens,
+        "cu_seq_lens_q": cu_seqlens,
+    }
+    named = {name: value for name, value in kwargs.items() if name not in OF_THE_ROW}
+    return forward(*args, **named, **{name: borders[name] for name in names})
+
+
 def join_output(values: tuple) -> Any:
-    """What stands for the further outputs of all sequences: nothing for weights of attention, which nobody asks for."""
+    """What stands for the further outputs of all sequences; None for weights of attention, which nobody asks for."""
     if all(value is values[0] for value in values):  # such as a bias
         return values[0]
     is_index = all(isinstance(value, Tensor) and not value.dtype.is_floating_point for value in values)

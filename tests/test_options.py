@@ -82,6 +82,8 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--master-weights bfloat16: --osft keeps directions exactly", "--float8: --osft's layers"],
         ),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot be used with --compile"]),
+        (["--warmup-ratio", "0.1", "--num-warmup-steps", "3"], ["--warmup-ratio and --num-warmup-steps both say"]),
+        (["--warmup-ratio", "1.5"], ["--warmup-ratio 1.5: must be"]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],

@@ -1,0 +1,55 @@
+"""A packed row as the models of transformers are given it: what every objective's forward pass has in common."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from objectives.micro_batch import MicroBatch
+
+
+def find_base(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head; Llama 4's text model calls it by another name than it says."""
+    if model.base_model is not model:
+        return model.base_model
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+
+
+def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
+    """The arguments of a base model's forward pass over the packed row."""
+    return dict(
+        input_ids=micro_batch.input_ids,
+        position_ids=number_positions(micro_batch, pad_position=pad_position),
+        use_cache=False,
+        cu_seq_lens_q=micro_batch.cu_seqlens,
+        cu_seq_lens_k=micro_batch.cu_seqlens,
+        max_length_q=micro_batch.max_seqlen,
+        max_length_k=micro_batch.max_seqlen,
+        micro_batch=micro_batch,  # for the functions of model.attention
+    )
+
+
+def number_positions(micro_batch: MicroBatch, *, pad_position: int | None) -> Tensor:  # (1, T)
+    """Each token's position in its sequence, from 0; where padding has a position (RoBERTa), from the next one on.
+
+    There, tokens that are the padding's have its position, and are not counted, as in the model's own forward.
+    """
+    if pad_position is None:
+        return micro_batch.position_ids
+    is_counted = (micro_batch.input_ids != pad_position).long()
+    counts = is_counted.cumsum(dim=1)
+    index = torch.arange(counts.shape[1], device=counts.device)
+    firsts = index - micro_batch.position_ids  # (1, T): where each token's sequence starts
+    before = (counts - is_counted).gather(1, firsts)
+    return (counts - before) * is_counted + pad_position
+
+
+def find_pad_position(model: PreTrainedModel) -> int | None:
+    """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
+    tables = [
+        module
+        for name, module in find_base(model).named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    return tables[0].padding_idx if tables else None
