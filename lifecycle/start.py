@@ -25,6 +25,7 @@ from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.objective import Objective, PackedModel
+from objectives.packed_row import check_positions
 from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions
 from osft import OSFT
 from ranks.ending import log
@@ -93,6 +94,11 @@ class RunInputs:
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample that is trained or measured on."""
+        return max(data.longest for data in (self.data, self.validation_data) if data is not None)
+
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
 
@@ -122,8 +128,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         inputs.errors.attempt(lambda: check_validation(inputs, options.validation))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
-        longest = max(data.longest for data in (inputs.data, inputs.validation_data) if data is not None)
-        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=longest))
+        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
@@ -303,6 +308,7 @@ def build_run_model(
     plain = replace(compute, compile=False, activation_checkpointing="none")
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
+    check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, device=world.device)
     log.info(describe_model(options, inputs, model))
     return model

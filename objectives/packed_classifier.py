@@ -75,8 +75,11 @@ class PackedClassifier(nn.Module):
         index = torch.arange(num_tokens, device=hidden.device)
         sequence_of = torch.searchsorted(ends, index, right=True)  # (T,)
         if self.pooling == "mean":
-            sums = hidden.new_zeros(num_sequences, hidden.shape[1]).index_add(0, sequence_of, hidden)
-            return sums / (ends - starts)[:, None]
+            sums = torch.zeros(
+                num_sequences, hidden.shape[1], device=hidden.device
+            )  # in bf16 long sums would stand still
+            sums = sums.index_add(0, sequence_of, hidden.float())
+            return (sums / (ends - starts)[:, None]).to(hidden.dtype)
         # The last token that is not padding's, whose id a sequence may end with; the first one if all are.
         pad_id = self.model.config.pad_token_id
         if pad_id is not None:
