@@ -177,6 +177,10 @@ class ExportOptions:
     """Export the model at the end of the run."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
+    keep_exports: int | None = None
+    """Exports to keep, the newest ones, beside hf_format/best; None: all."""
+    export_name: str | None = None
+    """Name in hf_format that every export has, each in the place of the one before, such as last; None: samples_N."""
 
     @property
     def on_the_way(self) -> bool:

@@ -145,6 +145,14 @@ EFFECTS = {
         dict(save_final_checkpoint=False, min_samples_per_checkpoint=24),
         lambda r, b: set(r.exports) == {"samples_24"} and set(b.exports) == {"samples_32"},
     ),
+    "keep_exports": (
+        dict(min_samples_per_checkpoint=8, keep_exports=2),
+        lambda r, b: set(r.exports) == {"samples_24", "samples_32"},
+    ),
+    "export_name": (
+        dict(min_samples_per_checkpoint=8, export_name="last"),
+        lambda r, b: set(r.exports) == {"last"},
+    ),
     "checkpoint_every_steps": (
         dict(checkpoint_every_steps=3),
         lambda r, b: r.checkpoints == {"step_3", "step_4"} and b.checkpoints == set(),
