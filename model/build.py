@@ -16,6 +16,7 @@ from model.mixers import find_mixers, split_mixers
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import find_decoder, is_multimodal, keep_text_tower, text_config
 from options import ComputeOptions, ShardingOptions
 from ranks.devices import describe_device
 from ranks.ending import log
@@ -68,12 +69,13 @@ def make_meta_model(
     with torch.device("meta"):
         model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     model.to("meta")  # the parameters that a model makes in a way that knows no default device (DiffLlama)
+    left_out = keep_text_tower(model)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     if compute.use_liger_kernels:
         apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
     hand_micro_batch_on(blocks)
-    split_mixers(blocks, model.config)
+    split_mixers(blocks, text_config(model.config))
     if compute.float8:
         apply_float8(blocks, device)
     if mode == "selective":
@@ -83,7 +85,7 @@ def make_meta_model(
         apply_compile(blocks)
     if mode == "full":
         apply_activation_checkpointing(blocks)
-    return MetaModel(model, blocks, backend, compute_dtype, source, objective)
+    return MetaModel(model, blocks, backend, compute_dtype, source, objective, left_out)
 
 
 def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -99,8 +101,9 @@ def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
     """Routes the model's attention to a backend of model.attention, and says to which."""
-    missing = [] if getattr(model.config, "hidden_size", None) else ["hidden_size"]
-    if not missing and not list_heads(model.config) and not any(map(find_mixers, find_blocks(model))):
+    config = text_config(model.config)
+    missing = [] if getattr(config, "hidden_size", None) else ["hidden_size"]
+    if not missing and not list_heads(config) and not any(map(find_mixers, find_blocks(model))):
         missing = ["num_attention_heads"]
     if missing:
         raise ValueError(
@@ -108,10 +111,10 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
             " blocks with attention or a state, and nothing would keep samples apart"
         )
     register_backends()
-    mark_chunked(model, model.config)
-    backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
+    mark_chunked(model, config)
+    backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
     model.set_attn_implementation(registered_name(backend))
-    if model.config._attn_implementation != registered_name(backend):
+    if find_decoder(model).config._attn_implementation != registered_name(backend):
         raise ValueError(f"model type {model.config.model_type!r}: its attention cannot be replaced by a packed one")
     return backend
 
@@ -130,6 +133,8 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_p
         )
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
+    if is_multimodal(model.config):
+        raise ValueError(f"--use-liger-kernels: not for a model of more than text ({model.config.model_type!r})")
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"--use-liger-kernels: liger-kernel has none for model type {model.config.model_type!r}")
     if getattr(model.config, "mlp_bias", False):

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from model.attention import registered_name
 from model.method import Method
 from model.sharding import reshard
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import find_placeholders, text_config
 
 
 @torch.no_grad()
@@ -23,16 +25,17 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
     hidden states and loss with the model's own forward pass over one sequence at a time; and the sliding windows
     that reach the attention backend with those that the config declares. Then the method looks at it.
     """
-    model, config = packed_model.model, packed_model.model.config
+    model, config = packed_model.model, text_config(packed_model.model.config)
     # Other kernels round otherwise. In bf16 that adds up over layers (4 % was seen after 80) and sends some tokens to
     # another expert, so there the middle token tells: wrong attention or positions move nearly all.
     exact = packed_model.compute_dtype == torch.float32
     tolerance, rounding = (1e-4, 1e-4) if exact else (3e-2, 1e-1)
     random = np.random.default_rng(0)
-    sequences = [random.integers(0, config.vocab_size, length) for length in (11, 16, 9)]
-    others = [random.integers(0, config.vocab_size, len(sequence)) for sequence in sequences]
-    backend = config._attn_implementation
-    refused = f"model type {config.model_type!r} cannot be trained here: "
+    texts = np.setdiff1d(np.arange(config.vocab_size), list(find_placeholders(model.config)))
+    sequences = [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
+    others = [texts[random.integers(0, len(texts), len(sequence))] for sequence in sequences]
+    backend = registered_name(packed_model.backend)
+    refused = f"model type {model.config.model_type!r} cannot be trained here: "
     packed_model.eval()
 
     def pack(token_ids: list[np.ndarray]) -> MicroBatch:
@@ -91,8 +94,8 @@ def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)
 
 def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
     """Refuses a model whose config declares sliding windows that its layers do not hand to the attention backend."""
-    model, config = packed_model.model, packed_model.model.config
-    backend = config._attn_implementation
+    model, config = packed_model.model, text_config(packed_model.model.config)
+    backend = registered_name(packed_model.backend)
     attend, windows = AttentionInterface()[backend], []
 
     def record_window(*args, sliding_window: int | None = None, **kwargs):
@@ -110,6 +113,6 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
         num_declared = len(windows) if getattr(config, "sliding_window", None) else 0
     if num_declared != num_seen:
         raise ValueError(
-            f"model type {config.model_type!r} declares {num_declared} layers with a sliding window, but {num_seen} use"
-            " one here; it cannot be trained here"
+            f"model type {model.config.model_type!r} declares {num_declared} layers with a sliding window, but"
+            f" {num_seen} use one here; it cannot be trained here"
         )
