@@ -31,6 +31,14 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
             remove(aside)
 
 
+def identify_file(path: Path) -> tuple[int, int] | None:
+    """Tells a file from another one that is later put in its place."""
+    if not path.exists():
+        return None
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
 def remove(path: Path) -> None:
     """A file or a directory, if it is there."""
     if path.is_dir() and not path.is_symlink():
