@@ -137,10 +137,11 @@ def shrink_config(config: PreTrainedConfig, variant: dict[str, object]) -> dict[
             given[name] = SPECIAL_TOKENS[name]
         elif name in ("initializer_range", "init_std", "init_method_std"):
             given[name] = INITIALIZER_RANGE
-        elif name == "rope_parameters" and value and "mrope_section" in value:
-            given[name] = value | {"mrope_section": split_rotary(value.get("partial_rotary_factor", 1.0))}
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             given[name] = 0.0
+    if "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
+        rope = config.rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
+        given["rope_parameters"] = rope | {"mrope_section": split_rotary(rope.get("partial_rotary_factor", 1.0))}
     return given
 
 

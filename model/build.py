@@ -16,7 +16,7 @@ from model.mixers import find_mixers, split_mixers
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
-from objectives.text_tower import find_decoder, is_multimodal, keep_text_tower, text_config
+from objectives.text_tower import find_decoder, is_multimodal, keep_text_tower, set_attention, text_config
 from options import ComputeOptions, ShardingOptions
 from ranks.devices import describe_device
 from ranks.ending import log
@@ -43,6 +43,8 @@ def build_model(
     """
     meta = make_meta_model(source, compute, objective=objective, method=method, device=world.device)
     set_weights_dtype(meta.model, weights_dtype)
+    if meta.left_out.parts:
+        log.info(meta.left_out.describe(num_bytes=weights_dtype.itemsize))
     method.choose_layers(meta)
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective)))
@@ -113,7 +115,7 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     register_backends()
     mark_chunked(model, config)
     backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
-    model.set_attn_implementation(registered_name(backend))
+    set_attention(model, registered_name(backend))
     if find_decoder(model).config._attn_implementation != registered_name(backend):
         raise ValueError(f"model type {model.config.model_type!r}: its attention cannot be replaced by a packed one")
     return backend

@@ -13,7 +13,7 @@ from model.method import Method
 from model.sharding import reshard
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
-from objectives.text_tower import find_placeholders, text_config
+from objectives.text_tower import find_placeholders, set_attention, text_config
 
 
 @torch.no_grad()
@@ -59,13 +59,13 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
         loss += packed_model.router_loss.item()
 
     # Hidden states and loss are the model's own.
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     own_loss, errors = 0.0, []
     for sequence, packed_hidden in zip(sequences, hidden, strict=True):
         own_hidden, own_sum = packed_model.reference(pack([sequence]))
         errors.append(token_errors(packed_hidden, own_hidden[0]))
         own_loss += own_sum.item()
-    model.set_attn_implementation(backend)
+    set_attention(model, backend)
     error = (torch.cat(errors).max() if exact else torch.cat(errors).median()).item()
     if not error <= rounding:
         raise ValueError(
@@ -103,9 +103,9 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
         return attend(*args, sliding_window=sliding_window, **kwargs)
 
     AttentionInterface.register("packed_recording", record_window)
-    model.set_attn_implementation("packed_recording")
+    set_attention(model, "packed_recording")
     packed_model.hidden_states(micro_batch)
-    model.set_attn_implementation(backend)
+    set_attention(model, backend)
     num_seen = sum(window is not None for window in windows)
     if getattr(config, "layer_types", None) is not None:
         num_declared = config.layer_types.count("sliding_attention")

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from chat.labels import IGNORED
 from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idle_sample, pack_samples
 from objectives.router_loss import sum_router_losses
-from objectives.text_tower import find_decoder, is_multimodal, text_config
+from objectives.text_tower import find_decoder, find_needed, is_multimodal, text_config
 from objectives.token_loss import score_tokens, sum_token_loss
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
@@ -34,15 +34,26 @@ class CausalLM:
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        text = text_config(config)
+        if text is not config and getattr(text, "is_encoder_decoder", False):
+            return (
+                f"model type {config.model_type!r} is an encoder-decoder: what it writes depends on what its encoder"
+                " has read, and packed rows have nothing for it to read"
+            )
         if not is_custom and type(config) not in choose_auto_class(config)._model_mapping:
             return f"model type {config.model_type!r} has no causal language model in transformers"
-        if getattr(text_config(config), "vocab_size", None) is None:
+        if getattr(text, "vocab_size", None) is None:
             return f"model type {config.model_type!r} has no language model with a vocabulary"
         return None
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         auto_class = choose_auto_class(config)
         model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if is_multimodal(config) and (needed := find_needed(model)):
+            raise ValueError(
+                f"model type {config.model_type!r} cannot be trained on text: {type(model).__name__} takes none without"
+                f" {', '.join(needed)}"
+            )
         find_router_loss(model, self.router_aux_loss)  # what it refuses is refused before weights are read
         return model
 

@@ -5,6 +5,7 @@ Its towers of images and audio take no part. They are taken out of the model bef
 places, and an export gets their tensors from the model's own files.
 """
 
+import inspect
 import re
 from dataclasses import dataclass, field
 
@@ -48,6 +49,11 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return find_base(decoder) if decoder.get_output_embeddings() is not None else decoder
 
 
+def set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Makes the language model attend by this implementation; other towers, which do not run, keep theirs."""
+    (find_decoder(model) if is_multimodal(model.config) else model).set_attn_implementation(implementation)
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """What of a model was taken out of it: neither loaded nor trained."""
@@ -55,6 +61,21 @@ class LeftOut:
     modules: list[str] = field(default_factory=list)  # names, with those of the modules in them
     parts: list[str] = field(default_factory=list)  # names of the outermost of them
     num_params: int = 0
+
+    def describe(self, *, num_bytes: int) -> str:
+        """For the start's report; `num_bytes` of memory that each of its numbers would take."""
+        return (
+            f"the text tower trains; left as they are, and not loaded: {', '.join(self.parts)}"
+            f" ({self.num_params:,} parameters, {self.num_params * num_bytes / 1e9:,.2f} GB)"
+        )
+
+
+def find_needed(model: PreTrainedModel) -> list[str]:
+    """What the model's forward pass asks for beside token ids."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    given = ("self", "input_ids")
+    return [p.name for p in parameters
+            if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in given]  # fmt: skip
 
 
 def keep_text_tower(model: PreTrainedModel) -> LeftOut:

@@ -16,6 +16,7 @@ from transformers import (
     CohereCompassTextConfig,
     DiffLlamaConfig,
     ElectraConfig,
+    Florence2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPTJConfig,
@@ -26,7 +27,6 @@ from transformers import (
     LongcatFlashConfig,
     MambaConfig,
     NemotronConfig,
-    Qwen2VLConfig,
     RobertaConfig,
     StableLmConfig,
     ViTConfig,
@@ -195,9 +195,9 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
         check(build(tmp_path, world), world)
 
 
-def test_a_model_of_more_than_text_is_told_so():
-    obstacle = CausalLM().check_config(Qwen2VLConfig(), trust_remote_code=False)
-    assert obstacle.startswith("model type 'qwen2_vl' is more than a language model")
+def test_a_model_that_writes_no_text_is_told_so():
+    obstacle = CausalLM().check_config(Florence2Config(), trust_remote_code=False)
+    assert obstacle.startswith("model type 'florence2' is an encoder-decoder")
     obstacle = CausalLM().check_config(ViTConfig(), trust_remote_code=False)
     assert obstacle == "model type 'vit' has no causal language model in transformers"
 
