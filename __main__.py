@@ -20,6 +20,10 @@ SCRIPTS = {
     "train": ("train.py", "fine-tune a model: one process for each GPU of this machine"),
     "process-data": ("process_data.py", "chats, completions or documents in, tokenized data set out"),
     "merge-adapter": ("merge_adapter.py", "a LoRA adapter and its model in, one model out"),
+    "generate": ("generate.py", "a model asked: prompts from files, or a chat in the terminal"),
+    "evaluate": ("evaluate_model.py", "models measured side by side: losses, tasks, a page of samples"),
+    "merge-models": ("merge_models.py", "models of one architecture mixed, tensor by tensor"),
+    "import-config": ("import_config.py", "another trainer's configuration in, this one's out"),
     "plot-metrics": ("plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
@@ -72,7 +76,7 @@ def main() -> None:
 
 
 def describe_words() -> str:
-    lines = [f"  {word:14}{purpose}" for word, (_, purpose) in SCRIPTS.items()]
+    lines = [f"  {word:15}{purpose}" for word, (_, purpose) in SCRIPTS.items()]
     return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", "mini-trainer WORD --help lists options."])
 
 

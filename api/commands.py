@@ -21,6 +21,7 @@ TRAIN_NAMES = {
     "max_batch_len": "max_tokens_per_gpu",
     "num_epochs": "max_epochs",
     "effective_batch_size": "batch_size",
+    "save_samples": "min_samples_per_checkpoint",
     "warmup_steps": "num_warmup_steps",
     "random_seed": "seed",
     "adamw_weight_decay": "weight_decay",
@@ -109,8 +110,8 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     for name, value in given.items():
         if name in own or name in TRAIN_NAMES:
             values.give(TRAIN_NAMES.get(name, name), value, by=name)
-    if args.process_data and not any(end in values for end in ENDS):
-        values.give("max_epochs", 1, by="InstructLab's default")
+    if not any(end in values for end in ENDS):
+        values.give("max_epochs", 1, by="the default of InstructLab")
     return make_words(TrainOptions, values)
 
 

@@ -45,7 +45,6 @@ from methods.full import Full
 from model.check import check_model
 from model.config import ModelSource, check_rope, load_config, load_generation_config
 from model.flops import count_flops
-from model.weights import find_stored
 from objectives.causal_lm import CausalLM
 from objectives.micro_batch import pack_samples
 from objectives.objective import PackedModel
@@ -103,10 +102,7 @@ def export(packed_model: PackedModel, path: Path, export_dir: Path, world: World
 
 def find_fault(path: Path, export_dir: Path) -> str | None:
     """What of an export is not as the model was that it was made from, untrained; None if all is."""
-    before, after = (
-        {tensor.name: tensor for tensor in find_tensors({key: file for key, (file, _) in find_stored(folder).items()})}
-        for folder in (path, export_dir)
-    )
+    before, after = find_tensors(path), find_tensors(export_dir)
     if different := sorted(before.keys() ^ after.keys()):
         return f"{len(different)} keys differ, such as {different[0]}"
     for name, tensor in before.items():

@@ -75,8 +75,10 @@ def write_export(
     An export of the same name, by a run that was resumed from before it, is replaced.
     """
     is_whole = bool(weights) and is_multimodal(config)
-    others = find_tensors(list_left_out(parts.source, parts.objective)) if is_whole else []
-    needed_bytes = sum(weight.nbytes for weight in weights.values()) + sum(tensor.num_bytes for tensor in others)
+    left_out = list_left_out(parts.source, parts.objective) if is_whole else {}
+    own_tensors = find_tensors(Path(parts.source.directory)) if is_whole else {}
+    needed_bytes = sum(weight.nbytes for weight in weights.values())
+    needed_bytes += sum(tensor.num_bytes for name, tensor in own_tensors.items() if name in left_out)
     aside = make_aside(export_dir, needed_bytes, what="the export")
     try:
         with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
@@ -90,8 +92,8 @@ def write_export(
         if weights:  # else the method writes all there is
             shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
         parts.tokenizer.save_pretrained(aside)
-        if others:
-            add_tensors(aside, others, max_bytes=MAX_SHARD_BYTES)
+        if left_out:
+            add_tensors(aside, left_out, own_tensors, max_bytes=MAX_SHARD_BYTES)
         if is_whole:
             copy_processor_files(Path(parts.source.directory), aside)
         parts.method.write_extras(aside)

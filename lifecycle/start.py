@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corpus.mixture import Mixture
-from corpus.reader import TokenizedData, read_sidecar
+from corpus.reader import TokenizedData
 from lifecycle.record import identify_run
 from methods.full import Full
 from methods.lora import LoRA
@@ -25,7 +25,7 @@ from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.objective import Objective, PackedModel
 from objectives.text_tower import find_placeholders, text_config
-from options import SCHEDULES_WITH_END, DataOptions, ModelOptions, TrainOptions
+from options import DataOptions, ModelOptions, TrainOptions
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -96,7 +96,6 @@ class RunInputs:
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see lifecycle.record)."""
-        ends = options.optimization.lr_scheduler in SCHEDULES_WITH_END
         return identify_run(
             options,
             model_dir=self.model_dir,
@@ -105,7 +104,7 @@ class RunInputs:
             tokenizer=self.tokenizer,
             method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
-            num_steps=self.num_steps if ends else None,
+            num_steps=self.num_steps if options.optimization.needs_end else None,
         )
 
 
@@ -144,10 +143,7 @@ def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
         cap = int(data.lengths.max())
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
     num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=o.drop_overlong))
-    inputs.sidecars = [
-        inputs.errors.attempt(lambda source=source: read_sidecar(source.path, num_samples=len(source.lengths)))
-        for source in data.sources
-    ]
+    inputs.sidecars = [source.sidecar for source in data.sources]
     return num_dropped
 
 
@@ -200,10 +196,7 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     config, text, validation_data = inputs.config, text_config(inputs.config), inputs.validation_data
     known = {source.path: sidecar for source, sidecar in zip(inputs.data.sources, inputs.sidecars, strict=True)}
     if validation_data is not None:
-        for source in validation_data.sources:
-            known[source.path] = inputs.errors.attempt(
-                lambda source=source: read_sidecar(source.path, num_samples=len(source.lengths))
-            )
+        known |= {source.path: source.sidecar for source in validation_data.sources}
     found = inputs.errors.attempt(
         lambda: choose_tokenizer(
             inputs.model_dir,

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.files import INDEX, WEIGHTS, list_weights, read_json
+from safetensors.torch import save_file
 
+from model.files import INDEX, WEIGHTS, list_weights, read_json
+from model.stored import Stored
+
+DEQUANTIZED = "dequantized.safetensors"  # until it has its number
 COPIED_BYTES = 16 << 20  # at once
 PROCESSOR_FILES = ("*processor*.json", "chat_template.json")
 
@@ -32,15 +36,15 @@ class StoredTensor:
         return self.num_bytes / max(1, math.prod(self.entry["shape"]))
 
 
-def find_tensors(paths: dict[str, Path]) -> list[StoredTensor]:
-    """The tensors of these names, each in its file."""
-    headers = {path: read_header(path) for path in set(paths.values())}
-    found = []
-    for name, path in sorted(paths.items()):
-        header, data = headers[path]
-        entry = dict(header[name])
-        start, end = entry.pop("data_offsets")
-        found.append(StoredTensor(name, path, entry, data + start, end - start))
+def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a model's files, by name."""
+    found = {}
+    for path in (model_dir / name for name in list_weights(model_dir)):
+        header, data = read_header(path)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = entry.pop("data_offsets")
+            found[name] = StoredTensor(name, path, entry, data + start, end - start)
     return found
 
 
@@ -51,9 +55,19 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         return json.loads(file.read(size)), 8 + size
 
 
-def add_tensors(directory: Path, tensors: list[StoredTensor], *, max_bytes: int) -> None:
-    """Writes copies of the tensors beside a model's weights, in files of at most `max_bytes`, and one index of all."""
+def add_tensors(
+    directory: Path, left_out: dict[str, Stored], own_tensors: dict[str, StoredTensor], *, max_bytes: int
+) -> None:
+    """Writes what was left out of a model beside its weights, in files of at most `max_bytes`, and one index of all.
+
+    What is among the `own_tensors` of its files as it stands is copied; what was quantized there is written whole.
+    """
+    tensors = [own_tensors[name] for name in sorted(left_out) if is_copied(left_out[name], own_tensors.get(name))]
+    copied = {tensor.name for tensor in tensors}
     own = list_weights(directory)
+    if quantized := {name: tensor.read() for name, tensor in left_out.items() if name not in copied}:
+        save_file(quantized, directory / DEQUANTIZED, metadata={"format": "pt"})
+        own = [*own, DEQUANTIZED]
     shards = divide(tensors, max_bytes)
     names = [f"model-{i + 1:05d}-of-{len(own) + len(shards):05d}.safetensors" for i in range(len(own) + len(shards))]
     for old, new in zip(own, names, strict=False):
@@ -70,6 +84,11 @@ def add_tensors(directory: Path, tensors: list[StoredTensor], *, max_bytes: int)
     index = {"metadata": known | {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     assert not (directory / WEIGHTS).exists(), "a file of weights that the index does not name would be read alone"
+
+
+def is_copied(tensor: Stored, own: StoredTensor | None) -> bool:
+    """Whether a tensor stands in the files as it is read, and for nothing else."""
+    return own is not None and (tensor.dtype, list(tensor.shape)) == (own.entry["dtype"], own.entry["shape"])
 
 
 def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:

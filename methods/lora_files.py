@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from model.weights import Reader, read_tensor
+from model.stored import Reader, read_tensor
 from ranks.ending import log
 
 if TYPE_CHECKING:

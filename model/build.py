@@ -8,11 +8,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from model.attention import choose_backend, list_heads, mark_chunked, register_backends, registered_name
+from model.attention import OWN, choose_backend, list_heads, mark_chunked, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
-from model.mixers import find_mixers, split_mixers
+from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
@@ -76,8 +76,10 @@ def make_meta_model(
     if compute.use_liger_kernels:
         apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
-    hand_micro_batch_on(blocks)
-    split_mixers(blocks, text_config(model.config))
+    held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == OWN)
+    split_layers(blocks, held, has_own_attention=backend == OWN)
+    if backend != OWN:
+        use_kernels(blocks, device)
     if compute.float8:
         apply_float8(blocks, device)
     if mode == "selective":
@@ -110,15 +112,27 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     if missing:
         raise ValueError(
             f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
-            " blocks with attention or a state, and nothing would keep samples apart"
+            " blocks with attention or a state that is known here, and nothing would keep samples apart"
         )
+    if needs_own_attention(find_blocks(model), config):
+        return keep_own_attention(model, requested)
     register_backends()
     mark_chunked(model, config)
     backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
     set_attention(model, registered_name(backend))
-    if find_decoder(model).config._attn_implementation != registered_name(backend):
-        raise ValueError(f"model type {model.config.model_type!r}: its attention cannot be replaced by a packed one")
-    return backend
+    is_replaced = find_decoder(model).config._attn_implementation == registered_name(backend)
+    return backend if is_replaced else keep_own_attention(model, requested)
+
+
+def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
+    """Leaves the model its own attention, which then runs one sequence at a time."""
+    if requested != "auto":
+        raise ValueError(
+            f"--attention {requested}: model type {model.config.model_type!r} has attention of its own, which runs one"
+            " sequence at a time and cannot be replaced: give --attention auto"
+        )
+    set_attention(model, "eager")
+    return OWN
 
 
 def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_products: bool) -> None:

@@ -9,6 +9,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from chat.masking import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from model.files import check_model_dir
+from model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
 from objectives.objective import Objective
 from objectives.text_tower import text_config
 from ranks.ending import log
@@ -34,6 +35,7 @@ class ModelSource:
 def load_config(model_dir: str, objective: Objective, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's config; ValueError if there is none, or none for the objective."""
     try:
+        settings = find_quantization(model_dir)
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model-name-or-path {model_dir}: no usable config: {error}") from None
@@ -41,11 +43,10 @@ def load_config(model_dir: str, objective: Objective, *, trust_remote_code: bool
         vars(config).pop("auto_map", None)  # exports would ask for code that they do not have
     if (obstacle := objective.check_config(config, trust_remote_code=trust_remote_code)) is not None:
         raise ValueError(f"--model-name-or-path {model_dir}: {obstacle}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"--model-name-or-path {model_dir}: the weights are quantized, and cannot be trained as they are:"
-            " give the model before quantization"
-        )
+    if settings is not None:
+        kind, dtype = check_quantization(settings, model_dir), str(choose_dtype(config)).removeprefix("torch.")
+        log.info(f"model: quantized ({kind}); its weights are read as {dtype}, and trained and exported unquantized")
+        forget_quantization(config)
     return config
 
 

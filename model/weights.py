@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from model.config import ModelSource
-from model.files import list_weights
+from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
+from model.stored import Reader, Stored, find_stored
 from objectives.objective import Objective
 from objectives.text_tower import keep_text_tower, text_config
 from ranks.ending import log
-
-Reader = Callable[[], Tensor]  # gives a tensor as it is stored, on the CPU; the memory may be the file's
-
 
 # What transformers' internals, which change from version to version, and torch on stand-ins without data may raise.
 NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
@@ -40,6 +38,11 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
     except NOT_PLANNABLE as error:
+        if find_quantization(model_dir) is not None:
+            raise ValueError(
+                f"--model-name-or-path {model_dir}: the quantized weights cannot be read one by one: give the release"
+                f" in bf16 ({type(error).__name__}: {error})"
+            ) from None
         log.warning(
             f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 reads them as a whole, in fp32"
             f" ({type(error).__name__}: {error})"
@@ -83,9 +86,13 @@ def plan_reading(
     # The model as its files describe it, and what they hold.
     model_dir, trust_remote_code = source.directory, source.trust_remote_code
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    own_dtype = choose_dtype(config)  # which the model made of it overwrites
     with torch.device("meta"):
         model = objective.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     stored = find_stored(Path(model_dir))
+    if (settings := find_quantization(model_dir)) is not None:
+        check_modules(settings, model)
+        stored = open_dequantized(stored, settings, own_dtype)
     conversions = get_model_conversion_mapping(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     wanted = model.state_dict()
@@ -93,6 +100,13 @@ def plan_reading(
     sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or the first of a conversion's -> keys and patterns
     for key, (name, pattern) in name_stored(model, stored).items():
         sources.setdefault(name, []).append((key, pattern))
+
+    raw = [key for keys in sources.values() for key, _ in keys if stored[key].dtype in QUANTIZED_TYPES]
+    if raw:
+        raise ValueError(
+            f"{raw[0]} is stored as {stored[raw[0]].dtype}, and the config has no quantization_config that says what"
+            " its numbers stand for: give the release in bf16"
+        )
 
     # What transformers would do, on stand-ins: everything that from_pretrained checks, and the computed buffers.
     computed = [name for name, _ in model.named_non_persistent_buffers()]
@@ -103,7 +117,7 @@ def plan_reading(
         weight_mapping=conversions,
         device_map={"": "meta", **dict.fromkeys(computed, "cpu")},
     )
-    stand_ins = {key: torch.empty(shape, device="meta") for key, (_, shape) in stored.items()}
+    stand_ins = {key: torch.empty(tensor.shape, device="meta") for key, tensor in stored.items()}
     shows_progress = is_progress_bar_enabled()
     disable_progress_bar()  # nothing is read here
     info, _ = convert_and_load_state_dict_in_model(model, stand_ins, loading)
@@ -122,12 +136,12 @@ def plan_reading(
         return {target: value[0] if isinstance(value, list) else value for target, value in values.items()}
 
     def read_converted(name: str, target: str) -> Tensor:
-        return convert(name, lambda key: read_tensor(stored[key][0], key).to(wanted[target].dtype))[target]
+        return convert(name, lambda key: stored[key].read().to(wanted[target].dtype))[target]
 
     readers: dict[str, Reader] = {name: functools.partial(model.get_buffer, name) for name in computed}
     for name, keys in sources.items():
         if keys[0][1] is None:
-            readers[name] = functools.partial(read_tensor, stored[keys[0][0]][0], keys[0][0])
+            readers[name] = stored[keys[0][0]].read
         else:
             readers |= {
                 target: functools.partial(read_converted, name, target) for target in convert(name, stand_ins.get)
@@ -160,30 +174,18 @@ def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tupl
     return named
 
 
-def list_left_out(source: ModelSource, objective: Objective) -> dict[str, Path]:
-    """The stored tensors of a multi-modal model that are not its text tower's, and the file of each."""
+def list_left_out(source: ModelSource, objective: Objective) -> dict[str, Stored]:
+    """What the files of a multi-modal model hold beside its text tower; of quantized weights what they stand for."""
     with torch.device("meta"):
         model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     stored = find_stored(Path(source.directory))
+    if (settings := find_quantization(source.directory)) is not None:
+        config = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
+        stored = open_dequantized(stored, settings, choose_dtype(config))
     named = name_stored(model, stored)
     keep_text_tower(model)
     kept = model.state_dict().keys()
-    return {key: stored[key][0] for key, (name, _) in named.items() if name not in kept}
-
-
-def find_stored(path: Path) -> dict[str, tuple[Path, list[int]]]:
-    """Every tensor's file and shape."""
-    stored = {}
-    for name in list_weights(path):
-        with safe_open(path / name, framework="pt") as file:
-            stored |= {key: (path / name, file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    return stored
-
-
-def read_tensor(path: Path, key: str) -> Tensor:
-    """One tensor, mapped into memory: its pages are read when they are used, and given back with it."""
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(key)
+    return {key: stored[key] for key, (name, _) in named.items() if name not in kept}
 
 
 def read_whole(source: ModelSource, objective: Objective) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:

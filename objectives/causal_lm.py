@@ -20,6 +20,7 @@ from objectives.text_tower import find_decoder, find_needed, is_multimodal, text
 from objectives.token_loss import score_tokens, sum_token_loss
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # as configs call that of logits
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several of them
 
 
@@ -33,6 +34,11 @@ class CausalLM:
         self.router_aux_loss = router_aux_loss
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
+        if getattr(config, "is_encoder_decoder", False):
+            return (
+                f"model type {config.model_type!r} is an encoder-decoder: it learns a target from a source, which its"
+                " encoder reads apart, and here a row is one text: give a decoder-only model"
+            )
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
         text = text_config(config)
         if text is not config and getattr(text, "is_encoder_decoder", False):
@@ -135,10 +141,13 @@ class PackedCausalLM(nn.Module):
         self.backend = backend  # of model.attention
         self.compute_dtype = compute_dtype
         config = text_config(model.config)
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-        # Cohere multiplies the logits, Granite divides them; both are linear, so the hidden states take the factor.
+        caps = (getattr(config, name, None) for name in SOFTCAPS)
+        self.softcap = next((cap for cap in caps if cap is not None), None)
+        # Cohere multiplies the logits, Granite and Inkling divide them; all are linear, so the hidden states take the
+        # factor.
         scale = getattr(config, "logit_scale", None)
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
+        self.logit_scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
         self.transform = [find_head_transform(model)]  # in a list: it is a part of the model already
         self.pad_position = find_pad_position(model)
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CohereCompassTextConfig,
+    DeepseekV32Config,
     DiffLlamaConfig,
     ElectraConfig,
     Florence2Config,
@@ -25,12 +26,13 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LongcatFlashConfig,
-    MambaConfig,
     NemotronConfig,
     RobertaConfig,
+    RwkvConfig,
     StableLmConfig,
+    T5Config,
     ViTConfig,
-    xLSTMConfig,
+    XLMConfig,
 )
 
 from model import attention as packed_attention
@@ -92,6 +94,19 @@ OTHERS = {
         layer_types=["sliding_attention", "full_attention"], top_k_experts=2, moe_intermediate_size=24,
         enable_moe_block=True, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=5.0,
     ),
+    # Attention that stays the model's own.
+    "bloom_has_biases_for_positions": BloomConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, hidden_dropout=0.0
+    ),
+    "gptj_is_told_positions": GPTJConfig(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, initializer_range=0.2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    ),
+    "deepseek_v32_chooses_keys": DeepseekV32Config(
+        **SHAPE | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+        v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16, n_routed_experts=4, moe_intermediate_size=24,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+    ),
 }  # fmt: skip
 
 
@@ -151,6 +166,8 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         ("nemotron_hands_nothing_on", dict(activation_checkpointing="selective")),
         ("gemma4_shares_keys", dict(activation_checkpointing="full")),
         ("llama4_attends_in_chunks", dict(activation_checkpointing="full")),
+        ("gptj_is_told_positions", dict(activation_checkpointing="selective")),
+        ("bloom_has_biases_for_positions", dict(activation_checkpointing="full")),
         pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
         pytest.param("stablelm_hands_nothing_on", dict(compile=True), marks=pytest.mark.slow),
     ],
@@ -173,18 +190,9 @@ def test_how_it_is_computed_does_not_change_what_is_computed(family, change, wor
 
 
 REFUSED = {
-    "mamba": (
-        MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8),
-        "packed sequences see each other",
-    ),
-    "gptj": (GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "cannot be replaced"),
-    "xlstm": (
-        xLSTMConfig(vocab_size=VOCAB_SIZE, hidden_size=32, embedding_dim=32, num_blocks=2, num_hidden_layers=2,
-                    num_heads=2),
-        "no num_attention_heads",
-    ),
-    "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
-}  # fmt: skip
+    "rwkv": (RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2), "no num_attention_heads"),
+    "xlm": (XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=2, n_heads=4, causal=True), "fails on a packed row"),
+}
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -195,11 +203,20 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
         check(build(tmp_path, world), world)
 
 
+def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(world, tmp_path):
+    save_model(OTHERS["gptj_is_told_positions"], tmp_path)
+    assert build(tmp_path, world).backend == "own"
+    with pytest.raises(ValueError, match="--attention sdpa: model type 'gptj' has attention of its own"):
+        build(tmp_path, world, attention="sdpa")
+
+
 def test_a_model_that_writes_no_text_is_told_so():
     obstacle = CausalLM().check_config(Florence2Config(), trust_remote_code=False)
     assert obstacle.startswith("model type 'florence2' is an encoder-decoder")
     obstacle = CausalLM().check_config(ViTConfig(), trust_remote_code=False)
     assert obstacle == "model type 'vit' has no causal language model in transformers"
+    obstacle = CausalLM().check_config(T5Config(), trust_remote_code=False)
+    assert obstacle.startswith("model type 't5' is an encoder-decoder")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,7 +28,8 @@ from transformers import (
 from lifecycle.tower_files import add_tensors, find_tensors
 from methods.full import Full
 from model.build import build_model
-from model.weights import find_stored, list_left_out
+from model.stored import find_stored
+from model.weights import list_left_out
 from objectives.causal_lm import CausalLM
 from objectives.micro_batch import pack_samples
 from objectives.text_tower import find_placeholders, text_config
@@ -97,9 +98,8 @@ def load(path: Path) -> PreTrainedModel:
 
 def read_bytes(directory: Path) -> dict[str, tuple[str, bytes]]:
     """Every stored tensor's type and bytes."""
-    stored = {key: path for key, (path, _) in find_stored(directory).items()}
-    return {tensor.name: (tensor.entry["dtype"], tensor.path.read_bytes()[tensor.start :][: tensor.num_bytes])
-            for tensor in find_tensors(stored)}  # fmt: skip
+    return {name: (tensor.entry["dtype"], tensor.path.read_bytes()[tensor.start :][: tensor.num_bytes])
+            for name, tensor in find_tensors(directory).items()}  # fmt: skip
 
 
 def train(world, path: Path, data: Path, output_dir: Path, *, num_ranks: int = 1, **options: object) -> Path:
@@ -237,15 +237,15 @@ def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
     source = load_source(paths["llava"])
     own = {"a": torch.randn(5).to(torch.float8_e4m3fn), "b": torch.randn(3, 3), "c": torch.tensor(3, dtype=torch.int64)}
     save_file(own, tmp_path / "model.safetensors")
-    others = find_tensors(list_left_out(source, CausalLM()))
-    add_tensors(tmp_path, others, max_bytes=1000)
-    found = read_bytes(tmp_path)
-    assert found.keys() == own.keys() | {tensor.name for tensor in others}
-    assert all(found[tensor.name] == read_bytes(paths["llava"])[tensor.name] for tensor in others)
+    left_out, stored = list_left_out(source, CausalLM()), find_tensors(paths["llava"])
+    add_tensors(tmp_path, left_out, stored, max_bytes=1000)
+    found, before = read_bytes(tmp_path), read_bytes(paths["llava"])
+    assert found.keys() == own.keys() | left_out.keys()
+    assert all(found[name] == before[name] for name in left_out)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     again = tmp_path / "again"
     again.mkdir()
     save_file({"z": torch.zeros(2)}, again / "model.safetensors")
-    add_tensors(again, find_tensors(dict.fromkeys(own, files[0])), max_bytes=10**9)
+    add_tensors(again, {name: find_stored(tmp_path)[name] for name in own}, find_tensors(tmp_path), max_bytes=10**9)
     assert all(torch.equal(load_file(again / "model-00002-of-00002.safetensors")[key], own[key]) for key in own)

@@ -32,7 +32,7 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
 from ranks.ending import ExitCode
 
-NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False)
+NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
 CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
 
 
@@ -64,14 +64,14 @@ def make_value(option_type):
 )
 def test_every_option_is_a_field_that_reaches_the_command_line(args_class, options_class, needed):
     make_words = make_train_words if args_class is TrainingArgs else make_data_words
+    given = {
+        option.name: (not option.default) if option.type is bool else make_value(option.type)
+        for option, _ in iterate_fields(options_class)
+        if option.name != "config"
+    }
     defaults = parse(options_class, make_words(args_class(**needed)))
-    for option, _ in iterate_fields(options_class):
-        if option.name == "config":
-            continue
-        value = (not option.default) if option.type is bool else make_value(option.type)
-        assert value != defaults[option.name], option.name
-        words = make_words(args_class(**(needed | {option.name: value})))
-        assert parse(options_class, words) == defaults | {option.name: value}, option.name
+    assert [name for name, value in given.items() if value == defaults[name]] == []
+    assert parse(options_class, make_words(args_class(**(needed | given)))) == defaults | given
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,7 @@ def test_every_option_is_a_field_that_reaches_the_command_line(args_class, optio
         (dict(model_path="other"), dict(model_name_or_path="other")),
         (dict(max_batch_len=600), dict(max_tokens_per_gpu=600)),
         (dict(num_epochs=3), dict(max_epochs=3)),
+        (dict(max_steps=TrainingArgs().max_steps), dict(max_steps=None, max_epochs=1)),
         (dict(effective_batch_size=96), dict(batch_size=96)),
         (dict(save_samples=500), dict(min_samples_per_checkpoint=500)),
         (dict(save_samples=0), dict()),

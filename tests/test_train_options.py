@@ -202,7 +202,11 @@ EFFECTS = {
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
 TESTED_ELSEWHERE = {
-    "config",  # test_training_args.py
+    "config",  # these: test_options.py
+    "print_config",
+    "warmup_ratio",
+    "num_cycles",  # these: test_optimization.py
+    "lr_power",
     "osft_basis",  # these six in test_osft.py
     "osft_calibration_data",
     "osft_statistics",

@@ -1,0 +1,248 @@
+"""Quantized releases are read as their own libraries dequantize them, and train and export like any other model."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from forked import ForkedJob, run_forked
+from in_process import train_forked, train_here
+from processes import Job, flags
+from quantizing import QWEN3, RELEASES, load_dequantized, rewrite, save_bf16, save_fp8, save_release
+from safetensors.torch import load_file, save_file
+from small_runs import NUM_SAMPLES, OPTIONS, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import VOCAB_SIZE, load_source, save_tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from merge_adapter import merge_adapter
+from model.quantized import guess_base
+from model.weights import read_weights
+from objectives.causal_lm import CausalLM
+from options import MergeAdapterOptions
+
+STEPS = 3
+
+
+@pytest.fixture
+def never_whole(monkeypatch) -> None:
+    """Fails the test if a model is loaded as a whole."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the whole model was loaded")
+
+    monkeypatch.setattr("model.weights.read_whole", refuse)
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_every_kind_is_read_as_its_library_dequantizes_it(kind, tmp_path, never_whole):
+    save_release(kind, tmp_path)
+    expected = load_dequantized(kind, tmp_path)
+    readers = read_weights(load_source(tmp_path), CausalLM())
+    assert expected.keys() <= readers.keys()
+    for name, weight in expected.items():
+        read = readers[name]()
+        assert read.shape == weight.shape and (read.dtype == torch.bfloat16 or "experts" in name), name
+        assert torch.equal(read.to(torch.bfloat16), weight), name
+
+
+@pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_last_block_of_a_matrix_may_be_cut_off(scale_type, tmp_path, never_whole):
+    """As in DeepSeek V3, whose 576 rows are four and a half blocks; scales in uint8 are exponents."""
+    rows, columns = 24, 40  # of blocks, which divide neither 64 nor 96 nor 32
+
+    def quantize(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not name.endswith("proj.weight"):
+            return {name: weight}
+        grid = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+        scale = torch.randint(120, 130, grid, dtype=torch.uint8) if scale_type == torch.uint8 else torch.rand(grid)
+        return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.to(scale_type)}
+
+    save_bf16(QWEN3, tmp_path)
+    rewrite(tmp_path, {"quant_method": "fp8", "weight_block_size": [rows, columns]}, quantize)
+    stored = load_file(tmp_path / "model.safetensors")
+    readers = read_weights(load_source(tmp_path), CausalLM())
+    for name in [name for name in stored if name.endswith("proj.weight")]:
+        scale, weight, read = stored[f"{name}_scale_inv"], stored[name].float(), readers[name]()
+        scale = 2.0 ** (scale.float() - 127) if scale_type == torch.uint8 else scale.float()
+        for i, j in [(0, 0), (23, 39), (24, 39), (weight.shape[0] - 1, weight.shape[1] - 1)]:
+            assert read[i, j] == (weight[i, j] * scale[i // rows, j // columns]).to(torch.bfloat16)
+        assert read.dtype == torch.bfloat16 and read.shape == weight.shape
+
+
+def make_inputs(kind: str, root: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The release with data, as options; and the same with what transformers dequantizes the release to."""
+    release = save_tokenizer(save_release(kind, root / "release"))
+    plain = shutil.copytree(release, root / "plain")
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    weights = {name: weight.detach().contiguous() for name, weight in load_dequantized(kind, release).items()}
+    save_file(weights, plain / "model.safetensors", {"format": "pt"})
+    data = str(write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)))
+    return tuple(dict(model_name_or_path=str(model), data_path=data) for model in (release, plain))
+
+
+def train(world, inputs: dict[str, str], output_dir: Path, **options: object) -> Path:
+    """The run's last export."""
+    train_here(world, **(OPTIONS | inputs | dict(output_dir=str(output_dir), max_steps=STEPS) | options))
+    return output_dir / "hf_format" / f"samples_{STEPS * OPTIONS['batch_size']}"
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    tensors = [load_file(path) for path in (one, other)]
+    assert tensors[0].keys() == tensors[1].keys() and tensors[0]
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+
+
+@pytest.mark.slow
+def test_mxfp4_trains_on_one_rank_and_two_and_through_a_kill_as_the_model_that_it_stands_for(world, tmp_path, caplog):
+    release, plain = make_inputs("mxfp4", tmp_path)
+    with caplog.at_level("INFO", logger="mini_trainer"):
+        export = train(world, release, tmp_path / "one")
+    assert "model: quantized (mxfp4); its weights are read as bfloat16, and trained and exported unquant" in caplog.text
+    assert_same_files(export / "model.safetensors", train(world, plain, tmp_path / "plain_run") / "model.safetensors")
+    assert read_rows(tmp_path / "one") == read_rows(tmp_path / "plain_run")
+
+    # What is exported is a model like any other.
+    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+    reloaded = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    saved = load_file(export / "model.safetensors")
+    assert all(torch.equal(param, saved[name]) for name, param in reloaded.named_parameters())
+
+    # Two ranks, of which one run is killed.
+    options = OPTIONS | release | dict(max_steps=8)
+    train_forked(2, **options, output_dir=tmp_path / "whole")
+    argv = ["train.py", *flags(**options, output_dir=tmp_path / "killed")]
+    job = ForkedJob(2, argv, tmp_path / "killed")
+    Job.wait_for_step(job, 2)
+    job.kill()
+    assert not (tmp_path / "killed" / "hf_format").exists()
+    result = run_forked(2, *argv)
+    assert result.returncode == 0 and "resuming from" in result.stderr, result.stderr
+    assert read_rows(tmp_path / "killed") == read_rows(tmp_path / "whole")
+    assert_same_files(*(tmp_path / name / "hf_format/samples_64/model.safetensors" for name in ("killed", "whole")))
+    for row, other in zip(read_rows(tmp_path / "one"), read_rows(tmp_path / "whole"), strict=False):
+        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5)
+
+
+def test_adapters_and_osft_start_from_the_dequantized_weights(world, tmp_path):
+    sources = make_inputs("fp8", tmp_path)
+    cache = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(tmp_path / "cache"))
+    exports = {
+        name: [train(world, source, tmp_path / f"{name}{i}", **options) for i, source in enumerate(sources)]
+        for name, options in {
+            "lora": dict(lora=True, lora_rank=4, base_quantization="nf4", lora_export="both"),
+            "osft": cache,
+        }.items()
+    }
+    for released, plain in exports.values():
+        assert_same_files(released / "model.safetensors", plain / "model.safetensors")
+    adapters = [export / "adapter" for export in exports["lora"]]
+    assert_same_files(*(adapter / "adapter_model.safetensors" for adapter in adapters))
+
+    # Merged into the dequantized weights.
+    options = MergeAdapterOptions(adapter=str(adapters[0]), output_dir=str(tmp_path / "merged"), export_dtype="float32")
+    merge_adapter(options, world)
+    assert_same_files(tmp_path / "merged" / "model.safetensors", exports["lora"][0] / "model.safetensors")
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+def test_a_plan_knows_the_sizes_of_what_is_read(tmp_path):
+    plans = []
+    for source in make_inputs("mxfp4", tmp_path):
+        options = OPTIONS | source | dict(output_dir=tmp_path / "run", max_steps=STEPS, dry_run=True)
+        result = run_forked(0, "train.py", *flags(**options))
+        assert result.returncode == 0, result.stderr
+        plans.append(re.findall(r"(?:weights that|model:|export of)[^;]*", result.stdout))
+    assert plans[0] == plans[1] and plans[0]
+
+
+def drop(key: str):
+    return lambda weights, config: weights.pop(key)
+
+
+def replace(key: str, tensor: torch.Tensor):
+    return lambda weights, config: weights.update({key: tensor})
+
+
+def configure(**settings: object):
+    return lambda weights, config: config.update({"quantization_config": config["quantization_config"] | settings})
+
+
+def store_as(form: str):
+    return lambda weights, config: config["quantization_config"]["config_groups"]["group_0"].update(format=form)
+
+
+EXPERTS, MLP = "model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.down_proj"
+HOSTILE = [
+    ("mxfp4", drop(f"{EXPERTS}_scales"), f"{EXPERTS} is quantized, and {EXPERTS}_scales is missing"),
+    ("mxfp4", drop(f"{EXPERTS}_blocks"), f"{EXPERTS}_scales (1 in all): the weights that they belong to are missing"),
+    ("mxfp4", replace(f"{EXPERTS}_scales", torch.zeros(4, 64, 1, dtype=torch.uint8)), "[4, 64, 1] U8: MXFP4 needs"),
+    ("mxfp4", replace(f"{EXPERTS}_scales", torch.zeros(4, 64, 3)), "[4, 64, 3] F32: MXFP4 needs U8"),
+    ("fp8", drop(f"{MLP}.weight_scale_inv"), f"{MLP}.weight is quantized, and {MLP}.weight_scale_inv is missing"),
+    ("fp8", drop(f"{MLP}.weight"), "the weights that they belong to are missing"),
+    ("fp8", replace(f"{MLP}.weight_scale_inv", torch.ones(4, 4)), "has scales [4, 4]; blocks of [16, 32] would be"),
+    ("fp8", configure(weight_block_size=[128]), "weight_block_size is [128]"),
+    ("fp8", configure(weight_block_size=[0, 16]), "weight_block_size is [0, 16]"),
+    ("fp8", configure(weight_block_size=[128, 128]), "blocks of [128, 128] would be [1, 1] of them"),
+    ("fp8", lambda weights, config: config.pop("quantization_config"), "stored as F8_E4M3, and the config has no qua"),
+    ("fp8", configure(quant_method="gptq"), "quantized by 'gptq', which cannot be dequantized here (mxfp4, fp8,"),
+    ("fp8", configure(quant_method=None), "quantized by 'None', which cannot"),
+    ("fp8", lambda weights, config: config.update(quantization_config="fp8"), "'fp8', not a JSON object"),
+    ("bitsandbytes nf4", drop(f"{MLP}.weight.absmax"), f"{MLP}.weight.absmax is missing"),
+    ("bitsandbytes nf4", drop(f"{MLP}.weight.quant_state.bitsandbytes__nf4"), "the weights that they belong to are"),
+    ("bitsandbytes nf4", replace(f"{MLP}.weight", torch.zeros(7, 1, dtype=torch.uint8)), "has 7 bytes and 96 scales"),
+    ("bitsandbytes int8", drop(f"{MLP}.SCB"), f"{MLP}.weight is quantized, and"),
+    ("bitsandbytes int8", replace(f"{MLP}.SCB", torch.ones(3)), "has scales [3], not 1 a row"),
+    ("compressed int4", drop(f"{MLP}.weight_scale"), "weight_packed"),
+    ("compressed int4", drop(f"{MLP}.weight_packed"), f"{MLP} is quantized (pack-quantized), and {MLP}.weight_packed"),
+    ("compressed int4", replace(f"{MLP}.weight_scale", torch.ones(64, 2)), "has scales [64, 2], not [64, 3]"),
+    ("compressed int4", replace(f"{MLP}.weight_g_idx", torch.zeros(96, dtype=torch.int32)), "in another order"),
+    ("compressed int4", store_as("marlin-24"), "compressed-tensors' format marlin-24 cannot be dequantized here"),
+    ("compressed int4", configure(transform_config={"config_groups": {"u": {}}}), "are rotated (transform_config)"),
+    ("compressed int4", configure(config_groups={"group_0": {"weights": 3}}), "not one of compressed-tensors"),
+    ("compressed fp8", drop(f"{MLP}.weight_scale"), f"{MLP}.weight is quantized, and {MLP}.weight_scale is missing"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("releases")
+    return {kind: save_release(kind, root / kind) for kind in {kind for kind, _, _ in HOSTILE}}
+
+
+@pytest.mark.parametrize(("kind", "spoil", "message"), HOSTILE)
+def test_a_release_that_is_not_whole_is_refused_before_anything_large_is_read(kind, spoil, message, releases, tmp_path):
+    path = shutil.copytree(releases[kind], tmp_path / "release")
+    weights, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    spoil(weights, config)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_weights(load_source(path), CausalLM())
+
+
+def test_bitsandbytes_transposed_weights_are_refused(tmp_path):
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64, dtype="bfloat16")
+    save_bf16(config, tmp_path)
+    rewrite(tmp_path, {"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda name, weight: {name: weight})
+    with pytest.raises(ValueError, match=r"of Conv1D.* transposed"):
+        read_weights(load_source(tmp_path), CausalLM())
+
+
+def test_the_message_names_the_release_before_quantization(tmp_path):
+    cached = "/cache/models--Qwen--Qwen2.5-7B-Instruct-AWQ/snapshots/0a1b"
+    assert guess_base(cached) == "Qwen/Qwen2.5-7B-Instruct"
+    assert guess_base("/models/Qwen3-8B-GPTQ-Int4") == "Qwen3-8B"
+    assert guess_base("/models/Meta-Llama-3.1-8B-Instruct-quantized.w4a16") == "Meta-Llama-3.1-8B-Instruct"
+    assert guess_base("/models/Qwen3-8B") is None
+    save_fp8(tmp_path / "model-AWQ")
+    config = json.loads((tmp_path / "model-AWQ" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (tmp_path / "model-AWQ" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"give the release in bf16, whose name may be model$"):
+        load_source(tmp_path / "model-AWQ")
