@@ -237,6 +237,7 @@ class RunDirectory:
             inputs.generation_config,
             inputs.tokenizer,
             getattr(torch, self.options.exports.export_dtype),
+            inputs.source(self.options.model),
             notes,
         )
         with self.control.slow(f"the export after step {position.step}"):
