@@ -1,4 +1,4 @@
-"""Layers with a state, once a sequence: packed rows give transformers' own losses and gradients, however computed."""
+"""Layers that run once a sequence: packed rows give transformers' own losses and gradients, however computed."""
 
 import importlib.util
 
@@ -9,7 +9,14 @@ from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE, build, check, compile_by, save_model, save_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Lfm2Config, Mamba2Config, NemotronHConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    Lfm2Config,
+    Mamba2Config,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 
 from model.blocks import find_blocks
 from model.flops import count_flops, count_state_products
@@ -36,6 +43,12 @@ MODELS = {
         **SHAPE, num_hidden_layers=2, layer_types=["conv", "full_attention"], intermediate_size=48,
         block_auto_adjust_ff_dim=False,
     ),
+    "attention that chooses keys": DeepseekV32Config(
+        **SHAPE | dict(num_key_value_heads=4), num_hidden_layers=2, intermediate_size=48, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2,
+        index_head_dim=16, n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    ),
 }  # fmt: skip
 LENGTHS = (45, 1, 70, 7)
 # Forward and backward of a token, by hand: 12 x heads x head size x state size x layers, the delta rule's 1.5 times.
@@ -44,6 +57,7 @@ STATE_PRODUCTS = {
     "mamba 2, attention, experts": 12 * 4 * 16 * 8,
     "mamba 2 alone": 12 * 4 * 16 * 8 * 2,
     "short convolution": 0,
+    "attention that chooses keys": 0,
 }
 
 
