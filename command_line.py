@@ -36,6 +36,7 @@ from options import (
     flatten_options,
     iterate_fields,
     parse_duration,
+    parse_steps,
 )
 from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 
@@ -252,6 +253,10 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    try:
+        parse_steps(values["profile_steps"] or "1")
+    except ValueError as error:
+        problems.append(f"--profile-steps {error}")
     power = values["lr_power"]
     require(power is None or 0 < power < math.inf, "lr_power", "must be above 0, and finite")
     norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lifecycle.export import ExportParts, export_model
 from lifecycle.hub import BEST, MAIN, Uploads
 from lifecycle.live_line import open_console
 from lifecycle.model_card import make_card
+from lifecycle.profiling import profile_steps
 from lifecycle.record import (
     check_output_dir,
     check_same_run,
@@ -35,8 +37,9 @@ from options import TrainOptions, flatten_options
 from ranks.ending import log
 from ranks.monitor import Flag, RunControl
 from ranks.world import World, call_on_rank0
-from sampler import RunPosition
+from sampler import Batch, RunPosition
 
+PROFILE_DIR = "profile"
 POSITION_FILE = "position.json"  # in an export by --export-name: how far the run was
 BEST_FILE = "validation.json"  # in the export of the best model: its line of validation_metrics_0.jsonl
 
@@ -172,6 +175,13 @@ class RunDirectory:
         if is_best and self.options.validation.export_best:
             self.export(state, position, inputs, best=metrics)
         return self.has_learnt_enough
+
+    def profile(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """`batches`, with the steps of --profile-steps recorded."""
+        steps = self.options.profiling.profile_steps
+        if steps is None:
+            return batches
+        return profile_steps(batches, steps, self.path / PROFILE_DIR, rank=self.world.rank)
 
     def start_loop(self) -> None:
         """From here on the clock of --checkpoint-every-minutes runs, and a request to stop waits for a step's end."""
