@@ -1,3 +1,40 @@
-"""mini_trainer: fine-tuning in the Hugging Face format (see README.md)."""
+"""mini_trainer: fine-tuning in the Hugging Face format (see README.md, and docs/python_api.md).
+
+    from mini_trainer import TorchrunArgs, TrainingArgs, run_training
+
+Imports nothing heavy: both functions start processes.
+"""
+
+from .api.arguments import (
+    DataProcessArgs,
+    DeepSpeedOptions,
+    DistributedBackend,
+    FSDPOptions,
+    LoraOptions,
+    QuantizeDataType,
+    ShardingStrategies,
+    TorchrunArgs,
+    TrainingArgs,
+)
+from .api.errors import TrainingError
+from .api.launch import TrainingResult, process_data, run_training
+from .options import OSFTOptions
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DataProcessArgs",
+    "DeepSpeedOptions",
+    "DistributedBackend",
+    "FSDPOptions",
+    "LoraOptions",
+    "OSFTOptions",
+    "QuantizeDataType",
+    "ShardingStrategies",
+    "TorchrunArgs",
+    "TrainingArgs",
+    "TrainingError",
+    "TrainingResult",
+    "process_data",
+    "run_training",
+]

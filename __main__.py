@@ -10,6 +10,7 @@ waits for the ranks to save, and ends with the exit code of train.py, where the 
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -19,9 +20,14 @@ SCRIPTS = {
     "train": ("train.py", "fine-tune a model: one process for each GPU of this machine"),
     "process-data": ("process_data.py", "chats, completions or documents in, tokenized data set out"),
     "merge-adapter": ("merge_adapter.py", "a LoRA adapter and its model in, one model out"),
+    "generate": ("generate.py", "a model asked: prompts from files, or a chat in the terminal"),
+    "evaluate": ("evaluate_model.py", "models measured side by side: losses, tasks, a page of samples"),
+    "merge-models": ("merge_models.py", "models of one architecture mixed, tensor by tensor"),
+    "import-config": ("import_config.py", "another trainer's configuration in, this one's out"),
     "plot-metrics": ("plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
+ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
 
 # Options of torchrun that `train` takes beside its own; each has one value.
 TORCHRUN_OPTIONS = {
@@ -47,6 +53,8 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 def main() -> None:
     """Starts what the command line names. Returns only after `--help`."""
+    if ENDS_WITH_PARENT in os.environ:
+        end_with(int(os.environ.pop(ENDS_WITH_PARENT)))
     word, *argv = sys.argv[1:] or [""]
     if word in ("-h", "--help"):
         print(describe_words())
@@ -68,7 +76,7 @@ def main() -> None:
 
 
 def describe_words() -> str:
-    lines = [f"  {word:14}{purpose}" for word, (_, purpose) in SCRIPTS.items()]
+    lines = [f"  {word:15}{purpose}" for word, (_, purpose) in SCRIPTS.items()]
     return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", "mini-trainer WORD --help lists options."])
 
 
@@ -125,8 +133,9 @@ def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int
     """Runs train.py in several processes, waits for them, and returns the exit code of the run."""
     sys.path.insert(0, str(FOLDER))
     from command_line import parse_options
+    from disk import identify_file
     from options import TrainOptions
-    from ranks.lock import EXIT_FILE
+    from ranks.ending import EXIT_FILE
 
     sys.argv = [str(FOLDER / SCRIPTS["train"][0]), *argv]
     options = parse_options(TrainOptions)  # what cannot be used is refused once, and not by every rank
@@ -157,12 +166,19 @@ def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int
     return json.loads(exit_file.read_text())["code"] if was_written else 128 + killed_by
 
 
-def identify_file(path: Path) -> tuple[int, int] | None:
-    """Tells a file from another one that is later put in its place."""
-    if not path.exists():
-        return None
-    stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns
+def end_with(parent: int) -> None:
+    """Has this process, and what it becomes, asked to end (SIGTERM) when process `parent`, which started it, is gone.
+
+    Only Linux can do that.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1  # of linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it has gone before that
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

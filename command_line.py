@@ -6,6 +6,7 @@ Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 import dataclasses
 import difflib
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -17,11 +18,17 @@ from typing import Any, NoReturn, get_origin
 from options import (
     SCHEDULES_WITH_END,
     DataOptions,
+    EngineOptions,
+    EvaluateOptions,
+    GenerateOptions,
     HubOptions,
+    ImportConfigOptions,
+    MergeModelsOptions,
     Options,
     OSFTOptions,
     PlotOptions,
     ProcessDataOptions,
+    SamplingOptions,
     TrackingOptions,
     TrainOptions,
     ValidationOptions,
@@ -36,7 +43,7 @@ from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
 # Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions,)
+WITHOUT_FLAG = (PlotOptions, ImportConfigOptions)
 PICTURES = (".png", ".svg", ".pdf")
 # What a tracker is imported by.
 TRACKER_MODULES = {
@@ -45,13 +52,14 @@ TRACKER_MODULES = {
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
-    """Reads flags (`argv`, by default the command line) over the YAML file named by `--config`.
+    """Reads flags (`argv`, by default the command line) over the YAML files named by `--config`.
 
     Prints one message and exits with `ExitCode.BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
     """
     import tyro
 
     argv = sys.argv[1:] if argv is None else argv
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
     markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
     if options_class in WITHOUT_FLAG:
         markers.append(tyro.conf.PositionalRequiredArgs)
@@ -60,15 +68,36 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         options = tyro.cli(
             options_class,
             config=markers,
-            args=read_config_as_flags(find_config(argv, options_class), options_class) + argv,
-            console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",  # one help or error text per node
+            args=read_configs_as_flags(find_configs(argv, options_class), options_class) + argv,
+            console_outputs=is_first,
         )
         problems = find_problems(options)
         if problems:
             raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))
     except ValueError as error:
         exit_with_message(str(error))
+    if isinstance(options, TrainOptions) and options.plan.print_config:
+        if is_first:
+            values = flatten_options(options)
+            del values["config"], values["print_config"]
+            print(describe_options(TrainOptions, values), end="")
+        sys.exit()
     return options
+
+
+def describe_options(options_class: type, values: dict[str, Any]) -> str:
+    """Options by name as YAML that `--config` takes, in the order and the groups of --help."""
+    import yaml
+
+    lines, last = [], None
+    for option, group in iterate_fields(options_class):
+        if option.name not in values:
+            continue
+        if group != last:
+            lines.append(f"\n# {group}\n")
+        value, last = values[option.name], group
+        lines.append(yaml.safe_dump({option.name: list(value) if isinstance(value, tuple) else value}, width=math.inf))
+    return "".join(lines).lstrip("\n")
 
 
 def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
@@ -80,23 +109,28 @@ def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
         raise ValueError(f"given more than once: {', '.join(map(flag_name, sorted(repeated)))}")
 
 
-def find_config(argv: list[str], options_class: type) -> Path | None:
-    """The value of `--config F` or `--config=F`, the last one given; None for options without such a file."""
-    path = None
+def find_configs(argv: list[str], options_class: type) -> list[Path]:
+    """The values of `--config F G` or `--config=F`; none for options without such files."""
     if all(option.name != "config" for option, _ in iterate_fields(options_class)):
-        return None
-    for i, flag in enumerate(argv):
-        if flag == "--config" and i + 1 < len(argv):
-            path = Path(argv[i + 1])
-        elif flag.startswith("--config="):
-            path = Path(flag.removeprefix("--config="))
-    return path
-
-
-def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
-    """A YAML file as command-line flags, so that both are converted and checked by the same code."""
-    if path is None:
         return []
+    for i, flag in enumerate(argv):
+        if flag == "--config":
+            return [Path(word) for word in itertools.takewhile(lambda word: not word.startswith("--"), argv[i + 1 :])]
+        if flag.startswith("--config="):
+            return [Path(flag.removeprefix("--config="))]
+    return []
+
+
+def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
+    """YAML files as command-line flags, so that all are converted and checked by the same code; the later ones win."""
+    flags: dict[str, list[str]] = {}
+    for path in paths:
+        flags |= read_config(path, options_class)
+    return [word for words in flags.values() for word in words]
+
+
+def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
+    """By option, what a YAML file says of it, as command-line words."""
     import yaml
 
     class UniqueKeyLoader(yaml.SafeLoader):
@@ -119,7 +153,7 @@ def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
     if not isinstance(config, dict):
         raise ValueError(f"--config {path}: expected 'option: value' lines, got {type(config).__name__}")
     fields = {option.name: option.type for option, _ in iterate_fields(options_class)}
-    flags, problems = [], []
+    flags, problems = {}, []
     for key, value in config.items():
         name = str(key).replace("-", "_")
         try:
@@ -127,12 +161,28 @@ def read_config_as_flags(path: Path | None, options_class: type) -> list[str]:
                 close = difflib.get_close_matches(name, fields, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(fields)}"
                 raise ValueError(f"unknown option {key!r}{hint}")
-            flags += flag_for(name, value, field_type=fields[name])
+            flags[name] = flag_for(name, fill_in_environment(name, value), field_type=fields[name])
         except ValueError as error:
             problems.append(f"--config {path}: {error}")
     if problems:
         raise ValueError("\n  ".join(problems))
     return flags
+
+
+def fill_in_environment(name: str, value: Any) -> Any:
+    """The `value` of option `name`, and of a list's elements, with the environment in place of `${NAME}`."""
+    if isinstance(value, list):
+        return [fill_in_environment(name, item) for item in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+
+    def look_up(match: re.Match) -> str:
+        if match[1] not in os.environ:
+            raise ValueError(f"{name}: {value!r}: the environment has no variable {match[1]}")
+        return os.environ[match[1]]
+
+    filled = re.sub(r"\$\{(\w+)\}", look_up, value)
+    return {"true": True, "false": False}.get(filled, filled)
 
 
 def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
@@ -159,6 +209,9 @@ def find_problems(options: Any) -> list[str]:
         TrainOptions: find_train_problems,
         ProcessDataOptions: find_data_problems,
         PlotOptions: find_plot_problems,
+        GenerateOptions: find_generate_problems,
+        EvaluateOptions: find_evaluate_problems,
+        MergeModelsOptions: find_mixing_problems,
     }
     return finders[type(options)](options) if type(options) in finders else []
 
@@ -190,7 +243,7 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
-                 "early_stopping_patience"):  # fmt: skip
+                 "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
@@ -199,6 +252,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    power = values["lr_power"]
+    require(power is None or 0 < power < math.inf, "lr_power", "must be above 0, and finite")
     norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
     require(norm is None or norm > 0, "max_grad_norm", "must be above 0; None turns clipping off")
     require(ratio is None or 0 <= ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
@@ -242,17 +297,35 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
     """Of the schedule and the optimizer."""
     problems, o = [], options.optimization
     decays = o.lr_scheduler in SCHEDULES_WITH_END
+    if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
+        problems.append(f"--warmup-ratio {o.warmup_ratio}: must be at least 0 and below 1")
+    if o.warmup_ratio is not None and not options.end.is_given:
+        problems.append(
+            "--warmup-ratio is a share of the run's steps, and no end is given: add --max-steps, --max-epochs,"
+            " --max-samples or --max-tokens"
+        )
+    if o.warmup_ratio is not None and o.num_warmup_steps:
+        problems.append("--warmup-ratio and --num-warmup-steps both say how long warm-up is: give one of them")
     if decays and not options.end.is_given:
         problems.append(
             f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
             " add --max-steps, --max-epochs, --max-samples or --max-tokens"
         )
     if o.min_lr_ratio is not None and not decays:
-        problems.append(f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}: it never decays")
+        problems.append(
+            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}, which falls towards no end"
+        )
+    for name, scheduler in (("num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial")):
+        if getattr(o, name) is not None and o.lr_scheduler != scheduler:
+            flag = flag_name(name)
+            problems.append(f"{flag} has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to {scheduler}")
+    if o.lr_scheduler == "cosine_with_restarts" and o.num_cycles is None:
+        problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles: how often it falls from the peak")
     if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
         problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")
-    if o.num_warmup_steps != 0 and o.lr_scheduler == "constant":
-        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
+    if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
+        flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
+        problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
     if options.osft.osft and o.master_weights != "float32":
         problems.append(
             f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
@@ -300,6 +373,13 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
     if given and not plan.dry_run:
         problems.append(f"{', '.join(given)}: no effect without --dry-run")
+    name = exports.export_name
+    if name is not None and (name in ("", "best") or name.startswith((".", "samples_")) or "/" in name):
+        problems.append(
+            f"--export-name {name!r}: must be the name of a directory, other than best, samples_N and .NAME"
+        )
+    if name is not None and exports.keep_exports is not None:
+        problems.append("--keep-exports has no effect with --export-name, of which there is one")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
@@ -431,8 +511,31 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    problems += find_classification_problems(o)
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
+    return problems
+
+
+def find_classification_problems(o: ProcessDataOptions) -> list[str]:
+    """Options that are for classifiers only, or for all others only; labels that are said twice."""
+    only_classification = ("truncate", "text_field", "text_pair_field", "label_field", "label_type", "label_names")
+    only_others = ("allow_missing_stop_token", "string_for_printing_masks")
+    is_classification = o.format == "classification"
+    useless = only_others if is_classification else (*only_classification, "labels_from")
+    given = [flag_name(name) for name in useless if getattr(o, name)]
+    problems = []
+    if given:
+        word = "with" if is_classification else "without"
+        problems.append(f"{', '.join(given)}: no effect {word} --format classification")
+    if o.truncate and o.max_sample_num_tokens is None:
+        problems.append("--truncate needs --max-sample-num-tokens, which says to how many tokens")
+    if o.label_names and o.labels_from is not None:
+        problems.append("--label-names and --labels-from both say which labels there are: give one")
+    if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
+        problems.append(f"--label-names {' '.join(o.label_names)}: has a name twice, or one that is blank")
+    if o.label_names and o.label_type == "regression":
+        problems.append("--label-names has no effect with --label-type regression")
     return problems
 
 
@@ -453,6 +556,100 @@ def find_plot_problems(o: PlotOptions) -> list[str]:
         problems.append(f"--port {o.port}: must be from 1 to 65535")
     if o.smoothing is not None and o.smoothing < 1:
         problems.append(f"--smoothing {o.smoothing}: must be at least 1, which is none")
+    return problems
+
+
+def find_generate_problems(o: GenerateOptions) -> list[str]:
+    """Nowhere to write answers, values out of range, options without effect."""
+    problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
+    if o.prompts and o.output is None:
+        problems.append("--prompts needs --output, the file to write the answers to")
+    if o.output is not None and not o.prompts:
+        problems.append("--output has no effect without --prompts: a chat in the terminal is not written")
+    if o.output is not None and Path(o.output).suffix != ".jsonl":
+        problems.append(f"--output {o.output}: must end in .jsonl")
+    if o.format is not None and not o.prompts:
+        problems.append("--format has no effect without --prompts")
+    if not o.prompts and o.sampling.num_samples != 1:
+        problems.append("--num-samples has no effect in a chat")
+    if o.engines.engine == "openai" and (o.adapter is not None or o.model_revision is not None or o.trust_remote_code):
+        problems.append("--adapter, --model-revision, --trust-remote-code: no effect with --engine openai")
+    return problems
+
+
+def find_engine_problems(o: EngineOptions) -> list[str]:
+    """Options of another engine than the one that is chosen, values out of range."""
+    problems = []
+    of_engine = {"batch_size": ("hf",), "dtype": ("hf", "vllm"), "base_url": ("openai",), "api_key_env": ("openai",),
+                 "concurrency": ("openai",)}  # fmt: skip
+    for option in dataclasses.fields(o):
+        engines = of_engine.get(option.name, (o.engine,))
+        if o.engine not in engines and getattr(o, option.name) != option.default:
+            problems.append(f"{flag_name(option.name)} has no effect with --engine {o.engine}")
+    for name in ("batch_size", "concurrency"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    if o.engine == "openai" and o.base_url is None:
+        problems.append("--engine openai needs --base-url, such as http://localhost:8000/v1")
+    return problems
+
+
+def find_sampling_problems(o: SamplingOptions) -> list[str]:
+    """Values out of range, and what has no effect on greedy answers."""
+    problems = []
+    for name in ("max_new_tokens", "num_samples"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    if not 0 <= o.temperature < math.inf:
+        problems.append(f"--temperature {o.temperature}: must be 0, for the likeliest token, or above")
+    if o.top_p is not None and not 0 < o.top_p <= 1:
+        problems.append(f"--top-p {o.top_p}: must be above 0 and at most 1")
+    if o.top_k is not None and o.top_k < 1:
+        problems.append(f"--top-k {o.top_k}: must be at least 1")
+    if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
+        problems.append(
+            "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which is always the"
+            " likeliest token"
+        )
+    return problems
+
+
+def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
+    """Nothing to measure, nothing to measure it by, values out of range, options without effect."""
+    problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
+    if not o.model and o.run is None:
+        problems.append("no model is given: name models by --model, or a run by --run")
+    if not (o.data or o.task or o.lm_eval):
+        problems.append("nothing to measure: give --data, --task or --lm-eval")
+    if len(set(o.model)) < len(o.model):
+        problems.append("--model: one is named twice")
+    if o.metrics and not o.task:
+        problems.append("--metrics has no effect without --task")
+    if o.format is not None and not o.task:
+        problems.append("--format has no effect without --task")
+    if o.sampling.num_samples != 1:
+        problems.append("--num-samples: one answer to each prompt is measured; leave it out")
+    if o.engines.engine != "hf" and (o.data or o.lm_eval):
+        problems.append(f"--data and --lm-eval need --engine hf, given {o.engines.engine}")
+    for name, least in {"max_tokens_per_gpu": 1, "num_resamples": 100}.items():
+        if getattr(o, name) < least:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least {least}")
+    return problems
+
+
+def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
+    """Too few models, weights that do not belong to them."""
+    problems = []
+    if len(o.model) < (2 if o.base is None else 1):
+        problems.append("--model: name two models or more, or one or more and --base")
+    if o.weights and len(o.weights) != len(o.model):
+        problems.append(f"--weights: given {len(o.weights)} for {len(o.model)} models")
+    if any(not math.isfinite(weight) for weight in o.weights):
+        problems.append(f"--weights {' '.join(map(str, o.weights))}: must be numbers")
+    elif o.weights and o.base is None and abs(sum(o.weights) - 1) > 1e-6:
+        problems.append(f"--weights: sum to {sum(o.weights):g}, and without --base have to sum to 1")
+    if o.base is not None and not o.weights:
+        problems.append("--base needs --weights: how much of each model's difference from it is added")
     return problems
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_origin
 
 # Schedules that fall towards the end of the run, so the end has to be known.
-SCHEDULES_WITH_END = ("linear", "cosine", "wsd")
+SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", "wsd")
 
 Options = TypeVar("Options")
 
@@ -81,8 +81,23 @@ class OptimizationOptions:
     """Peak learning rate."""
     num_warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
-    lr_scheduler: Literal["constant_with_warmup", "constant", "linear", "cosine", "wsd"] = "constant_with_warmup"
-    """Shape of the learning rate after warm-up. wsd: warm-up, stable, decay."""
+    warmup_ratio: float | None = None
+    """In place of a number, the share of the run's steps over which it rises."""
+    lr_scheduler: Literal[
+        "constant_with_warmup",
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "wsd",
+    ] = "constant_with_warmup"
+    """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
+    num_cycles: int | None = None
+    """cosine_with_restarts only: how often it falls from the peak."""
+    lr_power: float | None = None
+    """polynomial only: the power with which it falls; 1 (linear) if not given."""
     num_decay_steps: int | None = None
     """wsd only: length of the final decay in steps; 10 % of the run if not given."""
     min_lr_ratio: float | None = None
@@ -100,6 +115,11 @@ class OptimizationOptions:
     model's config says, which is 0 unless it has output_router_logits."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether the learning rate depends on how many steps the run has."""
+        return self.lr_scheduler in SCHEDULES_WITH_END or self.warmup_ratio is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +177,10 @@ class ExportOptions:
     """Export the model at the end of the run."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
+    keep_exports: int | None = None
+    """Exports to keep, the newest ones, beside hf_format/best; None: all."""
+    export_name: str | None = None
+    """Name in hf_format that every export has, each in the place of the one before, such as last; None: samples_N."""
 
     @property
     def on_the_way(self) -> bool:
@@ -305,6 +329,8 @@ class PlanOptions:
     """--dry-run only: plan for this many GPUs (or processes on CPU) from this one process."""
     plan_device: str | None = None
     """--dry-run only: plan for GPUs of this name (H100, A100, L4, ...) from a machine that has none."""
+    print_config: bool = False
+    """Train nothing: print every option's value, as YAML that --config takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,8 +339,9 @@ class TrainOptions:
 
     output_dir: str
     """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
-    config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
+    is the environment's."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """What rank 0 prints; WARNING leaves out the step lines."""
     model: ModelOptions
@@ -346,7 +373,7 @@ class ProcessDataOptions:
     """Tokenize chats, completions or documents for training; of chats only the assistant's tokens are trained."""
 
     input_file: tuple[str, ...]
-    """Files or directories of rows: .jsonl, .json, .parquet or .txt, also compressed (.gz, .zst)."""
+    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
     output_file: str
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
@@ -355,10 +382,11 @@ class ProcessDataOptions:
     """Of a model on the hub: branch, tag or commit; its main branch if not given."""
     trust_remote_code: bool = False
     """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
-    config: str | None = None
-    """YAML file with any of these options; flags win over it."""
-    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
-    """What the rows of every file are; None: each file's first row shows it."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
+    is the environment's."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
+    """What the rows of every file are; None: each file's first row shows it, unless they are for classification."""
     chat_template: str | None = None
     """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory beside the output, which training uses."""
@@ -369,6 +397,22 @@ class ProcessDataOptions:
     model is not taught to stop."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
+    truncate: bool = False
+    """Classification: cut what is longer than --max-sample-num-tokens, and count it, instead of dropping it."""
+    text_field: str | None = None
+    """Classification: the column or key of the text, the list of words, or the chat; text, tokens or messages if not
+    given."""
+    text_pair_field: str | None = None
+    """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
+    label_field: str | None = None
+    """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
+    label_type: Literal["single", "multi", "regression"] | None = None
+    """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
+    label_names: tuple[str, ...] = ()
+    """Classification: the labels, in the order of their classes; if not given, all that occur, sorted."""
+    labels_from: str | None = None
+    """Classification: a data set of this script, or its sidecar, whose labels these rows have, too, as a validation
+    set has its training set's."""
     block_size: int | None = None
     """Documents only: cut their stream into blocks of this many tokens."""
     validation_share: float | None = None
@@ -400,10 +444,142 @@ class MergeAdapterOptions:
     """Of a model on the hub: branch, tag or commit; None: the adapter's, or the main branch."""
     trust_remote_code: bool = False
     """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
-    config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
+    is the environment's."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the weights that are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What computes the answers."""
+
+    engine: Literal["hf", "vllm", "openai"] = "hf"
+    """hf: transformers, on this machine; vllm: the package of that name (pip install 'mini-trainer[vllm]'); openai: a
+    server that speaks its protocol, such as those of vLLM, SGLang or llama.cpp."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Data type to compute in; auto: the one that the weights are stored in."""
+    batch_size: int = 32
+    """hf: the most prompts that are answered at once."""
+    base_url: str | None = None
+    """openai: address of the server, such as http://localhost:8000/v1."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """openai: environment variable that holds the key; servers of one's own often need none."""
+    concurrency: int = 16
+    """openai: requests that are under way at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How an answer's tokens are chosen."""
+
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """0: always the likeliest token; above, drawn at random, the more so the higher."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together have this share of the probability."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens."""
+    num_samples: int = 1
+    """Answers to each prompt."""
+    seed: int = 0
+    """Seed of what is drawn. An answer depends on it, on the prompt's place and on its own number, not on what else is
+    in its batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Ask a model: prompts from files, or a chat in the terminal."""
+
+    model: str
+    """Directory of a model, an export or an adapter, or a name on the hub; openai: the model's name at the server."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter to put onto the model, as peft writes it."""
+    model_revision: str | None = None
+    """Of a model on the hub: branch, tag or commit; its main branch if not given."""
+    trust_remote_code: bool = False
+    """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
+    prompts: tuple[str, ...] = ()
+    """Files or directories of prompts: rows as process_data.py reads them, or lines of text (.txt). None: a chat in
+    the terminal."""
+    output: str | None = None
+    """File to write the answers to: .jsonl."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
+    """What the rows of every file are; None: each row shows it."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+    engines: EngineOptions = field(default_factory=EngineOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Measure models, one beside the other: losses on tokenized sets, answers to tasks, EleutherAI's harness."""
+
+    output_dir: str
+    """Directory for results.json, the samples of each model, and the page. What is there already is not computed
+    again."""
+    model: tuple[str, ...] = ()
+    """Directories of models, exports or adapters, or names on the hub; the first is what others are compared with."""
+    run: str | None = None
+    """Output directory of train.py: all its exports, beside the models of --model."""
+    data: tuple[str, ...] = ()
+    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy."""
+    task: tuple[str, ...] = ()
+    """Files of prompts with references: the last answer of a chat, completion, answer, or choices with the right
+    one's number."""
+    lm_eval: tuple[str, ...] = ()
+    """Tasks of EleutherAI's harness, by name or YAML file (pip install 'mini-trainer[lm-eval]')."""
+    metrics: tuple[str, ...] = ()
+    """Measures of the answers: exact_match, normalised_match, contains, number, token_f1, label, rouge_1, rouge_2,
+    rouge_l, bleu, chrf; none: those that suit the references. Choices are always measured by their likelihood."""
+    model_revision: str | None = None
+    """Of a model on the hub: branch, tag or commit; its main branch if not given."""
+    trust_remote_code: bool = False
+    """Run the code that the models bring along. Of a model on the hub only with the commit as --model-revision."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
+    """What the rows of every task are; None: each row shows it."""
+    max_tokens_per_gpu: int = 8192
+    """Tokens that are scored at once in --data."""
+    num_resamples: int = 10_000
+    """Draws of the bootstrap intervals and of the permutation tests."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+    engines: EngineOptions = field(default_factory=EngineOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeModelsOptions:
+    """Mix models of one architecture, tensor by tensor, in fp32."""
+
+    model: tuple[str, ...]
+    """Directories of two models or more; config, tokenizer and data types are the first one's."""
+    output_dir: str
+    """Directory to write, which must not be there."""
+    weights: tuple[float, ...] = ()
+    """How much each model counts. Without --base they sum to 1; none: each counts as much."""
+    base: str | None = None
+    """Directory of the model that the others were trained from: what is written is it, plus the weighted sum of their
+    differences from it (task vectors)."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfigOptions:
+    """Turn another trainer's configuration into files for process_data.py and train.py."""
+
+    config_file: str
+    """Axolotl's YAML, LLaMA-Factory's, or TRL's."""
+    output_dir: str = "."
+    """Directory for data.yaml and train.yaml."""
+    num_gpus: int = 1
+    """GPUs of the run, to turn samples per GPU into samples per step."""
+    trainer: Literal["axolotl", "llama-factory", "trl"] | None = None
+    """Whose the file is; None: its keys show it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ or hangs costs nothing but its own line, since each has a process of its own. Wi
 
 import argparse
 import collections
+import functools
 import multiprocessing
 import os
 import signal
@@ -18,11 +19,12 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,29 +58,29 @@ SIZES: dict[int, str] = {
     1: "first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts n_group topk_group moe_k"
     " num_expert_group moe_num_shared_experts num_nextn_predict_layers moe_layer_start_index type_vocab_size"
     " n_layers_per_attn_res_block num_mem_blocks interleave_moe_layer_step attn_layer_offset expand"
-    " mamba_expand num_kv_shared_layers",
+    " mamba_expand num_kv_shared_layers indexer_kv_heads",
     2: "num_key_value_heads swa_num_key_value_heads kv_n_heads num_kv_heads num_experts_per_tok moe_topk"
     " moe_top_k index_n_heads linear_num_key_heads layer_group_size global_attn_every_n_layers"
     " sliding_window_pattern _sliding_window_pattern attn_layer_period num_layers_per_stack encoder_layers"
     " num_encoder_layers L_cycles H_cycles mamba_n_groups n_groups linear_conv_kernel_dim zero_expert_num"
-    " heads_per_ngram split_ngram_parts",
+    " heads_per_ngram split_ngram_parts indexer_n_heads",
     4: "num_attention_heads swa_num_attention_heads attention_heads decoder_attention_heads"
     " encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads n_head n_heads num_heads"
     " num_hidden_layers num_layers n_layer n_layers decoder_layers num_decoder_layers num_experts"
     " num_local_experts n_routed_experts moe_num_experts linear_num_heads linear_num_value_heads mamba_n_heads"
     " mamba_num_heads n_mamba_heads o_groups num_query_groups laurel_rank hc_lowrank index_topk_blocks"
-    " index_topk depth num_blocks moe_layer_end_index",
+    " index_topk depth num_blocks moe_layer_end_index indexer_compress_ratio",
     8: "rotary_dim state_size mamba_d_state ssm_state_size mamba_dt_rank gated_norm_rank time_step_rank d_rel"
     " local_attention_window_len sliding_window_size num_mel_bins adapter_rank block_size attention_chunk_size"
     " floor_scale kda_chunk_size hidden_size_per_layer_input",
     16: "head_dim index_head_dim qk_rope_head_dim v_head_dim qk_nope_head_dim kv_lora_rank q_lora_rank o_lora_rank"
-    " dim_head attention_head_dim kv_channels d_head d_kv linear_key_head_dim linear_value_head_dim"
+    " dim_head kv_channels d_head d_kv linear_key_head_dim linear_value_head_dim"
     " linear_head_dim swa_head_dim mamba_d_head mamba_head_dim sliding_window local_attention window_size"
     " attention_window_size chunk_size mamba_chunk_size index_block_size global_head_dim dim_model_base"
     " swa_v_head_dim input_embedding_size output_embedding_size adapter_in_dim adapter_out_dim"
-    " router_hidden_size",
-    32: "qk_head_dim mamba_headdim embedding_size image_size",
-    64: "hidden_size mamba_d_ssm d_model n_embd emb_dim embedding_dim word_embed_proj_dim attention_hidden_size"
+    " router_hidden_size indexer_head_dim indexer_budget",
+    32: "qk_head_dim embedding_size image_size",
+    64: "hidden_size mamba_d_ssm d_model n_embd emb_dim embedding_dim word_embed_proj_dim"
     " lru_width hidden_size_global ple_embed_dim input_size",
     96: "intermediate_size ffn_dim d_ff d_inner dff dim_ff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size"
     " moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size"
@@ -90,7 +92,10 @@ SIZES: dict[int, str] = {
 }  # fmt: skip
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
 # What is given though it is None by default, since some models need it; and what is no size.
-NEEDED = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts")
+NEEDED = (
+    "head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio",
+)  # fmt: skip
 OTHERS = {
     "attention_types": [[["global", "local"], 2]],
     "axial_pos_embds_dim": (32, 32),
@@ -103,6 +108,8 @@ VARIANTS: tuple[dict[str, object], ...] = (
     {},
     {"num_key_value_heads": 4, "num_experts_per_tok": 1},
     {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    {"layer_types": ["conv", "full_attention"] * 2},
+    {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
 )
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 OUTCOMES = ("exact", "wrong", "refused", "crashed", "not built")
@@ -122,9 +129,13 @@ def shrink_config(config: PreTrainedConfig, variant: dict[str, object]) -> dict[
     if "kv_lora_rank" in vars(config):  # latent attention: each head has a key of its own
         sizes |= {"num_key_value_heads": SIZE_OF["num_attention_heads"]}
     given: dict[str, object] = {}
+    # Configs that call a size by a name of their own say what others call it.
+    sizes |= {own: sizes[name] for name, own in config.attribute_map.items() if name in sizes and own not in sizes}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             given[name] = shrink_config(value, variant) | {"model_type": value.model_type}
+            if name == "attn_config":
+                given[name] |= {"rope_theta": 1e4, "clip_qkv": 8.0}  # which DBRX's has, and its class does not know
         elif name in OTHERS:
             given[name] = OTHERS[name]
         elif name in variant and name not in SIZE_OF:
@@ -137,24 +148,35 @@ def shrink_config(config: PreTrainedConfig, variant: dict[str, object]) -> dict[
             given[name] = INITIALIZER_RANGE
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             given[name] = 0.0
+    if "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
+        rope = config.rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
+        given["rope_parameters"] = rope | {"mrope_section": split_rotary(rope.get("partial_rotary_factor", 1.0))}
     return given
 
 
-def make_tiny_model(model_type: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
+def split_rotary(share: float) -> list[int]:
+    """How many of a tiny head's frequencies turn with time, height and width; `share` of the head turns at all."""
+    total = int(SIZE_OF["head_dim"] * share) // 2
+    return [total - 2 * (total // 3), total // 3, total // 3]
+
+
+def make_tiny_model(
+    model_type: str, auto_class: Any = AutoModelForCausalLM
+) -> tuple[PreTrainedConfig, PreTrainedModel]:
     config_class = CONFIG_MAPPING[model_type]
     for variant in VARIANTS:
         try:
             config = config_class(**shrink_config(config_class(), variant))
             torch.manual_seed(0)
-            return config, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return config, auto_class.from_config(config, dtype=torch.float32)
         except Exception as error:  # other people's models and configs may raise anything
             reason = error
     raise reason
 
 
-def save_tiny_model(model_type: str, path: Path) -> None:
+def save_tiny_model(model_type: str, path: Path, auto_class: Any = AutoModelForCausalLM) -> None:
     """Writes a random fp32 model of the type; norms and biases are random, too."""
-    config, model = make_tiny_model(model_type)
+    config, model = make_tiny_model(model_type, auto_class)
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim < 2:
@@ -194,7 +216,7 @@ def run_packed(path: Path, activation_checkpointing: str, num_vocab: int) -> tup
     return loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}
 
 
-def judge(model_type: str, path: Path, activation_checkpointing: str) -> Result:
+def judge(model_type: str, path: Path, *, activation_checkpointing: str) -> Result:
     """Makes the type's model, runs it both ways, and says what became of it."""
     try:
         save_tiny_model(model_type, path)
@@ -208,11 +230,13 @@ def judge(model_type: str, path: Path, activation_checkpointing: str) -> Result:
     try:
         loss, gradients = run_packed(path, activation_checkpointing, num_vocab)
     except Exception as error:
+        if own_error is not None:
+            return Result("not built", f"fails by itself: {own_error}")
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         is_ours = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.parts
         if isinstance(error, ValueError) and is_ours:
             return Result("refused", " ".join(str(error).replace(f"{path}: ", "").split()))
-        return Result("not built", f"fails by itself: {own_error}") if own_error else Result("crashed", describe(error))
+        return Result("crashed", describe(error))
     if own_error is not None:
         return Result("not built", f"fails by itself: {own_error}")
     return compare(loss, expected_loss, gradients, expected)
@@ -237,19 +261,19 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({Path(where.filename).name}:{where.lineno})"
 
 
-def run_child(connection: Connection, model_type: str, activation_checkpointing: str) -> None:
+def run_child(connection: Connection, judge_type: Callable[[Path], Result]) -> None:
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     with tempfile.TemporaryDirectory() as directory:
-        connection.send(judge(model_type, Path(directory), activation_checkpointing))
+        connection.send(judge_type(Path(directory)))
 
 
-def judge_apart(model_type: str, activation_checkpointing: str, *, seconds: float) -> Result:
-    """`judge` in a process forked from this one."""
+def judge_apart(judge_type: Callable[[Path], Result], *, seconds: float) -> Result:
+    """What `judge_type` says, given an empty directory, in a process forked from this one."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_child, args=(sender, model_type, activation_checkpointing))
+    process = context.Process(target=run_child, args=(sender, judge_type))
     process.start()
     sender.close()
     try:
@@ -299,7 +323,8 @@ def main() -> None:
     results = {}
 
     def judge_one(model_type: str) -> tuple[str, Result]:
-        return model_type, judge_apart(model_type, args.activation_checkpointing, seconds=args.seconds)
+        judge_type = functools.partial(judge, model_type, activation_checkpointing=args.activation_checkpointing)
+        return model_type, judge_apart(judge_type, seconds=args.seconds)
 
     with ThreadPoolExecutor(args.processes) as pool:
         for model_type, result in pool.map(judge_one, model_types):

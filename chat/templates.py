@@ -44,14 +44,14 @@ NAMED_TEMPLATES = {
 }
 
 
-def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str = "--model-name-or-path") -> Any:
     """The tokenizer of a directory that `find_model` found, as transformers loads it."""
     from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # reads files of any origin, and the network
-        raise ValueError(f"--model-name-or-path {model_dir}: no usable tokenizer: {one_line(error)}") from None
+        raise ValueError(f"{flag} {model_dir}: no usable tokenizer: {one_line(error)}") from None
     if not trust_remote_code:
         tokenizer.init_kwargs.pop("auto_map", None)  # what is saved would ask for code that is not there
     return tokenizer

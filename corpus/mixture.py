@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.reader import TokenizedData
-from objectives.columns import Sample
+from corpus.reader import TokenizedData, fill_extras
+from objectives.columns import Sample, Task
 
 
 class Mixture:
@@ -20,9 +20,11 @@ class Mixture:
     def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
         """`weights` are relative, of the samples that are drawn or, with `by` tokens, of their tokens.
 
-        Without any each set has its size, so that an epoch has every sample once. ValueError for a set given twice.
+        Without any each set has its size, so that an epoch has every sample once. ValueError for a set given twice,
+        and for sets that are not for one task.
         """
         self.sources = list(sources)
+        self.task = find_common_task(self.sources)
         self.names = name_sources([source.path for source in sources])
         self.weights, self.by = weights, by
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
@@ -65,15 +67,13 @@ class Mixture:
         return np.searchsorted(self._first_rows, rows, side="right") - 1
 
     def read(self, row: int) -> Sample:
-        """`input_ids`, `labels` and weights of a row; ValueError naming the row if they break the contract.
-
-        Where any of the sets has weights, every sample has: samples that are packed into one row must agree.
-        """
+        """As TokenizedData's. Where any of the sets has weights or token types, every sample has: samples that are
+        packed into one row must agree."""
         source, own_row = self._find(row)
-        input_ids, labels, weights = source.read(own_row)
-        if weights is None and self.has_weights:
-            weights = np.ones(len(labels), np.float32)
-        return input_ids, labels, weights
+        input_ids, targets, extras = source.read(own_row)
+        if extras is None and any(source.has_extras for source in self.sources):
+            extras = fill_extras(self.task, len(input_ids))
+        return input_ids, targets, extras
 
     @property
     def has_weights(self) -> bool:
@@ -82,6 +82,13 @@ class Mixture:
     def release_pages(self) -> None:
         for source in self.sources:
             source.release_pages()
+
+    def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The first row in the stream that holds one of these token ids, and which; None where none does."""
+        for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
+            if (found := source.find_tokens(token_ids)) is not None:
+                return first + found[0], found[1]
+        return None
 
     def locate(self, row: int) -> tuple[Path, int]:
         """The file that a row is in, and its number there, counted from 1."""
@@ -103,6 +110,19 @@ class Mixture:
             + (f" and {len(found) - most} more" if len(found) > most else "")
             for path, found in numbers.items()
         )
+
+
+def find_common_task(sources: Sequence[TokenizedData]) -> Task:
+    """What all sets are for. ValueError if they are for different things, or number their labels differently."""
+    first = sources[0]
+    for source in sources[1:]:
+        if source.task != first.task:
+            raise ValueError(
+                f"{first.path} is for {first.task.describe()}, and {source.path} for {source.task.describe()}: data"
+                " sets that are trained together must have the same labels in the same order; tokenize one of them"
+                " again with --labels-from the other"
+            )
+    return first.task
 
 
 def join(arrays: list[np.ndarray]) -> np.ndarray:

@@ -5,6 +5,7 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from chat.labels import IGNORED
-from objectives.columns import LIST_COLUMNS, REQUIRED_COLUMNS, SCHEMA, WEIGHTS_COLUMN, Sample
+from corpus.sample_checks import check_targets
+from objectives.columns import OPTIONAL_COLUMNS, SEQUENCES, TARGET_COLUMN, WEIGHTS_COLUMN, Sample, Task, read_task
 
+SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
 INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and of which types
 
 
@@ -24,16 +26,20 @@ class TokenizedData:
     def __init__(self, path: str | Path, *, option: str = "--data-path"):
         """`option` is what messages name: the one that the path was given by."""
         self.path = Path(path)
-        table, self._maps = open_table(self.path, named=f"{option} {path}")
+        recorded = read_sidecar(path)
+        self.task = read_task(recorded, named=f"{path}.meta.json")
+        table, self._maps = open_table(self.path, self.task, named=f"{option} {path}")
         self.lengths = read_column(table, "len")
         self.num_loss_tokens = read_column(table, "num_loss_counted_tokens")
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
         self._input_ids = [list_views(chunk) for chunk in table.column("input_ids").chunks]
-        self._labels = [list_views(chunk) for chunk in table.column("labels").chunks]
+        targets = table.column(TARGET_COLUMN if TARGET_COLUMN in self.task.schema.names else "labels")
+        self._targets = [list_views(chunk) for chunk in targets.chunks]
         self.vocab_size: float = math.inf  # the model's, once it is known: what reaches beyond it is refused
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
-        self._weights = table.column(WEIGHTS_COLUMN).chunks if WEIGHTS_COLUMN in table.column_names else []
-        self.has_weights = any(chunk.null_count < len(chunk) for chunk in self._weights)
+        extra = self.task.extra_column
+        self._extras = table.column(extra).chunks if extra in table.column_names else []
+        self.has_extras = any(chunk.null_count < len(chunk) for chunk in self._extras)
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
         if self.lengths.min() < 1:
@@ -42,7 +48,12 @@ class TokenizedData:
                 f"{path}: row {row + 1}: len is {self.lengths[row]}, and a sample has at least one token; leave the"
                 " row out, or tokenize the data again with process_data.py"
             )
+        self.sidecar = check_sidecar(recorded, path, num_samples=len(self.lengths))
         self.release_pages()
+
+    @property
+    def has_weights(self) -> bool:
+        return self.has_extras and self.task.extra_column == WEIGHTS_COLUMN
 
     @property
     def longest(self) -> int:
@@ -55,36 +66,45 @@ class TokenizedData:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def read(self, row: int) -> Sample:
-        """`input_ids`, `labels` and weights of a row; ValueError naming the row if they break the contract."""
+        """A row's `input_ids`, labels or target, and weights or token types; ValueError naming the row if they break
+        the contract."""
         chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
         i = row - int(self._starts[chunk])
-        input_ids, labels = slice_list(self._input_ids[chunk], i), slice_list(self._labels[chunk], i)
-        where = f"{self.path}: row {row + 1}"
-        if not len(input_ids) == len(labels) == self.lengths[row]:
-            raise ValueError(f"{where}: {len(input_ids)} input_ids, {len(labels)} labels and len {self.lengths[row]}")
-        if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= self.vocab_size:
+        input_ids, targets = slice_list(self._input_ids[chunk], i), slice_list(self._targets[chunk], i)
+        where, length = f"{self.path}: row {row + 1}", self.lengths[row]
+        if not len(input_ids) == length or not (len(targets) == length or self.task.objective == SEQUENCES):
+            raise ValueError(f"{where}: {len(input_ids)} input_ids, {len(targets)} labels and len {length}")
+        if input_ids.min() < 0 or input_ids.max() >= self.vocab_size:
             raise ValueError(f"{where}: token ids beyond the model's vocabulary of {self.vocab_size}")
-        no_labels = labels[(labels < 0) & (labels != IGNORED)]
-        if len(no_labels):
-            raise ValueError(
-                f"{where}: a label is {no_labels[0]}; allowed are token ids, and {IGNORED} where nothing is trained"
-            )
-        num_targets = np.count_nonzero(labels[1:] != IGNORED)
-        if num_targets != self.num_loss_tokens[row]:
-            raise ValueError(
-                f"{where}: num_loss_counted_tokens is {self.num_loss_tokens[row]}, but {num_targets} labels after the"
-                f" first are not {IGNORED}: tokenize the data again with process_data.py"
-            )
-        return input_ids, labels, self._read_weights(chunk, i, len(labels), where=where) if self.has_weights else None
+        num_counted = int(self.num_loss_tokens[row])
+        check_targets(targets, self.task, num_counted=num_counted, vocab_size=self.vocab_size, where=where)
+        extras = self._read_extras(chunk, i, len(input_ids), where=where) if self.has_extras else None
+        return input_ids, targets, extras
 
-    def _read_weights(self, chunk: int, i: int, length: int, *, where: str) -> np.ndarray:  # (length,)
-        """A row's weights: all 1 where they are null, as where a data set has none."""
-        if not self._weights[chunk][i].is_valid:
-            return np.ones(length, np.float32)
-        weights = slice_list(list_views(self._weights[chunk]), i)
-        if not (len(weights) == length and weights.min() >= 0 and weights.max() <= 1):
-            raise ValueError(f"{where}: {WEIGHTS_COLUMN} has to hold {length} numbers from 0 to 1")
-        return weights
+    def _read_extras(self, chunk: int, i: int, length: int, *, where: str) -> np.ndarray:  # (length,)
+        """A row's weights or token types: what they are where a data set has none, if they are null."""
+        if not self._extras[chunk][i].is_valid:
+            return fill_extras(self.task, length)
+        extras = slice_list(list_views(self._extras[chunk]), i)
+        most = 1 if self.task.extra_column == WEIGHTS_COLUMN else np.inf
+        if not (len(extras) == length and extras.min() >= 0 and extras.max() <= most):
+            bounds = "from 0 to 1" if most == 1 else "from 0"
+            raise ValueError(f"{where}: {self.task.extra_column} has to hold {length} numbers {bounds}")
+        return extras
+
+    def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The first row of the stream that holds one of these token ids, and which; None where none does."""
+        kept = np.zeros(len(self.lengths), bool)
+        kept[self.kept] = True
+        for (offsets, values), first_row in zip(self._input_ids, self._starts.tolist(), strict=False):
+            for start in range(int(offsets[0]), int(offsets[-1]), SEARCHED_TOKENS):
+                part = values[start : min(start + SEARCHED_TOKENS, int(offsets[-1]))]
+                for place in np.flatnonzero(np.isin(part, token_ids)).tolist():
+                    row = first_row + int(np.searchsorted(offsets, start + place, side="right")) - 1
+                    if kept[row]:
+                        return row, int(part[place])
+        self.release_pages()
+        return None
 
     def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
         """Takes samples longer than `max_tokens_per_gpu` out of the stream and counts them; refuses unless told to."""
@@ -103,44 +123,55 @@ class TokenizedData:
         return num_overlong
 
 
-def open_table(path: Path, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
-    """The table behind a data set and its memory maps; .parquet and .jsonl are first converted to Arrow, once.
+def fill_extras(task: Task, length: int) -> np.ndarray:  # (length,)
+    """What a sample without weights or token types would have."""
+    if task.extra_column == WEIGHTS_COLUMN:
+        return np.ones(length, np.float32)
+    return np.zeros(length, np.int8)
 
-    Messages begin with `named`.
+
+def open_table(path: Path, task: Task, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
+    """The table behind a data set for a task, and its memory maps; .parquet and .jsonl are first converted to Arrow,
+    once. Messages begin with `named`.
     """
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
         raise ValueError(f"{named}: must end in .arrow, .parquet or .jsonl")
     try:
         if not path.stat().st_size:
             raise ValueError(f"{named}: holds no samples")
-        tables, maps = zip(*map(map_table, [path] if path.suffix == ".arrow" else convert_to_arrow(path)), strict=True)
+        tables, maps = zip(
+            *map(map_table, [path] if path.suffix == ".arrow" else convert_to_arrow(path, task)), strict=True
+        )
         table = pa.concat_tables(tables)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{named}: cannot be read as a data set of process_data.py: {error}") from None
-    missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
+    missing = [name for name in task.schema.names if name not in (*OPTIONAL_COLUMNS, *table.column_names)]
     if missing:
         raise ValueError(
             f"{named}: no column {', '.join(missing)}; found {', '.join(table.column_names)}."
             " Tokenize the data with process_data.py"
         )
-    for name in SCHEMA.names:
-        if name in table.column_names:
-            check_column(table.column(name), name, named=named)
+    for field in task.schema:
+        if field.name in table.column_names:
+            check_column(table.column(field.name), field, named=named)
     return table, list(maps)
 
 
-def check_column(column: pa.ChunkedArray, name: str, *, named: str) -> None:
-    """Raises ValueError for another type than SCHEMA's, but for the width of numbers, and for nulls in the wrong place.
+def check_column(column: pa.ChunkedArray, expected: pa.Field, *, named: str) -> None:
+    """Raises ValueError for another type than expected, but for the width of numbers, and for nulls in the wrong place.
 
     Where the column has lists, `null_count` is of the lists; the numbers in them are never null.
     """
-    is_list = name in LIST_COLUMNS and pa.types.is_list(column.type)
+    name, wants_list = expected.name, pa.types.is_list(expected.type)
+    is_list = wants_list and pa.types.is_list(column.type)
     kind = column.type.value_type if is_list else column.type
-    if name == WEIGHTS_COLUMN:
-        if not is_list or not pa.types.is_floating(kind):
-            raise ValueError(f"{named}: column {name} is {column.type}, expected a list of floats")
-    elif is_list != (name in LIST_COLUMNS) or not pa.types.is_integer(kind) or column.null_count:
-        raise ValueError(f"{named}: column {name} is {column.type} with {column.null_count} nulls")
+    if name in (WEIGHTS_COLUMN, TARGET_COLUMN):
+        has_type, wanted = is_list and pa.types.is_floating(kind), ", expected a list of floats"
+    else:
+        has_type, wanted = is_list == wants_list and pa.types.is_integer(kind), ""
+    if not has_type or (column.null_count and name not in OPTIONAL_COLUMNS):
+        nulls = "" if name in OPTIONAL_COLUMNS else f" with {column.null_count} nulls"
+        raise ValueError(f"{named}: column {name} is {column.type}{nulls}{wanted}")
     if is_list and any(chunk.values.null_count for chunk in column.chunks):
         raise ValueError(f"{named}: column {name} has lists that hold null, where numbers are expected")
 
@@ -154,7 +185,7 @@ def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:
     return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(buffer).read_all(), mapped
 
 
-def convert_to_arrow(path: Path) -> list[Path]:
+def convert_to_arrow(path: Path, task: Task) -> list[Path]:
     """A .parquet or .jsonl file as Arrow files in the cache of `datasets`, which converts it once."""
     import datasets
 
@@ -165,21 +196,21 @@ def convert_to_arrow(path: Path) -> list[Path]:
             data = datasets.Dataset.from_parquet(str(path))
         else:
             data = datasets.Dataset.from_json(
-                str(path), features=datasets.Features.from_arrow_schema(infer_schema(path))
+                str(path), features=datasets.Features.from_arrow_schema(infer_schema(path, task))
             )
         return [Path(file["filename"]) for file in data.cache_files]
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
         raise OSError(str(error.__cause__ or error)) from None
 
 
-def infer_schema(path: Path) -> pa.Schema:
-    """The columns of JSON lines, as the first of them show, and weights, which may come later."""
+def infer_schema(path: Path, task: Task) -> pa.Schema:
+    """The columns of JSON lines, as the first of them show, and the optional one, which may come later."""
     with open(path, "rb") as file:
         lines = file.read(INFERRED_BYTES) + file.readline()
     read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
     table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
-    others = [field for field in table.schema if field.name != WEIGHTS_COLUMN]
-    return pa.schema([*others, SCHEMA.field(WEIGHTS_COLUMN)])
+    extra = task.schema.field(task.extra_column)
+    return pa.schema([*(field for field in table.schema if field.name != extra.name), extra])
 
 
 def read_column(table: pa.Table, name: str) -> np.ndarray:  # (rows,) int32
@@ -201,8 +232,8 @@ def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:
     return values[offsets[i] : offsets[i + 1]]
 
 
-def read_sidecar(data_path: str | Path, *, num_samples: int) -> dict[str, Any] | None:
-    """What process_data.py recorded beside the data set of `num_samples`; None where there is no such file."""
+def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
+    """What process_data.py recorded beside a data set; None where there is no such file."""
     path = Path(f"{data_path}.meta.json")
     try:
         sidecar = json.loads(path.read_text())
@@ -210,9 +241,16 @@ def read_sidecar(data_path: str | Path, *, num_samples: int) -> dict[str, Any] |
         return None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    if sidecar.get("num_samples", num_samples) != num_samples:
+    if not isinstance(sidecar, dict):
+        raise ValueError(f"{path}: cannot be read: it holds no object")
+    return sidecar
+
+
+def check_sidecar(sidecar: dict[str, Any] | None, data_path: str | Path, *, num_samples: int) -> dict[str, Any] | None:
+    """The sidecar, if it is of the data set of `num_samples`."""
+    if sidecar is not None and sidecar.get("num_samples", num_samples) != num_samples:
         raise ValueError(
-            f"{path} belongs to another data set: it says {sidecar['num_samples']:,} samples, and {data_path} has"
-            f" {num_samples:,}; tokenize the data again with process_data.py"
+            f"{data_path}.meta.json belongs to another data set: it says {sidecar['num_samples']:,} samples, and"
+            f" {data_path} has {num_samples:,}; tokenize the data again with process_data.py"
         )
     return sidecar

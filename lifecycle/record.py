@@ -28,7 +28,8 @@ from options import (
     list_unchangeable_options,
 )
 from ranks.devices import describe_device
-from ranks.lock import EXIT_FILE, OWN_FILES
+from ranks.ending import EXIT_FILE
+from ranks.lock import OWN_FILES
 from ranks.world import World
 
 OF_METHOD = "data of the method"  # in a run's identity

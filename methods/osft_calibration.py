@@ -20,11 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
-from corpus.reader import TokenizedData, read_sidecar
+from corpus.reader import TokenizedData
 from disk import hash_file, written_aside
 from methods.osft_subspaces import find_targets, weight_shape
 from model.blocks import find_blocks
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import text_config
 from options import DataOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
@@ -57,10 +58,9 @@ class Statistics:
 def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens_per_gpu: int) -> TokenizedData:
     """What OSFT has to remember, without what is too long; ValueError if another tokenizer made it."""
     data = TokenizedData(path, option="--osft-calibration-data")
-    sidecar = read_sidecar(path, num_samples=len(data.lengths))
-    if sidecar is None:
+    if data.sidecar is None:
         log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
-    elif sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+    elif data.sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
         raise ValueError(
             f"--osft-calibration-data {path} was made with another tokenizer than --data-path: tokenize both with"
             " process_data.py and the same one"
@@ -159,7 +159,7 @@ def prepare_statistics(
         return statistics
     # What the data adds, and the file with both.
     model = build_plain()
-    data.vocab_size = model.model.config.vocab_size
+    data.vocab_size = text_config(model.model.config).vocab_size
     batch = next(
         iterate_batches(
             Mixture([data]),

@@ -22,7 +22,8 @@ BACKENDS: dict[str, set[str]] = {
     "sdpa": {"dropout"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
 }
-UNCOMPILED = frozenset({"sdpa", "eager"})  # torch.compile leaves their loop over sequences out
+OWN = "own"  # the model's, one sequence at a time: in the place of a backend, where none can do what the model does
+UNCOMPILED = frozenset({"sdpa", "eager", OWN})  # torch.compile leaves their loop over sequences out
 MAX_HEAD_SIZE = 256  # the largest that FlashAttention's kernels take
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from objectives.text_tower import find_decoder, text_config
+
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """The transformer blocks: the module list as long as the model is deep.
@@ -18,11 +20,11 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     Where the config does not say how deep it is (several layers a block, several stacks, those of a decoder): the
     longest list that is in no other one, and all that hold modules of the same class.
     """
-    num_blocks = getattr(model.config, "num_hidden_layers", None)
-    for module in model.base_model.modules():
+    decoder, num_blocks = find_decoder(model), getattr(text_config(model.config), "num_hidden_layers", None)
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
             return module
-    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     inner = {inside for outer in lists for block in outer for inside in block.modules()}
     lists = [blocks for blocks in lists if blocks not in inner]
     if not lists:
@@ -33,33 +35,66 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 @dataclass
 class HeldRow:
-    """The micro-batch that a block was given last; plain, since torch.compile follows what is done with it."""
+    """The micro-batch that a model or a block was given last; plain, since torch.compile follows what is done to it."""
 
     micro_batch: Any = None
 
 
-def hand_micro_batch_on(blocks: nn.ModuleList) -> None:
-    """In blocks that take keyword arguments and never use them (StableLM), gives the micro-batch to those inside.
+def hand_micro_batch_on(base: nn.Module, blocks: nn.ModuleList, *, makes_masks: bool) -> list[HeldRow]:
+    """Gives each block the micro-batch that its model was called with, and returns where each block holds its own.
 
-    A block is given it again where it is recomputed, so that it is always that of the block's own call.
+    Also where the model hands its blocks nothing (Mamba), and the blocks hand nothing to those inside (StableLM). A
+    block is given it from outside of its forward, so that it gets the same one where it is recomputed. `makes_masks`:
+    the model's attention is its own, with the masks that the model makes.
     """
+    row = HeldRow()
+    base.register_forward_pre_hook(functools.partial(hold_call, row, makes_masks), with_kwargs=True)
+    held = []
     for block in blocks:
-        if not drops_keywords(block):
-            continue
-        row = HeldRow()
-        for child in block.children():
-            if find_keywords(child) is not None:
-                child.forward = functools.partial(call_with_row, child.forward, row)
-        block.forward = functools.partial(hold_row, block.forward, row)
+        inner = HeldRow()
+        if drops_keywords(block):
+            for child in block.children():
+                if find_keywords(child) is not None:
+                    child.forward = functools.partial(call_with_row, child.forward, inner)
+        block.forward = functools.partial(hold_row, block.forward, inner, is_taken=takes(block, "micro_batch"))
+        block.register_forward_pre_hook(functools.partial(give_row, row), with_kwargs=True)
+        held.append(inner)
+    return held
 
 
-def hold_row(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) -> Any:
+def hold_call(
+    row: HeldRow, makes_masks: bool, base: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Before a model's forward: holds its micro-batch, and leaves out what its forward does not take.
+
+    A model that makes masks is told of as many keys as the longest sequence has, none of them padding: then its mask
+    (T, longest) begins with that of a sequence alone, whatever the positions in the row.
+    """
     row.micro_batch = kwargs.get("micro_batch")
+    if row.micro_batch is not None:
+        if makes_masks:
+            kwargs["attention_mask"] = kwargs["input_ids"].new_ones(1, row.micro_batch.max_seqlen)
+        kwargs = {name: value for name, value in kwargs.items() if takes(base, name)}
+    return args, kwargs
+
+
+def give_row(row: HeldRow, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before a block's forward: adds what the model holds and may not have handed on."""
+    return args, {"micro_batch": row.micro_batch} | kwargs
+
+
+def hold_row(forward: Callable, row: HeldRow, *args: Any, is_taken: bool, **kwargs: Any) -> Any:
+    row.micro_batch = kwargs.get("micro_batch") if is_taken else kwargs.pop("micro_batch", None)
     return forward(*args, **kwargs)
 
 
 def call_with_row(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, micro_batch=row.micro_batch, **kwargs)
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward takes the keyword argument, by its name or among any others."""
+    return name in inspect.signature(type(module).forward).parameters or find_keywords(module) is not None
 
 
 def drops_keywords(module: nn.Module) -> bool:

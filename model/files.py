@@ -18,14 +18,17 @@ READ_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", 
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]  # config and tokenizer of a repository
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 COMMIT = re.compile("[0-9a-f]{40}")
+MODEL_FLAG = "--model-name-or-path"  # as messages call it, where a script has no other name for it
 
 
-def find_model(model_name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> str:
+def find_model(
+    model_name_or_path: str, *, revision: str | None, trust_remote_code: bool, flag: str = MODEL_FLAG
+) -> str:
     """The model's directory, checked (see `check_model_dir`); of a model on the hub, all but the weights is downloaded.
 
     Raises ValueError for what a user can mend.
     """
-    check_model_path(model_name_or_path)
+    check_model_path(model_name_or_path, flag=flag)
     if Path(model_name_or_path).is_dir():
         if revision is not None:
             raise ValueError(f"--model-revision {revision} has no effect: {model_name_or_path} is a directory")
@@ -37,7 +40,7 @@ def find_model(model_name_or_path: str, *, revision: str | None, trust_remote_co
                 " branch or a tag can move to other code than what you have read"
             )
         patterns = [*SMALL_FILES, "*.py"] if trust_remote_code else SMALL_FILES
-        path = download(model_name_or_path, revision=revision, patterns=patterns)
+        path = download(model_name_or_path, revision=revision, patterns=patterns, flag=flag)
     code = check_model_dir(path, trust_remote_code=trust_remote_code)
     if code:
         log.warning(f"warning: --trust-remote-code: {path} runs code of its own: {', '.join(code)}")
@@ -55,7 +58,7 @@ def find_weights(model_name_or_path: str, model_dir: str) -> None:
     check_weights(path)
 
 
-def download(repo: str, *, revision: str | None, patterns: list[str]) -> Path:
+def download(repo: str, *, revision: str | None, patterns: list[str], flag: str = MODEL_FLAG) -> Path:
     """The repository's files of these patterns, in the hub's cache; from the cache alone where there is no network."""
     from huggingface_hub import snapshot_download
 
@@ -68,7 +71,7 @@ def download(repo: str, *, revision: str | None, patterns: list[str]) -> Path:
         path = Path(find(local_files_only=True))
     except Exception:
         raise ValueError(
-            f"--model-name-or-path {repo}: there is no such directory, and it cannot be had from the hub"
+            f"{flag} {repo}: there is no such directory, and it cannot be had from the hub"
             f"{f' at --model-revision {revision}' if revision else ''}: {reason}"
         ) from None
     log.warning(f"warning: {repo} is read from the cache alone: {reason}")
@@ -107,11 +110,15 @@ def has_stock_class(config: dict[str, Any], name: str) -> bool:
 
     Models that became part of transformers still carry that entry: Phi 3, DeepSeek V3, Falcon.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     if name == "config.json":
-        return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+        return any(config.get("model_type") in known for known in names)
     tokenizer_class = config.get("tokenizer_class")
     is_known = isinstance(tokenizer_class, str) and tokenizer_class_from_name(tokenizer_class) is not None
     return name == "tokenizer_config.json" and is_known
@@ -214,9 +221,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def check_model_path(path: str) -> None:
+def check_model_path(path: str, *, flag: str) -> None:
     """Refuses what can only be a path, and leads to no directory, before it is taken for a name on the hub."""
     is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
     if is_path and not os.path.isdir(path):
         kind = "is a file" if os.path.isfile(path) else "there is no such directory"
-        raise ValueError(f"--model-name-or-path {path}: {kind}; give a model's directory, or its name on the hub")
+        raise ValueError(f"{flag} {path}: {kind}; give a model's directory, or its name on the hub")

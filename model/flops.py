@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 
 from model.attention import list_heads
 from model.blocks import find_blocks
+from model.mixers import find_mixers
+from objectives.text_tower import text_config
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
 
@@ -18,7 +20,8 @@ class FlopCount:
 
     The head counts for trained tokens only, since only they reach it; the embedding table not at all. Attention counts
     scores and values of the pairs that a causal (and windowed) layer sees in each real sequence. (Kaplan et al. 2020,
-    arXiv 2001.08361, 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B.)
+    arXiv 2001.08361, 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B.) Layers with a state count its products
+    token by token, however their kernels group them (see `count_state_products`).
     """
 
     per_token: float
@@ -46,25 +49,52 @@ class FlopCount:
         return self.sum_per_pair(None) / 2 / self.per_token
 
 
+def count_state_products(module: nn.Module) -> float:
+    """The numbers in a layer's state, each of which a token changes and reads: 4 FLOPs forward, 8 backward.
+
+    A state space's state has a vector for each channel (Dao and Gu 2024, arXiv 2405.21060), that of linear attention a
+    matrix for each head. The delta rule reads its state once more, to correct it: they count 1.5 times (Yang et al.
+    2024, arXiv 2412.06464).
+    """
+    if hasattr(module, "ssm_state_size"):  # Mamba 1 and 2
+        return module.intermediate_size * module.ssm_state_size
+    if hasattr(module, "head_k_dim"):  # gated delta nets
+        return 1.5 * module.num_v_heads * module.head_k_dim * module.head_v_dim
+    if hasattr(module, "A_log") and hasattr(module, "head_dim"):  # Kimi's delta attention
+        return 1.5 * module.num_heads * module.head_dim**2
+    if hasattr(module, "slope_rate"):  # MiniMax's lightning attention
+        return module.num_attention_heads * module.head_dim**2
+    if hasattr(module, "igate_preact"):  # xLSTM
+        return module.qk_dim * module.v_dim / module.config.num_heads
+    return 0.0
+
+
 def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     """`FlopCount` of a causal language model; a mixture of experts counts its active experts."""
-    head = model.get_output_embeddings()
+    config, head = text_config(config), model.get_output_embeddings()
     outside = {id(head.weight)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     num_active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     active = num_active / num_experts
     matrices = 0.0  # FLOPs per token
-    for param in model.parameters():
-        if param.ndim >= 2 and id(param) not in outside:
-            share = active if param.ndim == 3 else 1  # experts are stored as one 3-D tensor
-            matrices += param.numel() * share * (6 if param.requires_grad else 4)
+    for _, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice computes twice (Zamba)
+        for name, param in module.named_parameters(recurse=False):
+            if (
+                param.ndim < 2 or id(param) in outside or name == "A_log"
+            ):  # Mamba's has two dimensions, and is no matrix
+                continue
+            is_grouped = param.ndim == 3 and not isinstance(module, nn.Conv1d)  # experts are stored as one 3-D tensor
+            matrices += param.numel() * (active if is_grouped else 1) * (6 if param.requires_grad else 4)
+    blocks = find_blocks(model)
+    mixers = [module for block in blocks for mixer in find_mixers(block) for module in mixer.modules()]
+    matrices += sum(12 * count_state_products(module) for module in mixers)
     matrices += sum(4 * getattr(module, "weight_numel", 0) for module in model.modules())  # packed ones, of methods
     # A chunk is seen by half on average, where a window that long is seen as a whole.
     windows = {
         "sliding_attention": getattr(config, "sliding_window", None),
         "chunked_attention": (getattr(config, "attention_chunk_size", None) or 0) // 2 or None,
     }
-    num_layers = max(getattr(config, "num_hidden_layers", 0), len(find_blocks(model)))
+    num_layers = max(getattr(config, "num_hidden_layers", 0), len(blocks))
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     heads = list_heads(config)
     if len(heads) == 1:

@@ -1,82 +1,118 @@
-"""Layers with a state (Mamba, gated delta nets, short convolutions) in packed rows: run once for each sequence.
+"""Which layers of a block run once for each sequence of a packed row (see model/by_sequence.py).
 
-Their state and their convolution would go on from one sequence into the next. T tokens in the packed row, L in one of
-its sequences, H hidden size.
+Those with a state (Mamba, gated delta nets, short convolutions), which would go on from one sequence into the next, and
+attention that no backend of model/attention.py can take the place of.
 """
 
 import functools
+import importlib.util
 import inspect
-from collections.abc import Callable
-from typing import Any
+from types import CodeType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
-from model.blocks import HeldRow, hold_row
+from model.blocks import HeldRow
+from model.by_sequence import run_by_sequence, run_with_borders
 
-STATEFUL = frozenset({"A_log", "A", "dt_bias", "slope_rate"})  # parameters and buffers that only such layers have
+# Parameters, buffers and parts that only such layers have; the last one is xLSTM's.
+STATEFUL = frozenset({"A_log", "A", "dt_bias", "slope_rate", "igate_preact"})
 STATELESS_KINDS = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"})  # of config.layer_types
-# What a mixer is not told: of the whole row, while it sees one sequence.
-OF_THE_ROW = frozenset(
-    {"micro_batch", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-)
+
+# The functions of transformers' mixers that keep a row's sequences apart where this package is installed.
+KERNELS = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "mamba2_chunk_scan": "mamba_ssm",
+    "mamba2_split_conv1d_scan_combined": "mamba_ssm",
+    "torch_chunk_gated_delta_rule": "fla",
+    "chunk_kimi_delta_attention": "fla",
+}
+WITHOUT_BORDERS = frozenset({"mamba_selective_scan", "mamba_inner_fn"})  # Mamba 1's
 
 
 def find_mixers(block: nn.Module) -> list[nn.Module]:
     """The layers of a block that have a state: those with a convolution, or with parameters that tell."""
 
     def has_state(module: nn.Module) -> bool:
-        names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-        return isinstance(module, nn.Conv1d) or not STATEFUL.isdisjoint(names)
+        return isinstance(module, nn.Conv1d) or any(hasattr(module, name) for name in STATEFUL)
 
     return [child for child in block.children() if any(map(has_state, child.modules()))]
 
 
-def split_mixers(blocks: nn.ModuleList, config: PreTrainedConfig) -> None:
-    """Makes every mixer run once a sequence; ValueError for a kind of layer that is not known here."""
+def find_masked(block: nn.Module) -> list[nn.Module]:
+    """The layers of a block that are given a mask: its attention."""
+    return [
+        child
+        for child in block.children()
+        if any("mask" in name for name in inspect.signature(type(child).forward).parameters)
+    ]
+
+
+def needs_own_attention(blocks: nn.ModuleList, config: PreTrainedConfig) -> bool:
+    """Whether attention does what no backend does: it has a state (Zaya), or chooses among the keys (DeepSeek V3.2)."""
     kinds = getattr(config, "layer_types", None) or ()
     known = STATELESS_KINDS | ({"chunked_attention"} if getattr(config, "attention_chunk_size", None) else set())
-    for i, block in enumerate(blocks):
-        mixers = find_mixers(block)
-        if not mixers and i < len(kinds) and kinds[i] not in known:
-            raise ValueError(
-                f"model type {config.model_type!r} has layers of type {kinds[i]}; packed sequences are kept apart only"
-                " in attention and in layers with a state, so this model cannot be trained here"
-            )
-        if mixers:
-            row = HeldRow()
-            block.forward = functools.partial(hold_row, block.forward, row)
-            for mixer in mixers:
-                if "position_ids" in inspect.signature(type(mixer).forward).parameters:  # RecurrentGemma: not exact
-                    raise ValueError(
-                        f"model type {config.model_type!r} cannot be trained here: its {type(mixer).__name__} has a"
-                        " state and asks for positions, and is not the same in a packed row"
-                    )
-                mixer.forward = functools.partial(run_by_sequence, mixer.forward, row)
+    return any(
+        any(hasattr(mixer, "num_key_value_groups") for mixer in mixers)
+        or (not mixers and i < len(kinds) and kinds[i] not in known)
+        for i, mixers in enumerate(map(find_mixers, blocks))
+    )
 
 
-@torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
-def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) -> Any:
-    """The mixer's output for a packed row (1, T, H), each sequence (1, L, H) by itself; of a tuple the first, too."""
-    if row.micro_batch is None:  # the model's own forward pass over one sequence
-        return forward(*args, **kwargs)
-    lengths = row.micro_batch.seq_lengths
-    arguments = [split_argument(value, lengths) for value in args]
-    named = {name: split_argument(value, lengths) for name, value in kwargs.items() if name not in OF_THE_ROW}
-    outputs = [
-        forward(*(parts[i] for parts in arguments), **{name: parts[i] for name, parts in named.items()})
-        for i in range(len(lengths))
-    ]
-    if isinstance(outputs[0], tuple):
-        return (torch.cat([output[0] for output in outputs], dim=1), *(None for _ in outputs[0][1:]))
-    return torch.cat(outputs, dim=1)
+def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attention: bool) -> None:
+    """Makes every mixer run once a sequence; all attention, too, where it is the model's own.
+
+    `held`: where each block holds its row.
+    """
+    for block, row in zip(blocks, held, strict=True):
+        layers = find_mixers(block)
+        if has_own_attention:
+            layers += [layer for layer in find_masked(block) if layer not in layers]
+        for layer in layers:
+            layer.forward = functools.partial(run_by_sequence, layer.forward, row)
 
 
-def split_argument(value: Any, lengths: list[int]) -> list[Any]:
-    """What each sequence is given: its part of a tensor (1, T, ...) or of each in a tuple, else the same for all."""
-    if isinstance(value, Tensor):
-        return list(value.split(lengths, dim=1))
-    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return list(zip(*(split_argument(item, lengths) for item in value), strict=True))
-    return [value] * len(lengths)
+def use_kernels(blocks: nn.ModuleList, device: torch.device) -> bool:
+    """Lets mixers take whole rows if their kernels can be told where sequences end; returns whether.
+
+    The start check tries them, and `use_loop` takes it back. A mixer reads either cu_seq_lens_q (gated delta nets) or
+    hands cu_seqlens on (KDA); all hand seq_idx on, and kernels are given what they take.
+    """
+    mixers = [mixer for block in blocks for mixer in find_mixers(block)]
+    if not mixers or device.type != "cuda" or not all(map(has_kernels, mixers)):
+        return False
+    for mixer in mixers:
+        forward, row = mixer.forward.args
+        reads = any("cu_seq_lens_q" in code.co_consts for code in list_code(mixer))
+        names = ("seq_idx", "cu_seq_lens_q" if reads else "cu_seqlens")
+        mixer.forward = functools.partial(run_with_borders, forward, row, names)
+    return True
+
+
+def use_loop(blocks: nn.ModuleList) -> None:
+    """Makes the mixers that take whole rows run once a sequence again."""
+    for mixer in list_with_kernels(blocks):
+        forward, row, _ = mixer.forward.args
+        mixer.forward = functools.partial(run_by_sequence, forward, row)
+
+
+def list_with_kernels(blocks: nn.ModuleList) -> list[nn.Module]:
+    """The mixers that take whole rows."""
+    forwards = {mixer: mixer.forward for block in blocks for mixer in find_mixers(block)}
+    return [mixer for mixer, forward in forwards.items() if getattr(forward, "func", None) is run_with_borders]
+
+
+def has_kernels(mixer: nn.Module) -> bool:
+    """Whether all kernels that the mixer calls know borders, and their packages are installed."""
+    names = {name for code in list_code(mixer) for name in code.co_names}
+    packages = {package for name, package in KERNELS.items() if name in names}
+    if not packages or not WITHOUT_BORDERS.isdisjoint(names):
+        return False
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+def list_code(module: nn.Module) -> list[CodeType]:
+    """The code of the functions that the module's class defines."""
+    functions = [inspect.unwrap(value) for value in vars(type(module)).values() if inspect.isroutine(value)]
+    return [function.__code__ for function in functions if inspect.isfunction(function)]

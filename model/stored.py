@@ -64,6 +64,11 @@ class StoredFiles:
             self.opened = None
 
 
+def find_stored(path: Path) -> dict[str, Stored]:
+    """Every tensor of a model directory by its name in the files."""
+    return StoredFiles(path).find()
+
+
 def read_tensor(path: Path, key: str) -> Tensor:
     """One tensor, mapped into memory: its pages are read when they are used, and given back with it."""
     with safe_open(path, framework="pt") as file:

@@ -4,19 +4,30 @@ import math
 
 from options import OptimizationOptions
 
+INVERSE_SQRT_STEPS = 10_000  # its time scale where there is no warm-up, as in transformers
+
 
 def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int | None) -> float:
     """Learning rate of optimizer step `step` (0-based) of `num_steps`.
 
     Warm-up rises linearly and reaches the peak at step `num_warmup_steps`; step 0 already trains, with
-    peak / (num_warmup_steps + 1). Decays (linear, cosine, and wsd's last `num_decay_steps`) reach
-    `min_lr_ratio` * peak one step after the last, so that the last step still trains when the ratio is 0.
+    peak / (num_warmup_steps + 1). What falls towards the end (`SCHEDULES_WITH_END`; wsd in its last `num_decay_steps`)
+    reaches `min_lr_ratio` * peak one step after the last, so that the last step still trains when the ratio is 0. After
+    warm-up, shapes are those of transformers.optimization; inverse_sqrt's time scale is the warm-up, or
+    `INVERSE_SQRT_STEPS`.
     """
-    scheduler, peak, num_warmup_steps = options.lr_scheduler, options.learning_rate, options.num_warmup_steps
+    scheduler, peak, num_warmup_steps = (
+        options.lr_scheduler,
+        options.learning_rate,
+        count_warmup_steps(options, num_steps=num_steps),
+    )
     if step < num_warmup_steps and scheduler != "constant":
         return peak * (step + 1) / (num_warmup_steps + 1)
     if scheduler in ("constant", "constant_with_warmup"):
         return peak
+    if scheduler == "inverse_sqrt":
+        time_scale = num_warmup_steps or INVERSE_SQRT_STEPS
+        return peak / math.sqrt((step - num_warmup_steps + time_scale) / time_scale)
     assert num_steps is not None, f"{scheduler} needs the number of steps"
     if scheduler == "wsd":
         decay_length = options.num_decay_steps or max(1, num_steps // 10)
@@ -24,6 +35,24 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
     else:
         decay_start = num_warmup_steps
     progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
-    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if scheduler == "cosine" else 1 - progress
     least = options.min_lr_ratio or 0.0
-    return peak * (least + (1 - least) * remaining)
+    return peak * (least + (1 - least) * find_remaining(progress, options))
+
+
+def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
+    """Of a run of `num_steps`; a share is rounded up, as transformers does."""
+    if options.warmup_ratio is None:
+        return options.num_warmup_steps
+    return math.ceil(options.warmup_ratio * num_steps)
+
+
+def find_remaining(progress: float, options: OptimizationOptions) -> float:
+    """What is left of the peak, from 1 to 0, when `progress`, from 0 to 1, of the decay is done."""
+    if options.lr_scheduler == "polynomial":
+        return (1 - progress) ** (1.0 if options.lr_power is None else options.lr_power)
+    if options.lr_scheduler == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if options.lr_scheduler == "cosine_with_restarts":
+        in_cycle = 1.0 if progress >= 1 else (options.num_cycles * progress) % 1.0
+        return 0.5 * (1 + math.cos(math.pi * in_cycle))
+    return 1 - progress

@@ -38,6 +38,14 @@ def hash_script(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+def fold(text: str, limit: int) -> str:
+    """A long text without its middle."""
+    if len(text) <= limit:
+        return text
+    head, tail = text[: limit * 2 // 3], text[len(text) - limit // 3 :]
+    return f"{head} … ({len(text) - len(head) - len(tail):,} characters) … {tail}"
+
+
 def escape_json(value: Any) -> str:
     """JSON in ASCII without the characters that HTML gives a meaning to."""
     text = json.dumps(value, separators=(",", ":"))

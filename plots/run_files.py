@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from disk import read_json
 from lifecycle.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
-from ranks.lock import EXIT_FILE, LOCK_FILE, SECONDS_TO_WATCH
+from ranks.ending import EXIT_FILE
+from ranks.lock import LOCK_FILE, SECONDS_TO_WATCH
 
 Row = dict[str, Any]
 Column = NDArray[np.float64]

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 
+EXIT_FILE = "exit.json"  # in a run's directory: how its last start ended
 SECONDS_TO_BE_ENDED = 3  # for torchrun to end the other ranks when one has failed
 SECONDS_TO_START_THREAD = 1.0
 

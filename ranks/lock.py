@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ranks.ending import ExitCode, RunError, log
+from ranks.ending import EXIT_FILE, ExitCode, RunError, log
 
 SECONDS_PER_BEAT = 5  # between two touches of the lock by its holder
 SECONDS_TO_WATCH = 20  # without a touch after which the lock of another host counts as left behind
 
-LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR = ".lock", "exit.json", "stop", "errors"
+LOCK_FILE, STOP_FILE, ERRORS_DIR = ".lock", "stop", "errors"
 OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # a directory that holds only these holds no run
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ranks.ending import (
+    EXIT_FILE,
     SECONDS_TO_BE_ENDED,
     Cause,
     ExitCode,
@@ -32,7 +33,7 @@ from ranks.ending import (
     within,
 )
 from ranks.lifeline import Lifeline, Message, make_socket_pair
-from ranks.lock import ERRORS_DIR, EXIT_FILE, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
+from ranks.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 from ranks.terminal import leave_bars
 

@@ -6,6 +6,7 @@ import importlib
 import tiny_models
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import generate  # noqa: F401
 import plan.planner  # noqa: F401
 import train  # noqa: F401
 

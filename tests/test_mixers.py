@@ -1,16 +1,26 @@
-"""Layers with a state, once a sequence: packed rows give transformers' own losses and gradients, however computed."""
+"""Layers that run once a sequence: packed rows give transformers' own losses and gradients, however computed."""
+
+import importlib.util
 
 import pytest
 import torch
 from in_process import train_on
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import VOCAB_SIZE, build, compile_by, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM, Lfm2Config, Mamba2Config, NemotronHConfig, Qwen3NextConfig
+from tiny_models import VOCAB_SIZE, build, check, compile_by, save_model, save_tokenizer
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    Lfm2Config,
+    Mamba2Config,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 
 from model.blocks import find_blocks
-from model.flops import count_flops
-from model.mixers import find_mixers
+from model.flops import count_flops, count_state_products
+from model.mixers import find_mixers, list_with_kernels, use_kernels
 from objectives.micro_batch import pack_samples
 
 SHAPE = dict(vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
@@ -33,8 +43,22 @@ MODELS = {
         **SHAPE, num_hidden_layers=2, layer_types=["conv", "full_attention"], intermediate_size=48,
         block_auto_adjust_ff_dim=False,
     ),
+    "attention that chooses keys": DeepseekV32Config(
+        **SHAPE | dict(num_key_value_heads=4), num_hidden_layers=2, intermediate_size=48, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2,
+        index_head_dim=16, n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    ),
 }  # fmt: skip
 LENGTHS = (45, 1, 70, 7)
+# Forward and backward of a token, by hand: 12 x heads x head size x state size x layers, the delta rule's 1.5 times.
+STATE_PRODUCTS = {
+    "gated delta net, experts": 18 * 4 * 8 * 8,
+    "mamba 2, attention, experts": 12 * 4 * 16 * 8,
+    "mamba 2 alone": 12 * 4 * 16 * 8 * 2,
+    "short convolution": 0,
+    "attention that chooses keys": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +114,88 @@ def test_packed_losses_and_gradients_are_the_models_own(name, mode, paths, expec
         assert difference <= 1e-5 * gradient.norm() + 1e-7, key
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_of_mixers_are_counted(name, paths):
+    """Against torch's counter, but for what states do: their kernels group tokens as they like."""
+    model = AutoModelForCausalLM.from_pretrained(paths[name], experts_implementation="eager")
+    num_tokens = 128
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.randint(3, VOCAB_SIZE, (1, num_tokens)), use_cache=False)
+    products = ("mm", "addmm", "convolution")
+    counted = sum(n for kind, n in counter.get_flop_counts()["Global"].items() if kind.__name__ in products)
+    flops = count_flops(model, model.config)
+    mixers = [module for block in find_blocks(model) for mixer in find_mixers(block) for module in mixer.modules()]
+    of_states = 12 * sum(map(count_state_products, mixers))
+    assert (flops.per_token - of_states + flops.per_loss_token) * num_tokens / 3 == pytest.approx(counted, rel=1e-3)
+    assert of_states == STATE_PRODUCTS[name]
+
+
 def test_what_attends_is_counted_as_attention(paths, world):
     model = build(paths["mamba 2, attention, experts"], world)
     assert [len(find_mixers(block)) for block in find_blocks(model.model)] == [1, 0, 0]
     assert len(count_flops(model.model, model.model.config).windows) == 1
     alone = build(paths["mamba 2 alone"], world)
     assert count_flops(alone.model, alone.model.config).attention_cost == 0
+
+
+def convolve_with_borders(hidden_states, weight, bias=None, *, seq_idx=None, **_):
+    """What causal_conv1d promises: a token convolves with those before it in its own sequence."""
+    taps = weight.shape[-1]
+    output = hidden_states * weight[:, -1:]
+    for back in range(1, taps):
+        shifted = torch.nn.functional.pad(hidden_states, (back, 0))[..., : hidden_states.shape[-1]]
+        if seq_idx is not None:
+            ids = torch.nn.functional.pad(seq_idx, (back, 0), value=-1)[:, : seq_idx.shape[1]]
+            shifted = shifted * (ids == seq_idx)[:, None]
+        output = output + shifted * weight[:, -1 - back, None]
+    return output if bias is None else output + bias[:, None]
+
+
+def convolve_across_borders(hidden_states, weight, bias=None, *, seq_idx=None, **_):
+    return convolve_with_borders(hidden_states, weight, bias)
+
+
+def fail_in_the_middle(hidden_states, weight, bias=None, *, seq_idx=None, **_):
+    if seq_idx is not None:
+        raise RuntimeError("seq_idx must be on the moon")
+    return convolve_with_borders(hidden_states, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("convolve", "is_used"),
+    [(convolve_with_borders, True), (convolve_across_borders, False), (fail_in_the_middle, False)],
+)
+def test_kernels_are_used_if_they_keep_to_the_borders(convolve, is_used, paths, expected, world, monkeypatch, caplog):
+    """The kernel does not run here: in its place stands what it promises, or does not keep."""
+    monkeypatch.setattr("transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", convolve)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "causal_conv1d" or None)
+    name = "short convolution"
+    model = build(paths[name], world)
+    blocks = find_blocks(model.model)
+    assert use_kernels(blocks, torch.device("cuda")) and len(list_with_kernels(blocks)) == 1
+    check(model, world)
+    assert len(list_with_kernels(blocks)) == int(is_used)
+    assert ("run once a sequence" in caplog.text) != is_used
+    loss = model(pack_samples([(ids.numpy(), ids.numpy(), None) for ids in make_sequences()]))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected[name][0], rel=1e-6)
+
+
+def test_kernels_are_not_asked_for_what_is_not_there(paths, world, monkeypatch):
+    installed = {"causal_conv1d"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in installed or None)
+    delta, conv = (build(paths[name], world) for name in ("gated delta net, experts", "short convolution"))
+    assert not use_kernels(find_blocks(conv.model), torch.device("cpu"))
+    assert not use_kernels(find_blocks(delta.model), torch.device("cuda"))  # its scan is flash-linear-attention's
+    installed.add("fla")
+    assert use_kernels(find_blocks(delta.model), torch.device("cuda"))
+    (mixer,) = list_with_kernels(find_blocks(delta.model))
+    assert mixer.forward.args[-1] == ("seq_idx", "cu_seq_lens_q")
+    mamba = build(paths["mamba 2 alone"], world)
+    assert not use_kernels(find_blocks(mamba.model), torch.device("cuda"))
+    installed.add("mamba_ssm")
+    assert use_kernels(find_blocks(mamba.model), torch.device("cuda"))
+    assert len(list_with_kernels(find_blocks(mamba.model))) == 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from transformers import (
     CohereCompassTextConfig,
     DiffLlamaConfig,
     ElectraConfig,
+    Florence2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPTJConfig,
@@ -24,13 +25,13 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LongcatFlashConfig,
-    MambaConfig,
     NemotronConfig,
-    Qwen2VLConfig,
     RobertaConfig,
+    RwkvConfig,
     StableLmConfig,
+    T5Config,
     ViTConfig,
-    xLSTMConfig,
+    XLMConfig,
 )
 
 from model import attention as packed_attention
@@ -92,6 +93,14 @@ OTHERS = {
         layer_types=["sliding_attention", "full_attention"], top_k_experts=2, moe_intermediate_size=24,
         enable_moe_block=True, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=5.0,
     ),
+    # Attention that stays the model's own.
+    "bloom_has_biases_for_positions": BloomConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, hidden_dropout=0.0
+    ),
+    "gptj_is_told_positions": GPTJConfig(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, initializer_range=0.2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    ),
 }  # fmt: skip
 
 
@@ -151,6 +160,8 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         ("nemotron_hands_nothing_on", dict(activation_checkpointing="selective")),
         ("gemma4_shares_keys", dict(activation_checkpointing="full")),
         ("llama4_attends_in_chunks", dict(activation_checkpointing="full")),
+        ("gptj_is_told_positions", dict(activation_checkpointing="selective")),
+        ("bloom_has_biases_for_positions", dict(activation_checkpointing="full")),
         pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
         pytest.param("stablelm_hands_nothing_on", dict(compile=True), marks=pytest.mark.slow),
     ],
@@ -173,18 +184,9 @@ def test_how_it_is_computed_does_not_change_what_is_computed(family, change, wor
 
 
 REFUSED = {
-    "mamba": (
-        MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=8),
-        "packed sequences see each other",
-    ),
-    "gptj": (GPTJConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "cannot be replaced"),
-    "xlstm": (
-        xLSTMConfig(vocab_size=VOCAB_SIZE, hidden_size=32, embedding_dim=32, num_blocks=2, num_hidden_layers=2,
-                    num_heads=2),
-        "no num_attention_heads",
-    ),
-    "bloom": (BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4), "bloom"),
-}  # fmt: skip
+    "rwkv": (RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2), "no num_attention_heads"),
+    "xlm": (XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=2, n_heads=4, causal=True), "fails on a packed row"),
+}
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -195,11 +197,20 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
         check(build(tmp_path, world), world)
 
 
-def test_a_model_of_more_than_text_is_told_so():
-    obstacle = CausalLM().check_config(Qwen2VLConfig(), trust_remote_code=False)
-    assert obstacle.startswith("model type 'qwen2_vl' is more than a language model")
+def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(world, tmp_path):
+    save_model(OTHERS["gptj_is_told_positions"], tmp_path)
+    assert build(tmp_path, world).backend == "own"
+    with pytest.raises(ValueError, match="--attention sdpa: model type 'gptj' has attention of its own"):
+        build(tmp_path, world, attention="sdpa")
+
+
+def test_a_model_that_writes_no_text_is_told_so():
+    obstacle = CausalLM().check_config(Florence2Config(), trust_remote_code=False)
+    assert obstacle.startswith("model type 'florence2' is an encoder-decoder")
     obstacle = CausalLM().check_config(ViTConfig(), trust_remote_code=False)
     assert obstacle == "model type 'vit' has no causal language model in transformers"
+    obstacle = CausalLM().check_config(T5Config(), trust_remote_code=False)
+    assert obstacle.startswith("model type 't5' is an encoder-decoder")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from optim.optimizers import clip_gradients
 from optim.schedules import learning_rate_at
@@ -24,6 +25,10 @@ def test_warmup_rises_linearly_from_above_zero_to_the_peak(scheduler):
     assert rates(scheduler, num_warmup_steps=4, num_steps=100)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
+def test_a_share_of_the_run_warms_up_as_as_many_steps():
+    assert rates("cosine", num_steps=30, warmup_ratio=0.11) == rates("cosine", num_steps=30, num_warmup_steps=4)
+
+
 def test_linear_falls_by_the_same_amount_and_its_last_step_still_trains():
     assert rates("linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
     assert rates("linear", min_lr_ratio=0.5)[-1] == pytest.approx(0.55)
@@ -39,6 +44,34 @@ def test_wsd_is_stable_and_then_decays_over_the_last_steps():
     assert rates("wsd", num_decay_steps=4) == pytest.approx([1.0] * 7 + [0.75, 0.5, 0.25])
     assert rates("wsd", num_steps=20)[:19] == pytest.approx([1.0] * 19)  # 10 % of the run
     assert rates("wsd", num_steps=20)[19] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("num_warmup_steps", [0, 5])
+@pytest.mark.parametrize(
+    ("scheduler", "changes", "arguments"),
+    [
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("cosine_with_restarts", dict(num_cycles=3), dict(num_cycles=3)),
+        ("polynomial", dict(lr_power=2.0), dict(power=2.0, lr_end=0.0)),
+        ("polynomial", {}, dict(lr_end=0.0)),
+        ("polynomial", dict(min_lr_ratio=0.25), dict(lr_end=0.25)),
+        ("inverse_sqrt", {}, {}),
+    ],
+)
+def test_after_warmup_shapes_are_those_of_transformers(scheduler, changes, arguments, num_warmup_steps):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    ends = {} if scheduler == "inverse_sqrt" else dict(num_training_steps=40)
+    theirs = get_scheduler(
+        scheduler, optimizer, num_warmup_steps=num_warmup_steps, scheduler_specific_kwargs=arguments, **ends
+    )
+    expected = []
+    for _ in range(40):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    ours = rates(scheduler, num_steps=40, num_warmup_steps=num_warmup_steps, **changes)
+    assert ours[num_warmup_steps:] == pytest.approx(expected[num_warmup_steps:])
 
 
 def test_clipping_scales_only_what_is_too_long():

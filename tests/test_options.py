@@ -82,6 +82,8 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--master-weights bfloat16: --osft keeps directions exactly", "--float8: --osft's layers"],
         ),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot be used with --compile"]),
+        (["--warmup-ratio", "0.1", "--num-warmup-steps", "3"], ["--warmup-ratio and --num-warmup-steps both say"]),
+        (["--warmup-ratio", "1.5"], ["--warmup-ratio 1.5: must be"]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],
@@ -111,6 +113,7 @@ def test_bad_flags_get_one_message_and_no_traceback(argv, reasons):
         ("a: [", "not valid YAML"),
         ("seed: 1\nseed: 2", "a key is there twice among seed, seed"),
         ("bach_size: 3\ncompile: 1", "compile: given 1, allowed: true or false"),  # both at once
+        ("output_dir: /a/${NOT_THERE}/b", "output_dir: '/a/${NOT_THERE}/b': the environment has no variable NOT_THERE"),
         (None, "cannot be read"),
     ],
 )
@@ -124,13 +127,40 @@ def test_a_bad_config_file_gets_one_message_and_no_traceback(text, reason, tmp_p
     assert reason in result.stderr
 
 
+def test_several_config_files_compose_in_order_and_take_the_environments_values(tmp_path, monkeypatch):
+    (tmp_path / "base.yaml").write_text("batch_size: 8\nlearning_rate: 1e-4\nmax_epochs: 3\ndata_path: [a, b]\n")
+    (tmp_path / "more.yaml").write_text(
+        "learning-rate: ${RATE}\ncompile: ${COMPILE}\ndata_path: ${DATA}/c.arrow\nmax_time: 1:30:00\n"
+    )
+    for name, value in (("RATE", "2e-4"), ("COMPILE", "true"), ("DATA", "/data")):
+        monkeypatch.setenv(name, value)
+    files = ["--config", str(tmp_path / "base.yaml"), str(tmp_path / "more.yaml")]
+    words = ["--model-name-or-path", "m", "--output-dir", "o", *files, "--max-epochs", "5"]
+    values = flatten_options(parse_options(TrainOptions, words))
+    given = dict(batch_size=8, learning_rate=2e-4, max_epochs=5, compile=True, data_path=("/data/c.arrow",))
+    assert given.items() <= values.items()
+    assert values["max_time"] == "1:30:00"
+
+
+def test_the_printed_configuration_is_one_that_config_takes_back(tmp_path):
+    words = ["--checkpoint-every-minutes", "None", "--adam-eps", "1e-9", "--lora-target-modules", "q_proj", "k: 'v",
+             "--max-time", "1:30:00", "--no-save-final-checkpoint", "--config"]  # fmt: skip
+    (tmp_path / "base.yaml").write_text("lora: true\n")
+    printed = run_script("train.py", *REQUIRED, *words, str(tmp_path / "base.yaml"), "--print-config")
+    assert printed.returncode == 0, printed.stderr
+    assert "# lora\nlora: true\n" in printed.stdout.replace("\n\n", "\n")
+    (tmp_path / "printed.yaml").write_text(printed.stdout)
+    again = run_script("train.py", "--config", str(tmp_path / "printed.yaml"), "--print-config")
+    assert again.stdout == printed.stdout, again.stderr
+
+
 def test_a_schedule_that_decays_needs_an_end_and_a_run_without_end_needs_exports():
     paths = dict(model_name_or_path="m", data_path="d", output_dir="o")
     assert (
         "decays towards the run's end" in find_problems(group_options(TrainOptions, **paths, lr_scheduler="cosine"))[0]
     )
     assert find_problems(group_options(TrainOptions, **paths, min_samples_per_checkpoint=10)) == []
-    for scheduler in ("linear", "cosine", "wsd"):
+    for scheduler in ("linear", "cosine", "polynomial", "wsd"):
         assert (
             find_problems(group_options(TrainOptions, **paths, lr_scheduler=scheduler, max_epochs=1, min_lr_ratio=0.0))
             == []

@@ -145,6 +145,14 @@ EFFECTS = {
         dict(save_final_checkpoint=False, min_samples_per_checkpoint=24),
         lambda r, b: set(r.exports) == {"samples_24"} and set(b.exports) == {"samples_32"},
     ),
+    "keep_exports": (
+        dict(min_samples_per_checkpoint=8, keep_exports=2),
+        lambda r, b: set(r.exports) == {"samples_24", "samples_32"},
+    ),
+    "export_name": (
+        dict(min_samples_per_checkpoint=8, export_name="last"),
+        lambda r, b: set(r.exports) == {"last"},
+    ),
     "checkpoint_every_steps": (
         dict(checkpoint_every_steps=3),
         lambda r, b: r.checkpoints == {"step_3", "step_4"} and b.checkpoints == set(),
@@ -202,7 +210,11 @@ EFFECTS = {
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
 TESTED_ELSEWHERE = {
-    "config",  # test_training_args.py
+    "config",  # these: test_options.py
+    "print_config",
+    "warmup_ratio",
+    "num_cycles",  # these: test_optimization.py
+    "lr_power",
     "osft_basis",  # these six in test_osft.py
     "osft_calibration_data",
     "osft_statistics",

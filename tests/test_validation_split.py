@@ -22,7 +22,7 @@ from chat.masking import Chat, Completion, Document
 from command_line import find_problems, parse_options
 from corpus.formats import read_example
 from corpus.outputs import Outputs
-from corpus.reader import TokenizedData, read_sidecar
+from corpus.reader import TokenizedData
 from corpus.split import HASH_BYTES, falls_into_validation, hash_example
 from options import ProcessDataOptions
 from process_data import process_data
@@ -83,7 +83,7 @@ def read_samples(path: Path) -> list[list[int]]:
 
 
 def read_meta(path: Path) -> dict:
-    return read_sidecar(path, num_samples=len(TokenizedData(path).lengths))
+    return TokenizedData(path).sidecar
 
 
 def read_texts(model: Path, samples: list[list[int]]) -> list[str]:

@@ -1,0 +1,257 @@
+"""From arguments to command lines: InstructLab's names become options, and every option becomes its flag.
+
+What cannot be said in options is refused here, by the name it was given under; all else the scripts check themselves.
+"""
+
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_origin
+
+from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, iterate_fields
+from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, TorchrunArgs, TrainingArgs
+from .errors import BadInputError
+
+DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
+
+# InstructLab's name -> ours.
+TRAIN_NAMES = {
+    "model_path": "model_name_or_path",
+    "ckpt_output_dir": "output_dir",
+    "max_batch_len": "max_tokens_per_gpu",
+    "num_epochs": "max_epochs",
+    "effective_batch_size": "batch_size",
+    "save_samples": "min_samples_per_checkpoint",
+    "warmup_steps": "num_warmup_steps",
+    "random_seed": "seed",
+    "adamw_weight_decay": "weight_decay",
+    "adamw_eps": "adam_eps",
+    "use_liger": "use_liger_kernels",
+    "log_level": "logging_level",
+}
+DATA_NAMES = {
+    "data_path": "input_file",
+    "data_output_path": "output_file",
+    "max_seq_len": "max_sample_num_tokens",
+    "model_path": "model_name_or_path",
+    "chat_tmpl_path": "chat_template",
+    "num_cpu_procs": "num_proc",
+}
+NO_COUNTERPART = {
+    "use_dolomite": "every model of transformers is trained packed",
+    "use_legacy_tmpl": "name the template's Jinja file with chat_tmpl_path",
+    "accelerate_full_state_at_epoch": "checkpoint_every_steps and checkpoint_every_minutes say when the whole state is"
+    " saved, and a run that is asked to stop saves it too",
+    "on_demand_checkpointing": "every run saves its state when it is asked to stop (SIGTERM, SIGINT, SIGUSR1)",
+    "pretraining_config": 'tokenize documents with process_data(DataProcessArgs(format="document", block_size=...)) and'
+    " train on the result with process_data=False",
+    "callbacks": "every step is a line of training_metrics_0.jsonl",
+}
+SHARDING_OPTIONS = {
+    "FULL_SHARD": {"sharding": "full"},
+    "SHARD_GRAD_OP": {"sharding": "full", "reshard_after_forward": "never"},
+    "HYBRID_SHARD": {"sharding": "hybrid"},
+    "NO_SHARD": {"sharding": "hybrid", "shard_size": 1},
+}
+ENDS = ("max_steps", "max_epochs", "max_samples", "max_tokens")
+
+
+class Values(dict):
+    """Options by name; whatever is given twice, by any name, is refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.given_as: dict[str, str] = {}
+
+    def give(self, name: str, value: Any, *, by: str) -> None:
+        if name in self:
+            raise make_bad_input(f"{self.given_as[name]} and {by} both say {flag_name(name)}: give one of them")
+        self[name], self.given_as[name] = value, by
+
+
+def make_bad_input(message: str) -> BadInputError:
+    return BadInputError(message, code=2)
+
+
+def make_torchrun_words(args: TorchrunArgs) -> list[str]:
+    """The words with which `mini-trainer train` starts processes."""
+    if args.rdzv_endpoint and args.master_addr:
+        raise make_bad_input("rdzv_endpoint and master_addr both say where the machines meet: give one of them")
+    words = [f"--nproc-per-node={args.nproc_per_node}"]
+    if args.nnodes == 1 and args.rdzv_endpoint is None and args.master_addr is None:
+        return words  # processes of one machine meet by themselves
+    given = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+    del given["nproc_per_node"]
+    if args.rdzv_endpoint is not None:
+        given["rdzv_backend"] = "c10d"
+    return [*words, *(f"{flag_name(name)}={value}" for name, value in given.items())]
+
+
+def make_train_words(args: TrainingArgs) -> list[str]:
+    """train.py's words; BadInputError for what has no counterpart, or is given under two names."""
+    values, given = Values(), list_given(args)
+    for name, reason in NO_COUNTERPART.items():
+        if given.pop(name, None):
+            raise make_bad_input(f"{name} has no counterpart here: {reason}")
+    if args.process_data:
+        given.pop("data_path", None)
+        values.give("data_path", (str(find_data_file(args)),), by="process_data")
+    if "adamw_betas" in given:
+        for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
+            values.give(name, beta, by="adamw_betas")
+    if given.get("save_samples", 1) <= 0:  # in InstructLab: never
+        del given["save_samples"]
+    give_methods(values, given)
+    give_sharding(values, args)
+    give_validation(values, args)
+    if args.keep_last_checkpoint_only:
+        values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
+    if args.disable_flash_attn:
+        values.give("attention", "sdpa", by="disable_flash_attn")
+    own = {option.name for option, _ in iterate_fields(TrainOptions)}
+    for name, value in given.items():
+        if name in own or name in TRAIN_NAMES:
+            values.give(TRAIN_NAMES.get(name, name), value, by=name)
+    if not any(end in values for end in ENDS):
+        values.give("max_epochs", 1, by="the default of InstructLab")
+    return make_words(TrainOptions, values)
+
+
+def make_data_words(args: DataProcessArgs) -> list[str]:
+    """process_data.py's words."""
+    values, given = Values(), list_given(args)
+    for name, value in given.items():
+        if name == "data_output_path" and not Path(value).suffix:
+            value = Path(value) / DATA_FILE
+        if name == "chat_tmpl_path":
+            if value is None:
+                continue
+            check_template(value)
+        values.give(DATA_NAMES.get(name, name), value, by=name)
+    return make_words(ProcessDataOptions, values)
+
+
+def make_data_args(args: TrainingArgs) -> DataProcessArgs:
+    """What `run_training` tokenizes before it trains."""
+    if args.data_path is NOTHING:
+        raise make_bad_input("data_path is missing: chats to train on; or tokenized data, with process_data=False")
+    model = args.model_path if args.model_name_or_path is NOTHING else args.model_name_or_path
+    return DataProcessArgs(
+        data_path=args.data_path,
+        output_file=str(find_data_file(args)),
+        model_path=model,
+        model_revision=args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+        max_seq_len=NOTHING if args.max_seq_len is None else args.max_seq_len,
+        chat_tmpl_path=args.chat_tmpl_path,
+        num_cpu_procs=NOTHING if args.data_process_num_cpu_procs is None else args.data_process_num_cpu_procs,
+        validation_share=args.validation_split or NOTHING,
+        preview=0,
+    )
+
+
+def find_data_file(args: TrainingArgs) -> Path:
+    if args.data_output_dir is None:
+        raise make_bad_input("data_output_dir is missing: where chats are written when they have been tokenized")
+    return Path(args.data_output_dir) / DATA_FILE
+
+
+def check_template(path: str) -> None:
+    if Path(path).suffix == ".py":
+        raise make_bad_input(
+            f"chat_tmpl_path {path}: InstructLab's templates are Python files, which are not run here; give a Jinja"
+            " file that holds the text of its CHAT_TEMPLATE, and its special tokens with add_special_tokens"
+        )
+
+
+def list_given(args: Any) -> dict[str, Any]:
+    """The fields of `args` that differ from what stands where nothing is given."""
+    fields = dataclasses.fields(args)
+    return {field.name: getattr(args, field.name) for field in fields if getattr(args, field.name) is not NOTHING}
+
+
+def give_methods(values: Values, given: dict[str, Any]) -> None:
+    """`lora` and `osft` as objects, which stand for their options."""
+    lora, osft = given.get("lora"), given.get("osft")
+    if lora is None:
+        given.pop("lora", None)
+    if osft is None:
+        given.pop("osft", None)
+    if isinstance(lora, LoraOptions):
+        del given["lora"]
+        values.give("lora", True, by="lora")
+        for name in ("rank", "alpha", "dropout"):
+            values.give(f"lora_{name}", getattr(lora, name), by="lora")
+        if lora.target_modules:
+            values.give("lora_target_modules", tuple(lora.target_modules), by="lora")
+        quantization = to_plain(lora.quantize_data_type)
+        if quantization is not None:
+            values.give("base_quantization", quantization, by="lora")
+    if isinstance(osft, OSFTOptions):
+        del given["osft"]
+        defaults = {field.name: field.default for field in dataclasses.fields(osft)}
+        chosen = {name: getattr(osft, name) for name in defaults if getattr(osft, name) != defaults[name]}
+        for name, value in (chosen | {"osft": True}).items():
+            values.give(name, value, by="osft")
+
+
+def give_sharding(values: Values, args: TrainingArgs) -> None:
+    """The options of FSDP and of DeepSpeed."""
+    backend = to_plain(args.distributed_backend)
+    if backend != "fsdp":
+        raise make_bad_input(f"distributed_backend {backend!r} has no counterpart here: training is by FSDP2, 'fsdp'")
+    fsdp, deepspeed = args.fsdp_options, args.deepspeed_options
+    if fsdp is not None:
+        strategy = to_plain(fsdp.sharding_strategy)
+        if strategy not in SHARDING_OPTIONS:
+            raise make_bad_input(f"sharding_strategy {strategy!r}: must be one of {', '.join(SHARDING_OPTIONS)}")
+        for name, value in SHARDING_OPTIONS[strategy].items():
+            values.give(name, value, by="fsdp_options")
+        if fsdp.cpu_offload_params:
+            values.give("cpu_offload", True, by="fsdp_options")
+    if deepspeed is not None:
+        given = dataclasses.asdict(deepspeed)
+        del given["cpu_offload_optimizer"]
+        defaults = dataclasses.asdict(DeepSpeedOptions())
+        refused = [name for name, value in given.items() if value != defaults[name]]
+        if refused:
+            raise make_bad_input(f"deepspeed_options: {', '.join(refused)} has no counterpart here")
+        if deepspeed.cpu_offload_optimizer:
+            values.give("cpu_offload", True, by="deepspeed_options")
+
+
+def give_validation(values: Values, args: TrainingArgs) -> None:
+    """A share of the chats, measured every so many steps."""
+    if args.validation_split:
+        if not args.process_data:
+            raise make_bad_input("validation_split has no effect without process_data: give validation_data_path")
+        file = find_data_file(args)
+        validation_file = file.with_name(f"{file.stem}.validation{file.suffix}")
+        values.give("validation_data_path", (str(validation_file),), by="validation_split")
+    if args.validation_frequency is not None:
+        values.give("validate_every_steps", args.validation_frequency, by="validation_frequency")
+
+
+def to_plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def make_words(options_class: type, values: dict[str, Any]) -> list[str]:
+    """Every option as its flag, in the order of --help; BadInputError for an option that has to be given and is not."""
+    words, rest, missing = [], [], []
+    for option, _ in iterate_fields(options_class):
+        if option.name not in values:
+            is_required = option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
+            missing += [option.name] if is_required else []
+            continue
+        value, flag = to_plain(values[option.name]), flag_name(option.name)
+        if get_origin(option.type) is tuple:
+            items = value if isinstance(value, (tuple, list)) else (value,)
+            rest += [flag, *map(str, items)]
+        elif isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words.append(f"{flag}={value}")
+    if missing:
+        raise make_bad_input(f"missing: {', '.join(missing)}")
+    return [*words, *rest]

@@ -1,0 +1,175 @@
+"""Runs the scripts as child processes: their output handed on as it comes, Ctrl-C too, and nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..disk import identify_file
+from ..ranks.ending import EXIT_FILE, ExitCode
+from .arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
+from .commands import make_data_args, make_data_words, make_torchrun_words, make_train_words
+from .errors import make_error
+
+PROGRAM = Path(__file__).parent.parent / "__main__.py"
+ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # for the environment: the process that the child must not outlive
+SECONDS_TO_SAVE = 600  # for a run that is asked to end because its caller raises
+NUM_LINES_KEPT = 200  # of the output, to find a process's last words in
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a run ended, and what it left."""
+
+    output_dir: Path
+    code: int  # an `ExitCode`: 0 when the run is done; 3 or 10 when it was stopped, and can be started again to go on
+    reason: str
+    exports: list[Path]  # complete ones, oldest first
+    last_metrics: dict[str, Any] | None  # of the last step
+    log_file: Path
+
+    @property
+    def is_done(self) -> bool:
+        """False where the run was stopped on its way, by a time limit for example, with its state saved."""
+        return self.code == ExitCode.DONE
+
+
+def run_training(
+    torchrun_args: TorchrunArgs | None = None,
+    training_args: TrainingArgs | None = None,
+    *,
+    torch_args: TorchrunArgs | None = None,
+    train_args: TrainingArgs | None = None,
+) -> TrainingResult:
+    """Tokenizes (unless `process_data` is False) and trains, in child processes, whose output is printed as it comes.
+
+    Every machine calls this, with its own `node_rank`. Started again with the same arguments after whatever ended it, a
+    run goes on where it was. The output is also added to {output_dir}.console_node{N}.log.
+
+    Args:
+        torchrun_args: Which processes; None: one. Also taken as `torch_args`, InstructLab's name.
+        training_args: What is trained. Also taken as `train_args`.
+
+    Raises:
+        TrainingError: the class of it that belongs to the cause (`api.errors`).
+        KeyboardInterrupt: after Ctrl-C, when the run has saved its state and ended.
+    """
+    torchrun_args = choose_one(torchrun_args, torch_args, "torchrun_args and torch_args") or TorchrunArgs()
+    training_args = choose_one(training_args, train_args, "training_args and train_args")
+    if training_args is None:
+        raise TypeError("run_training() needs training_args")
+    words = [*make_torchrun_words(torchrun_args), *make_train_words(training_args)]  # refused before anything starts
+    if training_args.process_data:
+        Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)
+        process_data(make_data_args(training_args))
+    output_dir = next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-dir="))
+    log_file = output_dir.with_name(f"{output_dir.name}.console_node{torchrun_args.node_rank}.log")
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    before = identify_file(output_dir / EXIT_FILE)
+    with log_file.open("a", encoding="utf-8") as log:
+        code, last_words = run_child(["train", *words], log)
+    has_written_why = identify_file(output_dir / EXIT_FILE) not in (None, before)
+    reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
+    if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
+        raise make_error(code, reason)
+    return TrainingResult(output_dir, code, reason, list_exports(output_dir), read_last_metrics(output_dir), log_file)
+
+
+def process_data(args: DataProcessArgs) -> Path:
+    """Tokenizes and masks chats in a child process, whose output is printed as it comes; returns the data set's file.
+
+    Raises:
+        BadInputError: with the rows that cannot be used, or the options.
+        KeyboardInterrupt: after Ctrl-C; nothing is left then.
+    """
+    words = make_data_words(args)
+    code, last_words = run_child(["process-data", *words])
+    if code != ExitCode.DONE:
+        raise make_error(code, last_words)
+    return next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-file="))
+
+
+def choose_one(first: Any, second: Any, names: str) -> Any:
+    if first is not None and second is not None:
+        raise TypeError(f"{names} are two names of one argument: give one of them")
+    return second if first is None else first
+
+
+def run_child(words: list[str], log: IO[str] | None = None) -> tuple[int, str]:
+    """The exit code of `python -m mini_trainer WORDS`, and its error message, or its last lines if it gave none.
+
+    Its output is printed, and written to `log`. Ctrl-C is handed on, and raised here when the child has ended; a second
+    one ends it without saving, a third kills it.
+    """
+    environment = os.environ | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        [sys.executable, str(PROGRAM), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        process_group=0,  # a terminal's Ctrl-C comes here alone, and is handed on once
+    )
+    lines, num_interrupts = [], 0
+    try:
+        while True:
+            try:
+                for line in child.stdout:
+                    print(line, end="", flush=True)
+                    lines = [*lines[1 - NUM_LINES_KEPT :], line]
+                    if log is not None:
+                        log.write(line)
+                        log.flush()
+                code = child.wait()
+                break
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                if num_interrupts > 2:
+                    raise
+                child.send_signal(signal.SIGINT)
+    finally:
+        end_child(child)
+    if num_interrupts:
+        raise KeyboardInterrupt
+    return code if code >= 0 else 128 - code, find_last_words("".join(lines))
+
+
+def end_child(child: subprocess.Popen) -> None:
+    """Leaves no process of the child behind, whatever ended the reading of its output."""
+    if child.poll() is not None:
+        return
+    child.terminate()  # a run saves its state
+    try:
+        child.wait(SECONDS_TO_SAVE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def find_last_words(output: str) -> str:
+    """The error message in `output`, up to torchrun's report; else its last lines."""
+    start = max(output.rfind("\nerror: "), output.rfind("] error: "), 0 if output.startswith("error: ") else -1)
+    if start < 0:
+        return "\n".join(output.strip().splitlines()[-5:])
+    message = output[output.index("error: ", start) + len("error: ") :]
+    return re.split(r"\n(?=[EWI]\d{4} |\[rank)", message)[0].strip()
+
+
+def list_exports(output_dir: Path) -> list[Path]:
+    """Complete exports, oldest first; what is being written has a hidden name."""
+    exports = [path for path in (output_dir / "hf_format").glob("[!.]*") if path.is_dir()]
+    return sorted(exports, key=lambda path: path.stat().st_mtime_ns)
+
+
+def read_last_metrics(output_dir: Path) -> dict[str, Any] | None:
+    """The metrics file's last whole line."""
+    path = output_dir / "training_metrics_0.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1]) if lines else None

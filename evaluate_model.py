@@ -1,0 +1,123 @@
+"""Measures models side by side: losses on tokenized sets, answers to tasks, EleutherAI's harness.
+
+    python evaluate_model.py --run runs/qwen --model Qwen/Qwen2.5-7B --task gsm8k_test.jsonl --output-dir compared
+    python evaluate_model.py --model base tuned --data held_out.arrow --output-dir compared
+    torchrun --nproc-per-node=8 evaluate_model.py --model base tuned --task questions.jsonl --output-dir compared
+
+Writes results.json, what each model said to each sample, and results.html, a page that lays them side by side. What is
+there already is not computed again: a killed evaluation goes on, and one more model costs that model.
+"""
+
+from command_line import exit_with_message, parse_options
+from options import EvaluateOptions
+
+if __name__ == "__main__":
+    options = parse_options(EvaluateOptions)  # before the heavy imports: --help and typos answer at once
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from corpus.mixture import Mixture
+from evaluation.harness import check_harness, collect_harness, run_harness
+from evaluation.losses import check_set, collect_losses, measure_losses, open_set
+from evaluation.models import Named, list_models, name_files
+from evaluation.results import Measured, write_results
+from evaluation.tasks import Task, collect_task, measure_task, open_task
+from inference.engine import open_engine, require
+from inference.models import FoundModel, find_answering_model
+from ranks.ending import ExitCode, RunError
+from ranks.world import World, init_world, setup_logging
+
+
+def evaluate(options: EvaluateOptions, world: World) -> None:
+    """Measures all models, and writes what was found; ValueError or OSError for what cannot be done."""
+    # What can be refused is refused before any model is loaded.
+    require("scipy", extra="evaluate", flag="evaluate_model.py")
+    models = list_models(options.model, options.run)
+    names = name_files([*options.task, *options.data])
+    tasks = [open_task(path, names[path], options) for path in options.task]
+    data_sets = {names[path]: open_set(path) for path in options.data}
+    check_harness(options.lm_eval)
+    if world.world_size > 1 and (options.engines.engine != "hf" or options.lm_eval):
+        raise ValueError("--lm-eval, and engines other than hf, run in one process, and torchrun has started several")
+    found = [find_model(model, options) for model in models]
+    for one in found:
+        for data in data_sets.values():
+            check_set(data, one)
+    # One model after the other, on all sets; what they found, side by side.
+    outcomes = []
+    for model, own in zip(models, found, strict=True):
+        if world.rank == 0:
+            print(f"{model.label}: {model.name}", flush=True)
+        outcomes.append(measure(model, own, options, tasks, data_sets, world=world))
+        gc.collect()  # a model is gone before the next one comes
+    if world.rank == 0:
+        measured = [collect_task(task, [own[task.name] for own in outcomes]) for task in tasks]
+        measured += [collect_losses(name, data, [own[name] for own in outcomes]) for name, data in data_sets.items()]
+        measured += collect_harness([own.get("lm_eval") for own in outcomes])
+        report(options, models, found, measured)
+
+
+def find_model(model: Named, options: EvaluateOptions) -> FoundModel | None:
+    """None for a server's."""
+    if options.engines.engine == "openai":
+        return None
+    revision = None if Path(model.name).is_dir() else options.model_revision
+    return find_answering_model(model.name, revision=revision, trust_remote_code=options.trust_remote_code)
+
+
+def measure(
+    model: Named,
+    found: FoundModel | None,
+    options: EvaluateOptions,
+    tasks: list[Task],
+    data_sets: dict[str, Mixture],
+    *,
+    world: World,
+) -> dict[str, Any]:
+    """What one model does on every set, by the set's name."""
+    folder = Path(options.output_dir) / "samples" / model.label
+    folder.mkdir(parents=True, exist_ok=True)
+    engine = open_engine(found, model.name, options.engines, options.sampling, device=world.device)
+    outcome = {task.name: measure_task(task, engine, options.sampling, folder, world=world) for task in tasks}
+    del engine
+    if data_sets:
+        outcome |= measure_losses(
+            found, data_sets, folder, dtype=options.engines.dtype, cap=options.max_tokens_per_gpu, world=world
+        )
+    if options.lm_eval:
+        outcome["lm_eval"] = run_harness(found, options, folder, device=world.device)
+    return outcome
+
+
+def report(
+    options: EvaluateOptions, models: list[Named], found: list[FoundModel | None], measured: list[Measured]
+) -> None:
+    """Writes the results, and says which model is the best."""
+    folder = Path(options.output_dir)
+    identities = [
+        {"label": model.label, "name": model.name} | ({} if own is None else own.identify())
+        for model, own in zip(models, found, strict=True)
+    ]
+    verdicts = write_results(folder, measured, identities, num_resamples=options.num_resamples)
+    print("\n".join(verdicts))
+    print(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
+
+
+def main(options: EvaluateOptions) -> None:
+    setup_logging("WARNING")
+    world = init_world()
+    try:
+        evaluate(options, world)
+    except (ValueError, OSError, RunError) as error:
+        exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message("interrupted; start the same command again to go on", code=ExitCode.INTERRUPTED)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(options)

@@ -1,0 +1,118 @@
+"""How sure a mean is, and whether two models differ: bootstrap intervals and paired tests over the same samples.
+
+Every measure is a ratio of sums over samples: of scores and of what they are divided by, which is 1 for an answer and
+the number of targets for a loss. n samples, m models, R resamples.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LEVEL = 0.95  # of every interval
+MAX_DRAWN = 4_000_000  # indices that are held at once
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A measure of all models on all samples."""
+
+    name: str
+    sums: np.ndarray  # (m, n) fp64
+    divisors: np.ndarray  # (n,) fp64
+    higher_is_better: bool = True
+
+    @property
+    def means(self) -> np.ndarray:  # (m,)
+        return self.sums.sum(1) / self.divisors.sum()
+
+    @property
+    def is_binary(self) -> bool:
+        return bool(np.isin(self.sums, (0.0, 1.0)).all() and (self.divisors == 1).all())
+
+
+def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
+    """The means with their intervals, and every pair of models; JSON."""
+    drawn = np.concatenate(list(draw_means(scores, seed=seed, num_resamples=num_resamples)))  # (R, m)
+    num_models, num_samples = scores.sums.shape
+    lows, highs = find_interval(drawn)
+    values = [
+        {"mean": float(mean), "low": float(low), "high": float(high)}
+        for mean, low, high in zip(scores.means, lows, highs, strict=True)
+    ]
+    pairs = []
+    for a in range(num_models):
+        for b in range(a + 1, num_models):
+            pairs.append(compare_pair(scores, a, b, drawn=drawn, seed=seed, num_resamples=num_resamples))
+    for pair, adjusted in zip(pairs, adjust_by_holm([pair["p"] for pair in pairs]), strict=True):
+        pair["p_holm"] = adjusted
+    return {
+        "name": scores.name, "higher_is_better": scores.higher_is_better, "is_right_or_wrong": scores.is_binary,
+        "num_samples": num_samples,
+        "values": values, "pairs": pairs,
+    }  # fmt: skip
+
+
+def draw_means(scores: Scores, *, seed: int, num_resamples: int) -> Iterator[np.ndarray]:  # of (r, m)
+    """Every model's mean over samples drawn with replacement: the same samples for all of them."""
+    random, num_samples = np.random.default_rng(seed), len(scores.divisors)
+    at_once = max(1, MAX_DRAWN // num_samples)
+    for start in range(0, num_resamples, at_once):
+        rows = random.integers(num_samples, size=(min(at_once, num_resamples - start), num_samples))
+        divisors = scores.divisors[rows].sum(1)
+        yield np.stack([sums[rows].sum(1) / divisors for sums in scores.sums], axis=1)
+
+
+def find_interval(drawn: np.ndarray) -> np.ndarray:  # (R, ...) -> (2, ...)
+    """By percentiles."""
+    return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+
+
+def compare_pair(scores: Scores, a: int, b: int, *, drawn: np.ndarray, seed: int, num_resamples: int) -> dict[str, Any]:
+    """b against a: the difference of their means with its interval, on how many samples b is better or worse, and p."""
+    low, high = find_interval(drawn[:, b] - drawn[:, a])
+    changes = scores.sums[b] - scores.sums[a]  # (n,)
+    gains = changes if scores.higher_is_better else -changes
+    better, worse = int((gains > 0).sum()), int((gains < 0).sum())
+    test, p = find_p_value(changes, better, worse, is_binary=scores.is_binary, seed=seed, num_resamples=num_resamples)
+    return {
+        "a": a, "b": b, "difference": float(scores.means[b] - scores.means[a]), "low": float(low), "high": float(high),
+        "num_better": better, "num_worse": worse, "test": test, "p": p,
+    }  # fmt: skip
+
+
+def find_p_value(
+    changes: np.ndarray, better: int, worse: int, *, is_binary: bool, seed: int, num_resamples: int
+) -> tuple[str, float]:
+    """The name of the test and p, two-sided: were the models equal, how likely would a difference as large be?
+
+    Of right and wrong answers McNemar's exact test; of other scores the signs of the changes are permuted.
+    """
+    from scipy import stats
+
+    if is_binary:
+        p = 1.0 if better + worse == 0 else stats.binomtest(better, better + worse).pvalue
+        return "McNemar, exact", float(p)
+    if not changes.any():
+        return "sign permutation", 1.0
+    result = stats.permutation_test(
+        (changes,),
+        lambda sample, axis: sample.sum(axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=num_resamples,
+        batch=max(1, MAX_DRAWN // len(changes)),
+        rng=np.random.default_rng(seed),
+    )
+    return "sign permutation", float(result.pvalue)
+
+
+def adjust_by_holm(values: list[float]) -> list[float]:
+    """p values of one measure's pairs, for having looked at all of them (Holm 1979)."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    adjusted, largest = [1.0] * len(values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, values[i] * (len(values) - rank)))
+        adjusted[i] = largest
+    return adjusted

@@ -1,0 +1,88 @@
+"""Which models are measured: those that are named, and the exports of a run; and what each is called."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from disk import ASIDE
+from methods.lora_files import ADAPTER_CONFIG
+
+EXPORTS = "hf_format"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model to measure. `label` is what results call it, and its folder's name: no two have the same."""
+
+    label: str
+    name: str  # as engines find it
+
+
+def list_models(names: tuple[str, ...], run: str | None) -> list[Named]:
+    """The models of --model, then the exports of --run in the order in which they were made."""
+    found = list(names) if run is None else [*names, *map(str, find_exports(Path(run)))]
+    twice = sorted({name for name in found if found.count(name) > 1})
+    if twice:
+        raise ValueError(f"--model {twice[0]}: is among the exports of --run, too: leave one out")
+    return [Named(label, name) for label, name in zip(make_labels(found), found, strict=True)]
+
+
+def find_exports(run: Path) -> list[Path]:
+    """The run's exports, by the samples that they have seen; the best one last."""
+    folder = run / EXPORTS
+    if not folder.is_dir():
+        raise ValueError(f"--run {run}: has no {EXPORTS}: name the --output-dir of a run that has exported its model")
+    exports = [
+        path
+        for path in folder.iterdir()
+        if not path.name.startswith(ASIDE) and any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    ]
+    if not exports:
+        raise ValueError(f"--run {run}: {folder} holds no export")
+
+    def place(path: Path) -> tuple[float, str]:
+        number = re.search(r"\d+", path.name)
+        return (float(number[0]) if number else float("inf")), path.name
+
+    return sorted(exports, key=place)
+
+
+def make_labels(names: list[str]) -> list[str]:
+    """The shortest ends of the names, by their parts, that tell all of them apart; fit for a file's name."""
+    parts = [[part for part in name.split("/") if part not in ("", ".", EXPORTS)] for name in names]
+    for count in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(own[-count:]) for own in parts]
+        if len(set(labels)) == len(labels):
+            break
+    else:
+        labels = names
+    cleaned = [re.sub(r"[^\w.\-]+", "_", label).strip("_.") or "model" for label in labels]
+    return [label if cleaned.count(label) == 1 else f"{label}_{i + 1}" for i, label in enumerate(cleaned)]
+
+
+def name_files(paths: list[str]) -> dict[str, str]:
+    """What each set is called, by its path: its file's name, without the ending where that tells it from the others."""
+    stems = {path: Path(path).name.split(".")[0] for path in paths}
+    names = {path: stem if list(stems.values()).count(stem) == 1 else Path(path).name for path, stem in stems.items()}
+    twice = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
+    if twice or len(names) < len(paths):
+        raise ValueError(f"--task, --data: two files are called {', '.join(twice) or 'the same'}: rename one")
+    return names
+
+
+def read_text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def is_made_by(path: Path, made_by: dict) -> bool:
+    """Whether `path` is there, and was made by this; ValueError if it was made by something else."""
+    known = read_text(path.with_suffix(".made_by.json"))
+    if known is None or not path.is_file():
+        return False
+    if json.loads(known) != json.loads(json.dumps(made_by)):
+        raise ValueError(
+            f"{path}: was measured otherwise before (see {path.with_suffix('.made_by.json').name}): name another"
+            " --output-dir, or remove it"
+        )
+    return True

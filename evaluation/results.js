@@ -1,0 +1,187 @@
+const data = JSON.parse(byId("data").textContent);
+const PER_PAGE = 20;
+let chosen = data.sets[0], metric = 0, found = [], at = 0;
+
+const format = value => Math.abs(value) >= 100 ? value.toFixed(1) : value.toFixed(value && Math.abs(value) < 0.001 ? 6 : 4);
+const signed = value => (value < 0 ? "−" : "+") + format(Math.abs(value));
+const interval = value => `[${format(value.low)}, ${format(value.high)}]`;
+const known = chosen => chosen.metrics[metric];
+
+function option(value, text) {
+  const node = make("option", "", text);
+  node.value = value;
+  return node;
+}
+
+function choose(set) {
+  chosen = set;
+  metric = 0;
+  byId("set").textContent = set.name;
+  byId("metric").replaceChildren(...set.metrics.map((one, i) => option(i, one.name.replaceAll("_", " "))));
+  byId("filter").replaceChildren(
+    option("all", "all samples"),
+    ...(data.models.length > 1 ? [option("differ", "where models differ")] : []),
+    ...data.models.map((label, i) => option(`low ${i}`, `where ${label} is wrong, or behind`)),
+  );
+  for (const button of byId("sets").children) button.setAttribute("aria-pressed", button.textContent === set.name);
+  draw();
+}
+
+function draw() {
+  drawMeans();
+  drawPairs();
+  find();
+}
+
+// All intervals on one scale, which is theirs: what matters is whether they overlap.
+function drawMeans() {
+  const one = known(chosen), lows = one.values.map(v => v.low), highs = one.values.map(v => v.high);
+  const least = Math.min(...lows), most = Math.max(...highs), margin = (most - least || 1) * 0.08;
+  const place = value => `${100 * (value - least + margin) / (most - least + 2 * margin)}%`;
+  const means = one.values.map(v => v.mean), best = one.higher_is_better ? Math.max(...means) : Math.min(...means);
+  byId("means").replaceChildren(...one.values.map((value, i) => {
+    const row = make("div", value.mean === best && data.models.length > 1 ? "mean best" : "mean", "");
+    const name = make("span", "", data.models[i]), track = make("div", "track", "");
+    name.title = data.names[i];
+    const bar = make("i", "", ""), dot = make("b", "", ""), told = make("span", "", `${format(value.mean)} `);
+    bar.style.left = place(value.low);
+    bar.style.width = `calc(${place(value.high)} - ${place(value.low)})`;
+    dot.style.left = place(value.mean);
+    track.append(bar, dot);
+    told.append(make("small", "", interval(value)));
+    row.append(name, track, told);
+    return row;
+  }));
+  const direction = one.higher_is_better ? "higher is better" : "lower is better";
+  const extras = chosen.extras.map((extra, i) => [
+    extra.perplexity && `${data.models[i]}: perplexity ${format(extra.perplexity)}`,
+    extra.corpus_bleu !== undefined && `${data.models[i]}: BLEU of all ${extra.corpus_bleu.toFixed(2)}`,
+    extra.label && `${data.models[i]}: macro F1 ${format(extra.label.macro_f1)}`,
+    extra.num_cut && `${data.models[i]}: ${extra.num_cut} answers cut at their longest`,
+  ].filter(Boolean).join(", ")).filter(Boolean).join("; ");
+  byId("about").textContent = `${one.num_samples.toLocaleString("en")} samples, ${direction}; the bars are 95 % intervals`
+    + ` (bootstrap over samples). ${extras}`;
+}
+
+function drawPairs() {
+  const one = known(chosen);
+  byId("pairs").hidden = one.pairs.length === 0;
+  const head = make("tr", "", "");
+  head.append(...["first", "second", "difference", "95 %", "second better", "worse", "p"].map(t => make("th", "", t)));
+  byId("pairs-table").replaceChildren(head, ...one.pairs.map(pair => {
+    const row = make("tr", "", ""), isBetter = (pair.difference > 0) === one.higher_is_better;
+    const kind = pair.p_holm >= 0.05 ? "same" : isBetter ? "up" : "down";
+    const p = pair.p_holm < 0.0001 ? "< 0.0001" : pair.p_holm.toFixed(4);
+    const last = make("td", "", p);
+    last.title = `${pair.test}; alone ${pair.p.toPrecision(3)}`;
+    row.append(
+      make("td", "", data.models[pair.a]), make("td", "", data.models[pair.b]),
+      make("td", kind, signed(pair.difference)), make("td", "", interval(pair)),
+      make("td", "", pair.num_better), make("td", "", pair.num_worse), last,
+    );
+    return row;
+  }));
+}
+
+function spread(sample) {
+  const scores = sample.answers.map(answer => answer.scores[metric]);
+  const differ = new Set(sample.answers.map(answer => answer.text)).size > 1;
+  return Math.max(...scores) - Math.min(...scores) + (differ ? 1e-9 : 0);
+}
+
+// Right, of answers that are right or wrong; else as good as any other model's.
+function isGood(sample, model) {
+  const scores = sample.answers.map(answer => answer.scores[metric]), one = known(chosen);
+  if (one.is_right_or_wrong) return scores[model] === 1;
+  return scores[model] === (one.higher_is_better ? Math.max(...scores) : Math.min(...scores));
+}
+
+function find() {
+  const wanted = byId("search").value.toLowerCase(), [kind, model] = byId("filter").value.split(" ");
+  found = chosen.samples.filter(sample => {
+    if (kind === "differ" && spread(sample) === 0) return false;
+    if (kind === "low" && isGood(sample, Number(model))) return false;
+    const texts = [sample.place, sample.prompt, ...sample.references, ...sample.answers.map(answer => answer.text)];
+    return !wanted || texts.some(text => text.toLowerCase().includes(wanted));
+  });
+  if (byId("order").value === "differences") found.sort((a, b) => spread(b) - spread(a) || a.at - b.at);
+  at = 0;
+  drawSamples();
+}
+
+// Text is only ever put in as text; what was searched for is marked.
+function fill(node, text) {
+  const wanted = byId("search").value.toLowerCase(), lower = text.toLowerCase();
+  node.textContent = "";
+  if (!wanted || lower.length !== text.length) {
+    node.textContent = text;
+    return node;
+  }
+  for (let from = 0; from < text.length;) {
+    const hit = lower.indexOf(wanted, from);
+    node.append(text.slice(from, hit < 0 ? text.length : hit));
+    if (hit < 0) break;
+    node.append(make("mark", "", text.slice(hit, hit + wanted.length)));
+    from = hit + wanted.length;
+  }
+  return node;
+}
+
+function drawSamples() {
+  const last = Math.min(at + PER_PAGE, found.length);
+  byId("position").textContent = found.length ? `${at + 1}–${last} of ${found.length}` : "none";
+  byId("previous").disabled = at === 0;
+  byId("next").disabled = last >= found.length;
+  byId("samples").replaceChildren(...found.slice(at, last).map(drawSample));
+}
+
+function drawSample(sample) {
+  const node = make("article", "sample", ""), answers = make("div", "answers", "");
+  node.append(fill(make("p", "place", ""), sample.place));
+  if (sample.prompt) node.append(fill(make("p", "prompt", ""), sample.prompt));
+  for (const reference of sample.references) node.append(fill(make("p", "reference", ""), reference));
+  const tells = known(chosen).is_right_or_wrong || spread(sample) > 1e-6;
+  sample.answers.forEach((answer, i) => {
+    const box = make("div", "answer" + (tells ? isGood(sample, i) ? " right" : " wrong" : ""), "");
+    box.append(make("h3", "", data.models[i]));
+    if (chosen.kind !== "losses") box.append(fill(make("p", "", ""), answer.text || "(nothing)"));
+    const scores = chosen.metrics.map((one, k) => `${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`);
+    box.append(make("small", "", scores.join(" · ") + (answer.is_cut ? " · cut at its longest" : "")));
+    answers.append(box);
+  });
+  node.append(answers);
+  return node;
+}
+
+function turn(step) {
+  const next = at + step * PER_PAGE;
+  if (next < 0 || next >= found.length) return;
+  at = next;
+  drawSamples();
+}
+
+byId("sets").append(...data.sets.map(set => {
+  const button = make("button", "", set.name);
+  button.type = "button";
+  button.addEventListener("click", () => choose(set));
+  return button;
+}));
+byId("sets").hidden = data.sets.length < 2;
+byId("metric").addEventListener("change", event => {
+  metric = Number(event.target.value);
+  draw();
+});
+for (const id of ["filter", "order"]) byId(id).addEventListener("change", find);
+byId("search").addEventListener("input", find);
+byId("previous").addEventListener("click", () => turn(-1));
+byId("next").addEventListener("click", () => turn(1));
+addEventListener("keydown", event => {
+  if (["INPUT", "SELECT"].includes(event.target.tagName)) return;
+  if (event.key === "ArrowLeft") turn(-1);
+  else if (event.key === "ArrowRight") turn(1);
+  else if (event.key === "/") {
+    event.preventDefault();
+    byId("search").focus();
+  }
+});
+choose(chosen);

@@ -1,0 +1,151 @@
+"""What a model says to a task's prompts, and how right it is; what is there already is not computed again."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disk import written_aside
+from evaluation.comparison import Scores
+from evaluation.likelihood import score_choices
+from evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
+from evaluation.models import is_made_by
+from evaluation.results import Measured, Sample
+from inference.answers import AnswerFile, describe_making, dump
+from inference.batch import answer_all
+from inference.engine import Engine, require
+from inference.prompts import Prompt, read_prompts
+from options import EvaluateOptions, SamplingOptions
+from ranks.world import World, call_on_rank0, gather_on_rank0
+
+CHOICE_MEASURES = ["choice", "choice_normalised"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts with what is right. `measures` are what every answer is scored by."""
+
+    name: str
+    prompts: list[Prompt]
+    measures: list[str]
+    labels: list[str] = field(default_factory=list)
+
+    @property
+    def has_choices(self) -> bool:
+        return bool(self.prompts[0].choices)
+
+
+def open_task(path: str, name: str, options: EvaluateOptions) -> Task:
+    """Reads a task's file; ValueError for a prompt without anything to compare an answer with."""
+    prompts = read_prompts([path], options.format, flag="--task")
+    with_choices = [prompt for prompt in prompts if prompt.choices]
+    if with_choices:
+        if len(with_choices) < len(prompts):
+            other = next(prompt for prompt in prompts if not prompt.choices)
+            raise ValueError(f"--task {path}: some rows have choices, and {other.place} has none: make two tasks")
+        if options.engines.engine != "hf":
+            raise ValueError(f"--task {path}: choices are measured by their likelihood, which needs --engine hf")
+        return Task(name, prompts, CHOICE_MEASURES)
+    for prompt in prompts:
+        if not prompt.references:
+            raise ValueError(f"--task {path}: {prompt.place} has no reference (a last answer, completion or answer)")
+    references = [prompt.references for prompt in prompts]
+    measures = choose_measures(options.metrics, references)
+    for measure in measures:
+        if measure in PACKAGES:
+            require(PACKAGES[measure], extra="evaluate", flag=f"--metrics {measure}")
+    labels = sorted({reference for several in references for reference in several}) if "label" in measures else []
+    return Task(name, prompts, measures, labels)
+
+
+def measure_task(
+    task: Task, engine: Engine, sampling: SamplingOptions, folder: Path, *, world: World
+) -> list[Sample] | None:
+    """A model's answers and their scores, in the order of the prompts; on rank 0 only. All ranks call this."""
+    samples = answer_choices(task, engine, folder, world) if task.has_choices else None
+    if not task.has_choices:
+        made_by = describe_making(engine.describe(), sampling)
+        file = AnswerFile(folder / f"{task.name}.answers.jsonl", task.prompts, made_by, num_samples=1)
+        lines = answer_all(engine, file, world)
+        samples = None if lines is None else [score_line(line, task) for line in lines]
+    if samples is not None:
+        write_samples(folder / f"{task.name}.scores.jsonl", samples, task)
+    return samples
+
+
+def score_line(line: dict[str, Any], task: Task) -> Sample:
+    """An answer with its scores."""
+    references, answer = task.prompts[line["index"]].references, line["answer"]
+    scores = {name: score_answer(name, answer, references, task.labels) for name in task.measures}
+    sample = {key: line[key] for key in ("answer", "finish_reason", "num_tokens")} | {"scores": scores}
+    return sample | ({"label": read_label(answer, task.labels)} if "label" in task.measures else {})
+
+
+def write_samples(path: Path, samples: Sequence[Sample], task: Task) -> None:
+    with written_aside(path) as (aside,):
+        lines = [
+            {"index": i, "place": prompt.place, "prompt": prompt.shown, "references": prompt.references} | sample
+            for i, (prompt, sample) in enumerate(zip(task.prompts, samples, strict=True))
+        ]
+        aside.write_text("".join(map(dump, lines)), encoding="utf-8")
+
+
+def collect_task(task: Task, samples: Sequence[list[Sample]]) -> Measured:
+    """All models' samples, side by side."""
+    shown = [
+        {
+            "place": prompt.place,
+            "prompt": prompt.shown,
+            "references": [prompt.choices[prompt.right_choice]] if prompt.choices else list(prompt.references),
+        }
+        for prompt in task.prompts
+    ]
+    ones = np.ones(len(task.prompts))
+    scores = [
+        Scores(name, np.array([[sample["scores"][name] for sample in own] for own in samples]), ones)
+        for name in task.measures
+    ]
+    extras = [summarize_answers(task, own) for own in samples]
+    return Measured(task.name, "choices" if task.has_choices else "answers", shown, list(samples), scores, extras)
+
+
+def summarize_answers(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What is told of a model's answers as a whole, beside the means of their scores."""
+    if task.has_choices:
+        return {}
+    answers = [sample["answer"] for sample in samples]
+    num_cut = sum(sample["finish_reason"] == "length" for sample in samples)
+    return {"num_cut": num_cut, **score_corpus(task.measures, answers, [prompt.references for prompt in task.prompts])}
+
+
+def answer_choices(task: Task, engine: Engine, folder: Path, world: World) -> list[Sample] | None:
+    """Which choice is likeliest, by the sum of its tokens' log-probabilities, and by it over the choice's length."""
+    path = folder / f"{task.name}.choices.jsonl"
+    made_by = engine.describe() | {"rows": [prompt.row for prompt in task.prompts]}
+    if not call_on_rank0(world, lambda: is_made_by(path, made_by)):
+        own = score_choices(engine, task.prompts, rank=world.rank, world_size=world.world_size)
+        gathered = gather_on_rank0(world, own)
+        if world.rank == 0:
+            found = {i: values for part in gathered for i, values in part.items()}
+            with written_aside(path, path.with_suffix(".made_by.json")) as (aside, beside):
+                aside.write_text("".join(json.dumps(found[i]) + "\n" for i in range(len(found))))
+                beside.write_text(json.dumps(made_by))
+    if world.rank != 0:
+        return None
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    return [choose(prompt, own) for prompt, own in zip(task.prompts, values, strict=True)]
+
+
+def choose(prompt: Prompt, values: Sequence[float]) -> Sample:
+    """The likeliest choices of a prompt, from its choices' log-probabilities."""
+    by_length = [value / len(choice) for value, choice in zip(values, prompt.choices, strict=True)]
+    best, best_by_length = (max(range(len(own)), key=own.__getitem__) for own in (values, by_length))
+    scores = (float(best == prompt.right_choice), float(best_by_length == prompt.right_choice))
+    return {
+        "answer": prompt.choices[best],
+        "log_probabilities": list(values),
+        "scores": dict(zip(CHOICE_MEASURES, scores, strict=True)),
+    }

@@ -1,0 +1,77 @@
+"""Asks a model: prompts from files, or a chat in the terminal.
+
+    python generate.py --model runs/qwen/hf_format/samples_7473 --prompts questions.jsonl --output answers.jsonl
+    python generate.py --model runs/qwen/hf_format/samples_7473
+    torchrun --nproc-per-node=8 generate.py --model M --prompts questions.jsonl --output answers.jsonl
+
+Greedy unless a temperature is given. Several processes share the prompts. A run that was killed goes on where it was
+when the same command is started again.
+"""
+
+from command_line import exit_with_message, parse_options
+from options import GenerateOptions
+
+if __name__ == "__main__":
+    options = parse_options(GenerateOptions)  # before the heavy imports: --help and typos answer at once
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from inference.answers import AnswerFile, describe_making
+from inference.batch import answer_all
+from inference.engine import Engine, open_engine
+from inference.models import find_answering_model
+from inference.prompts import read_prompts
+from inference.terminal import chat
+from ranks.ending import ExitCode, RunError
+from ranks.world import World, init_world, setup_logging
+
+
+def generate(options: GenerateOptions, world: World) -> None:
+    """Writes the answers, or chats; ValueError or OSError for what cannot be done."""
+    if world.world_size > 1 and options.engines.engine != "hf":
+        raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")
+    if not options.prompts:
+        chat(open_model(options, world))
+        return
+    output = Path(options.output)
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no such directory to write it in")
+    prompts = read_prompts(options.prompts, options.format)
+    engine = open_model(options, world)
+    made_by = describe_making(engine.describe(), options.sampling)
+    file = AnswerFile(output, prompts, made_by, num_samples=options.sampling.num_samples)
+    lines = answer_all(engine, file, world)
+    if lines is not None:
+        num_cut = sum(line["finish_reason"] == "length" for line in lines)
+        cut = f"; {num_cut:,} of them cut at --max-new-tokens {options.sampling.max_new_tokens}" if num_cut else ""
+        print(f"wrote {len(lines):,} answers to {output}{cut}")
+
+
+def open_model(options: GenerateOptions, world: World) -> Engine:
+    found = None
+    if options.engines.engine != "openai":
+        found = find_answering_model(
+            options.model,
+            adapter=options.adapter,
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+        )
+    return open_engine(found, options.model, options.engines, options.sampling, device=world.device)
+
+
+def main(options: GenerateOptions) -> None:
+    setup_logging("WARNING")
+    world = init_world()
+    try:
+        generate(options, world)
+    except (ValueError, OSError, RunError) as error:
+        exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message("interrupted; start the same command again to go on", code=ExitCode.INTERRUPTED)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(options)

@@ -1,0 +1,133 @@
+"""The file of answers: appended to as they come, so that a killed run goes on where it was; in order at the end.
+
+Every line has the row, the answer, and what it was made by. While answers come they are in OUTPUT.part0, .part1, one
+for each process.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from disk import written_aside
+from inference.engine import Answer, Request
+from inference.prompts import Prompt, as_json
+from options import SamplingOptions
+
+Line = dict[str, Any]
+Key = tuple[int, int]  # of a request
+
+
+def describe_making(engine: dict[str, Any], sampling: SamplingOptions) -> dict[str, Any]:
+    """What reproduces an answer: what the engine says of itself, and how tokens are chosen."""
+    chosen = {key: value for key, value in asdict(sampling).items() if key != "num_samples"}
+    return {**engine, "sampling": chosen}
+
+
+def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line:
+    return {
+        "index": request.index,
+        "sample": request.sample,
+        "place": request.prompt.place,
+        "row": request.prompt.row,
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "num_prompt_tokens": answer.num_prompt_tokens,
+        "num_tokens": answer.num_tokens,
+        "made_by": made_by,
+    }
+
+
+def dump(line: Line) -> str:
+    return json.dumps(line, ensure_ascii=False, default=as_json) + "\n"
+
+
+class AnswerFile:
+    """The answers to `prompts`, wherever they are so far.
+
+    Invariant: once `collect` has been called, part 0 has every whole line that any part had, and all of them were made
+    by `made_by` from these prompts.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], made_by: dict[str, Any], *, num_samples: int):
+        self.path, self.prompts, self.num_samples = path, prompts, num_samples
+        self.made_by = json.loads(json.dumps(made_by, default=as_json))
+        self.wanted = {(i, k) for i in range(len(prompts)) for k in range(num_samples)}
+
+    def part(self, rank: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.part{rank}")
+
+    @property
+    def parts(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{self.path.name}.part[0-9]*"))
+
+    def collect(self) -> dict[Key, Line]:
+        """The lines that are there already. ValueError if they answer something else, or were made otherwise."""
+        if self.path.is_file():
+            lines = self.read(self.path)
+            if lines.keys() != self.wanted:
+                raise ValueError(
+                    f"{self.path}: holds {len(lines):,} answers, where {len(self.wanted):,} are asked for: name"
+                    " another file, or remove it"
+                )
+            return lines
+        lines: dict[Key, Line] = {}
+        for part in self.parts:
+            lines |= self.read(part)
+        if self.parts:
+            with written_aside(self.part(0)) as (aside,):
+                aside.write_text("".join(map(dump, lines.values())), encoding="utf-8")
+            for part in self.parts:
+                if part != self.part(0):
+                    part.unlink()
+        return lines
+
+    def read(self, path: Path) -> dict[Key, Line]:
+        """A file's whole lines; what a kill has left half written is dropped."""
+        lines: dict[Key, Line] = {}
+        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+            try:
+                line = json.loads(text)
+                key = (line["index"], line["sample"])
+                problem = self.find_difference(line)
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path}:{number}: is no answer of this program: name another file") from None
+            if problem is not None:
+                raise ValueError(f"{path}:{number}: {problem}: name another --output, or remove it")
+            lines[key] = line
+        return lines
+
+    def find_difference(self, line: Line) -> str | None:
+        """Why a line cannot be one of these answers."""
+        if (line["index"], line["sample"]) not in self.wanted:
+            return f"answers prompt {line['index']}, sample {line['sample']}, which is not asked for"
+        row = self.prompts[line["index"]].row
+        if line["row"] != json.loads(json.dumps(row, default=as_json)):
+            return "answers another row than this prompt's"
+        old, new = flatten(line["made_by"]), flatten(self.made_by)
+        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        if changed:
+            shown = ", ".join(f"{name} {old.get(name)}, now {new.get(name)}" for name in changed)
+            return f"was made otherwise ({shown})"
+        return None
+
+    def finish(self) -> None:
+        """Puts all parts together, in the order of the prompts, and removes them."""
+        lines: dict[Key, Line] = {}
+        for part in self.parts:
+            lines |= self.read(part)
+        missing = self.wanted - lines.keys()
+        assert not missing, f"{len(missing)} answers are missing, such as {min(missing)}"
+        with written_aside(self.path) as (aside,):
+            aside.write_text("".join(dump(lines[key]) for key in sorted(lines)), encoding="utf-8")
+        for part in self.parts:
+            part.unlink()
+
+
+def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested object's values by their names with dots."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= flatten(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
+    return flat

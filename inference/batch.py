@@ -1,0 +1,42 @@
+"""All answers to a file of prompts: what is missing is computed, by one process or several."""
+
+import time
+
+import torch.distributed as dist
+
+from inference.answers import AnswerFile, Line, dump, make_line
+from inference.engine import Engine, Request
+from ranks.ending import log
+from ranks.terminal import show_progress
+from ranks.world import World, call_on_rank0
+
+
+def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | None:
+    """Writes the file, and returns its lines in the order of the prompts; on rank 0 only. All ranks call this."""
+    done = call_on_rank0(world, lambda: set(file.collect()))
+    requests = [Request(index, sample, file.prompts[index]) for index, sample in sorted(file.wanted - done)]
+    if done:
+        log.warning(f"note: {file.path}: {len(done):,} of {len(file.wanted):,} answers are there already")
+    start, num_tokens, num_answers = time.perf_counter(), 0, 0
+    if requests:
+        with open(file.part(world.rank), "a", encoding="utf-8") as part:
+            answers = engine.answer(requests, rank=world.rank, world_size=world.world_size)
+            with show_progress(None, "answers", unit="answer") as bar:
+                bar.total = -(-len(requests) // world.world_size)
+                for request, answer in answers:
+                    part.write(dump(make_line(request, answer, file.made_by)))
+                    part.flush()  # a killed process has lost nothing that it had
+                    num_tokens, num_answers = num_tokens + (answer.num_tokens or 0), num_answers + 1
+                    bar.update()
+        dist.barrier(group=world.control)
+    seconds = time.perf_counter() - start
+    if requests and world.rank == 0:
+        log.warning(describe_speed(num_answers, num_tokens, seconds, world_size=world.world_size))
+    call_on_rank0(world, lambda: None if file.path.is_file() else file.finish())
+    return list(file.read(file.path).values()) if world.rank == 0 else None
+
+
+def describe_speed(num_answers: int, num_tokens: int, seconds: float, *, world_size: int) -> str:
+    ranks = f" on rank 0 of {world_size}" if world_size > 1 else ""
+    speed = f"{num_tokens / seconds:,.0f} a second"
+    return f"{num_answers:,} answers{ranks}, {num_tokens:,} tokens in {seconds:.1f} s ({speed})"

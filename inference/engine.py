@@ -1,0 +1,81 @@
+"""The door for engines: what computes answers. All of them are reached through `open_engine`."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from inference.models import FoundModel
+from inference.prompts import Prompt
+from options import EngineOptions, SamplingOptions
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is wanted: the prompt's index among all prompts, and the answer's number for that prompt."""
+
+    index: int
+    sample: int
+    prompt: Prompt
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.index, self.sample
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said. `num_tokens` counts the token that ended it; None where a server does not say."""
+
+    text: str
+    finish_reason: str  # stop: by itself; length: it had no more room
+    num_prompt_tokens: int | None
+    num_tokens: int | None
+
+
+class Engine(Protocol):
+    """Something that answers."""
+
+    def describe(self) -> dict[str, Any]:
+        """What its answers depend on, beside how they are sampled: model, dtype, versions. JSON."""
+        ...
+
+    def answer(
+        self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Request, Answer]]:
+        """The answers of this rank's share of the requests, as they come, in any order."""
+        ...
+
+    def stream(self, prompt: Prompt) -> Iterator[str]:
+        """One answer in pieces; it ends when the iterator is closed."""
+        ...
+
+
+def open_engine(
+    found: FoundModel | None,
+    name: str,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    *,
+    device: torch.device,
+) -> Engine:
+    """The engine that the options name; `found` is None for a server's, which knows the model by `name`."""
+    if engine.engine == "openai":
+        from inference.openai_engine import OpenAIEngine
+
+        return OpenAIEngine(name, engine, sampling)
+    if engine.engine == "vllm":
+        from inference.vllm_engine import VLLMEngine
+
+        return VLLMEngine(found, engine, sampling)
+    from inference.hf_engine import HFEngine
+
+    return HFEngine(found, engine, sampling, device=device)
+
+
+def require(module: str, *, extra: str, flag: str) -> None:
+    """ValueError with what to install, if the package is not there."""
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"{flag} needs the package {module}: pip install 'mini-trainer[{extra}]'")

@@ -1,0 +1,137 @@
+"""Which model answers: a directory, a name on the hub, or a model with a LoRA adapter; found first, loaded later."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from chat.templates import load_tokenizer
+from disk import hash_file
+from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE
+from model.files import find_model, find_weights
+from model.fingerprints import fingerprint_model
+from objectives.causal_lm import CausalLM
+from ranks.terminal import shows_progress
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model whose files have been checked: nothing of its weights is in memory."""
+
+    name: str  # as it was given
+    base_name: str  # the model itself; another one where `name` is an adapter's
+    directory: str
+    adapter: Path | None
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    trust_remote_code: bool
+
+    def identify(self) -> dict[str, Any]:
+        """What tells it from others: names, and digests of config and weights."""
+        identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
+        if self.adapter is not None:
+            digests = {name: hash_file(self.adapter / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+            identity |= {"adapter": str(self.adapter), "adapter_sha256": digests}
+        return identity
+
+
+def find_answering_model(
+    name: str,
+    *,
+    adapter: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    flag: str = "--model",
+) -> FoundModel:
+    """The model of `flag`, with the adapter if there is one. ValueError or OSError for what a user can mend."""
+    base_name, adapter_dir = name, None if adapter is None else Path(adapter)
+    if adapter is None and (Path(name) / ADAPTER_CONFIG).is_file():
+        adapter_dir = Path(name)
+        base_name, revision = find_base(adapter_dir, flag=flag)
+    if adapter_dir is not None:
+        check_adapter_files(adapter_dir, flag=flag if adapter is None else "--adapter")
+    base_flag = flag if base_name == name else f"{flag} {name}: its base model"
+    directory = find_model(base_name, revision=revision, trust_remote_code=trust_remote_code, flag=base_flag)
+    find_weights(base_name, directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{base_flag} {directory}: no usable config: {error}") from None
+    places = [] if adapter_dir is None else [adapter_dir, adapter_dir.parent]
+    with_tokenizer = [str(path) for path in places if (path / "tokenizer_config.json").is_file()]
+    tokenizer_dir = (with_tokenizer or [directory])[0]
+    tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=trust_remote_code, flag=flag)
+    return FoundModel(name, base_name, directory, adapter_dir, config, tokenizer, trust_remote_code)
+
+
+def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:
+    """Name and revision of the model that an adapter was trained on, as its files say."""
+    try:
+        if (adapter / BASE_FILE).is_file():
+            known = json.loads((adapter / BASE_FILE).read_text())
+            return known["name"], known.get("revision")
+        known = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{flag} {adapter}: cannot read which model the adapter belongs to: {error}") from None
+    name = known.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{flag} {adapter}: an adapter that does not say which model it belongs to: give both")
+    is_directory = Path(name).is_dir()
+    return name, None if is_directory else known.get("revision")
+
+
+def check_adapter_files(adapter: Path, *, flag: str) -> None:
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (adapter / name).is_file():
+            raise ValueError(f"{flag} {adapter}: holds no {name}; give the directory of an adapter, as peft writes it")
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install 'mini-trainer[lora]'") from None
+
+
+def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
+    """What the weights are stored in, unless something else is asked for."""
+    return (config.dtype or torch.float32) if given == "auto" else getattr(torch, given)
+
+
+def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model with its weights, and its adapter beside them, on `device`; ValueError if they do not fit."""
+    objective = CausalLM()
+    obstacle = objective.check_config(found.config, trust_remote_code=found.trust_remote_code)
+    if obstacle is not None:
+        raise ValueError(f"--model {found.name}: {obstacle}")
+    if not shows_progress():
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        model, report = objective.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--model {found.name}: cannot load the weights: {error}") from None
+    problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
+    if problems:
+        raise ValueError(f"--model {found.name}: the weights do not fit the config: {'; '.join(problems)}")
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    if len(found.tokenizer) > num_rows:
+        raise ValueError(
+            f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
+            " merge the adapter with merge_adapter.py, which makes the new ones"
+        )
+    if found.adapter is not None:
+        model = add_adapter(model, found.adapter)
+    return model.to(device).eval()
+
+
+def add_adapter(model: nn.Module, adapter: Path) -> nn.Module:
+    """The model with peft's layers in it."""
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(adapter))
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ValueError(f"--adapter {adapter}: does not fit the model: {str(error).splitlines()[0]}") from None

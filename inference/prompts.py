@@ -1,0 +1,190 @@
+"""Rows of any file -> prompts: what a model is to answer, and what is known of the right answer.
+
+Rows are those that process_data.py reads (corpus/formats.py). A chat's last message, if it is the assistant's, and a
+completion are the reference, which the model is not shown. Beside them there are:
+
+| row                                        | becomes                                                        |
+|--------------------------------------------|----------------------------------------------------------------|
+| a line of a .txt file                      | a user's message; a text to go on with where there is no template |
+| question, and answer or choices            | the same                                                       |
+| prompt alone, document, text               | a text to go on with                                           |
+| text and label                             | as a question and its answer                                   |
+| any of them with choices and answer        | a choice by likelihood; `answer` is the right one's index, from 0 |
+| any of them with references                | several right answers                                          |
+"""
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chat.examples import ASSISTANT, Chat, Completion, Message
+from chat.masking import ONLY_FOR_MASKING
+from chat.rendering import prepare_messages, template_errors
+from corpus.files import Row, Source, find_sources, iterate_rows, read_chunks
+from corpus.formats import Fields, find_format, parse_row, quote, read_example
+
+NUM_REASONS_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What a model is asked. It has messages, or a text to go on with; with both, the tokenizer's template decides."""
+
+    place: str = ""  # file and line
+    row: Fields  # as it stands in the file
+    messages: list[Message] | None = None
+    text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    right_choice: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """For people to read."""
+        if self.messages is None:
+            return self.text or ""
+        if len(self.messages) == 1 and self.messages[0]["role"] == "user":
+            return join_content(self.messages[0])
+        return "\n\n".join(f"{message['role']}: {join_content(message)}" for message in self.messages)
+
+
+def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
+    """The prompts of all files, in order. ValueError names the rows that are none, with their lines."""
+    prompts, reasons = [], []
+    for source in find_sources(paths, flag=flag):
+        for found in read_source(source, data_format):
+            if isinstance(found, Prompt):
+                prompts.append(found)
+            else:
+                reasons.append(found)
+    if reasons:
+        shown = "".join(f"\n  {reason}" for reason in reasons[:NUM_REASONS_SHOWN])
+        raise ValueError(f"{flag}: {len(reasons):,} of {len(reasons) + len(prompts):,} rows cannot be used:{shown}")
+    if not prompts:
+        raise ValueError(f"{flag} {' '.join(paths)}: has no rows")
+    return prompts
+
+
+def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | str]:
+    """The file's prompts, and why a row is none."""
+    for chunk in read_chunks(source):
+        for row in iterate_rows(chunk):
+            rows = split_lines(row) if chunk.encoding == "text" and data_format is None else [row]
+            for one in rows:
+                place = f"{source.name}:{one.place}"
+                try:
+                    fields = parse_row(one.value, chunk.encoding)
+                    if fields is not None:
+                        as_line = chunk.encoding == "text" and data_format is None
+                        fields = {"question": fields["text"]} if as_line else fields
+                        yield replace(read_prompt(fields, data_format), place=place)
+                except ValueError as error:
+                    yield f"{place}: {error}"
+
+
+def split_lines(row: Row) -> Iterator[Row]:
+    """The lines of a text file, which is read as one row."""
+    if not isinstance(row.value, bytes):
+        yield row
+        return
+    for number, line in enumerate(row.value.splitlines(), start=1):
+        yield Row(number, number, line)
+
+
+def read_prompt(row: Fields, data_format: str | None) -> Prompt:
+    """A row as a prompt; ValueError if it is none."""
+    prompt = read_question(row, data_format)
+    if "choices" in row:
+        return add_choices(prompt, row)
+    if "references" in row:
+        references = row["references"]
+        if not isinstance(references, list) or not all(isinstance(text, str) for text in references) or not references:
+            raise ValueError(f"'references' is {quote(references)}, expected a list of texts")
+        return replace(prompt, references=tuple(references))
+    return prompt
+
+
+def read_question(row: Fields, data_format: str | None) -> Prompt:
+    """What is asked, and the one reference where the row's format has one."""
+    question = row.get("question", row.get("text") if "label" in row else None)
+    if data_format is None and question is not None and "messages" not in row:
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"'question' is {quote(question)}, expected text")
+        answer = None if "choices" in row else row.get("answer", row.get("label"))
+        references = () if answer is None else (str(answer),)
+        messages = [{"role": "user", "content": question}]
+        return Prompt(row=row, messages=messages, text=question, references=references)
+    if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), str):
+        return Prompt(row=row, text=row["prompt"])
+    if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), list):
+        row = row | {"messages": row["prompt"]}
+    example = read_example(row, data_format or find_format(row), is_given=data_format is not None)
+    if isinstance(example, Chat):
+        return split_chat(example, row)
+    if isinstance(example, Completion):
+        return Prompt(row=row, text=example.prompt, references=(example.completion,))
+    return Prompt(row=row, text=example.text)
+
+
+def split_chat(chat: Chat, row: Fields) -> Prompt:
+    """A chat without its last message, if that is the assistant's: it is the reference."""
+    messages = [
+        {key: value for key, value in message.items() if key not in ONLY_FOR_MASKING} for message in chat.messages
+    ]
+    references = ()
+    if messages[-1]["role"] == ASSISTANT:
+        last = messages.pop()
+        references = (join_content(last),)
+        if not messages:
+            raise ValueError("has only an answer, and nothing that is answered")
+    return Prompt(row=row, messages=messages, tools=chat.tools, references=references)
+
+
+def join_content(message: Message) -> str:
+    """The text of a message; of tool calls, what they are."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content if content else str(message.get("tool_calls") or "")
+
+
+def add_choices(prompt: Prompt, row: Fields) -> Prompt:
+    choices, right = row["choices"], row.get("answer")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError(f"'choices' is {quote(choices)}, expected a list of two texts or more")
+    if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(choices):
+        raise ValueError(f"'answer' is {quote(right)}, expected the index of the right choice, 0 to {len(choices) - 1}")
+    return replace(prompt, choices=tuple(choices), right_choice=right, references=())
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """The tokens that the model is given, as process_data.py would make them up to the answer."""
+    if prompt.messages is None or (prompt.text is not None and tokenizer.chat_template is None):
+        ids = tokenizer(prompt.text, add_special_tokens=True)["input_ids"]
+        ends_itself = (
+            len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not prompt.text.endswith(tokenizer.eos_token)
+        )
+        return ids[:-1] if ends_itself else ids
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{prompt.place}: a chat, and the tokenizer has no chat template: give prompts as text, or a model that has"
+            " learned to chat"
+        )
+    try:
+        with template_errors():
+            return tokenizer.apply_chat_template(
+                prepare_messages(prompt.messages),
+                tools=prompt.tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+            )["input_ids"]
+    except ValueError as error:
+        raise ValueError(f"{prompt.place}: {error}") from None
+
+
+def as_json(value: Any) -> Any:
+    """What JSON has no word for, such as bytes and dates of a table, as text."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,246 @@
+"""Answers to prompts: batched as alone, drawn by their own seed, over several processes, after a kill, in a chat."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from forked import run_forked
+from processes import flags
+from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
+
+from command_line import find_problems
+from generate import generate
+from inference.prompts import encode_prompt, read_prompts
+from options import GenerateOptions, group_options
+
+QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
+HYBRIDS = {
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    "bamba": BambaConfig(
+        **SHAPE, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **SHAPE, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
+    ),
+}  # fmt: skip
+NEW = 12
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def make_model(root: Path, name: str) -> Path:
+    return save_tokenizer(save_model((FAMILIES | HYBRIDS)[name], root / name))
+
+
+def run(world, output: Path, **changes) -> list[dict]:
+    """Answers to prompts, as generate.py writes them."""
+    options = group_options(GenerateOptions, **dict(max_new_tokens=NEW, output=str(output)) | changes)
+    assert find_problems(options) == []
+    generate(options, world)
+    return read_lines(output)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("generate")
+
+
+@pytest.fixture(scope="module")
+def llama(root) -> str:
+    return str(make_model(root, "llama"))
+
+
+@pytest.fixture(scope="module")
+def questions(root) -> str:
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
+    return str(write_rows(root / "questions.jsonl", rows))
+
+
+@pytest.fixture(scope="module")
+def plain(root, llama, questions, world) -> list[dict]:
+    return run(world, root / "plain.jsonl", model=llama, prompts=questions)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma3", "gpt2", "gpt_oss_sinks", *HYBRIDS])
+def test_greedy_answers_of_a_batch_are_those_of_generate_one_by_one(name, root, questions, world, tmp_path):
+    path = make_model(tmp_path, name)
+    lines = run(world, tmp_path / "answers.jsonl", model=str(path), prompts=questions, batch_size=4)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    for line, question in zip(lines, QUESTIONS, strict=True):
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        alone = model.generate(**prompt, do_sample=False, max_new_tokens=NEW)[0, prompt["input_ids"].shape[1] :]
+        assert line["answer"] == tokenizer.decode(alone, skip_special_tokens=True)
+        has_ended = alone[-1].item() == model.generation_config.eos_token_id
+        assert line["finish_reason"] == ("stop" if has_ended else "length")
+        assert (line["num_tokens"], line["num_prompt_tokens"]) == (len(alone), prompt["input_ids"].shape[1])
+
+
+def test_a_line_says_what_was_asked_and_what_reproduces_the_answer(plain, llama):
+    assert [line["row"]["messages"][0]["content"] for line in plain] == QUESTIONS
+    made_by = plain[0]["made_by"]
+    assert made_by["model"] == llama and len(made_by["fingerprint"]) == 64 and made_by["dtype"] == "float32"
+    assert made_by["sampling"] == dict(max_new_tokens=NEW, temperature=0.0, top_p=None, top_k=None, seed=0)
+    assert made_by["versions"]["torch"] == torch.__version__
+    assert plain[0]["place"] == "questions.jsonl:1"
+
+
+def test_what_is_drawn_depends_on_no_batch_and_follows_the_models_probabilities(root, llama, questions, world):
+    drawn = dict(model=llama, prompts=questions, temperature=0.7, top_k=50, top_p=0.9, num_samples=2)
+    first = run(world, root / "drawn.jsonl", **drawn, batch_size=5, seed=3)
+    alone = run(world, root / "drawn_alone.jsonl", **drawn, batch_size=1, seed=3)
+    other = run(world, root / "drawn_other.jsonl", **drawn, batch_size=5, seed=4)
+    answers = [line["answer"] for line in first]
+    assert answers == [line["answer"] for line in alone]
+    assert len(set(answers)) > len(QUESTIONS)  # a prompt's two answers differ, and so do those of equal prompts
+    assert answers != [line["answer"] for line in other]
+    assert [(line["index"], line["sample"]) for line in first[:3]] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_noise_draws_by_the_softmax_of_the_logits():
+    from inference.sampling import OwnNoise
+
+    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf")]])
+    noise = OwnNoise([(0, 0)], seed=1, device=torch.device("cpu"))
+    counts = torch.zeros(5)
+    for _ in range(4000):
+        counts[noise(None, scores).argmax()] += 1
+    assert counts[4] == 0
+    assert torch.allclose(counts / 4000, scores[0].softmax(0), atol=0.03)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_prompts_and_a_killed_run_goes_on(root, llama, questions, plain):
+    output = root / "two.jsonl"
+    half = root / "two.jsonl.part3"  # of a process that has been killed while it wrote
+    half.write_text(json.dumps(plain[2]) + "\n" + json.dumps(plain[0])[:50])
+    words = flags(model=llama, prompts=questions, output=output, max_new_tokens=NEW, batch_size=2)
+    done = run_forked(2, "generate.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 6 answers are there already" in done.stderr and "wrote 6 answers" in done.stdout
+    assert read_lines(output) == plain
+    assert list(root.glob("two.jsonl.*")) == []
+    before = output.stat().st_mtime_ns
+    again = run_forked(2, "generate.py", *words)
+    assert again.returncode == 0 and "6 of 6 answers are there already" in again.stderr
+    assert output.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(max_new_tokens=NEW + 1), "made otherwise (sampling.max_new_tokens 12, now 13)"),
+        (dict(dtype="bfloat16"), "dtype float32, now bfloat16"),
+        (dict(prompts="fewer"), "not asked for"),
+        (dict(prompts="others"), "answers another row"),
+    ],
+)
+def test_answers_that_were_made_otherwise_are_not_gone_on_with(change, reason, root, llama, questions, plain, world):
+    output = root / "changed.jsonl"
+    (root / "changed.jsonl.part0").write_text("".join(json.dumps(line) + "\n" for line in plain[:5]))
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
+    prompts = {"fewer": rows[:2], "others": [rows[1], *rows[1:]]}.get(change.get("prompts"))
+    if prompts is not None:
+        change = dict(prompts=str(write_rows(root / "changed_prompts.jsonl", prompts)))
+    with pytest.raises(ValueError) as error:
+        run(world, output, **dict(model=llama, prompts=questions) | change)
+    assert reason in str(error.value)
+
+
+def test_rows_of_every_format_become_prompts(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path))
+    user = [{"role": "user", "content": "Hi"}]
+    rows = [
+        {"messages": [*user, {"role": "assistant", "content": "Ho", "train": True}]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "system": "S"},
+        {"instruction": "Hi", "input": "there", "output": "Ho"},
+        {"prompt": "Hi", "completion": "Ho"},
+        {"prompt": "Hi"},
+        {"text": "Hi"},
+        {"question": "Hi", "answer": "6 * 7 = 42\n#### 42"},
+        {"question": "Hi", "choices": ["a", "b"], "answer": 1},
+        {"text": "Hi", "label": 3},
+        {"prompt": "Hi", "references": ["Ho", "He"]},
+    ]
+    chat, gpt, alpaca, completion, alone, text, question, choice, label, several = read_prompts(
+        [str(write_rows(tmp_path / "rows.jsonl", rows))], None
+    )
+    assert (chat.messages, chat.references) == (user, ("Ho",)) and chat.row == rows[0]
+    assert [message["role"] for message in gpt.messages] == ["system", "user"] and gpt.references == ("Ho",)
+    assert alpaca.messages == [{"role": "user", "content": "Hi\n\nthere"}]
+    assert (completion.messages, completion.text, completion.references) == (None, "Hi", ("Ho",))
+    assert (alone.text, alone.references, text.text) == ("Hi", (), "Hi")
+    assert question.messages == user and question.references == ("6 * 7 = 42\n#### 42",)
+    assert (choice.choices, choice.right_choice, choice.references) == (("a", "b"), 1, ())
+    assert label.references == ("3",) and several.references == ("Ho", "He")
+    assert tokenizer.decode(encode_prompt(question, tokenizer)) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(encode_prompt(alone, tokenizer)) == "Hi"
+    tokenizer.chat_template = None
+    assert tokenizer.decode(encode_prompt(question, tokenizer)) == "Hi"
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_prompt(chat, tokenizer)
+    (tmp_path / "lines.txt").write_text("Hi\n\nWho?\n")
+    lines = read_prompts([str(tmp_path / "lines.txt")], None)
+    assert [(line.place, line.shown) for line in lines] == [("lines.txt:1", "Hi"), ("lines.txt:3", "Who?")]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [{"role": "assistant", "content": "Ho"}]}, "rows.jsonl:2: has only an answer"),
+        ({"question": ""}, "rows.jsonl:2: 'question' is ''"),
+        ({"question": "Hi", "choices": ["a", "b"], "answer": 2}, "'answer' is 2, expected the index"),
+        ({"question": "Hi", "choices": ["a"], "answer": 0}, "'choices' is ['a']"),
+        ({"question": "Hi", "references": "a"}, "'references' is 'a'"),
+        ({"other": 1}, "of no known format"),
+    ],
+)
+def test_rows_that_are_no_prompts_are_refused_with_their_line(row, reason, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "Hi"}, row])
+    with pytest.raises(ValueError) as error:
+        read_prompts([str(path)], None)
+    assert reason in str(error.value)
+
+
+def test_an_answer_ends_where_the_model_has_no_more_room(root, world, tmp_path):
+    path = make_model(tmp_path, "gpt2")  # whose positions end at 256
+    prompts = write_rows(tmp_path / "long.jsonl", [{"prompt": "x" * 250}, {"prompt": "x"}])
+    lines = run(world, tmp_path / "answers.jsonl", model=str(path), prompts=str(prompts), max_new_tokens=8)
+    assert lines[0]["num_tokens"] <= 6
+    write_rows(prompts, [{"prompt": "x" * 256}])
+    with pytest.raises(ValueError, match=r"long.jsonl:1: has 256 tokens, and the model has room for 256"):
+        run(world, tmp_path / "more.jsonl", model=str(path), prompts=str(prompts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(prompts="p.jsonl"), "--prompts needs --output"),
+        (dict(output="a.jsonl"), "--output has no effect without --prompts"),
+        (dict(prompts="p.jsonl", output="a.json"), "must end in .jsonl"),
+        (dict(top_p=0.5), "no effect at --temperature 0"),
+        (dict(temperature=1.0, top_p=0.0), "--top-p 0.0"),
+        (dict(base_url="http://x"), "--base-url has no effect with --engine hf"),
+        (dict(engine="openai"), "--engine openai needs --base-url"),
+        (dict(engine="openai", base_url="http://x", batch_size=2), "--batch-size has no effect with --engine openai"),
+        (dict(max_new_tokens=0), "--max-new-tokens 0: must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(changes, reason):
+    problems = find_problems(group_options(GenerateOptions, **dict(model="m") | changes))
+    assert any(reason in problem for problem in problems), problems

@@ -1,0 +1,272 @@
+"""The Python API: arguments become the scripts' options, and what a caller gets of the processes that it starts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+
+import pytest
+import tyro
+from mini_trainer import (
+    DataProcessArgs,
+    DeepSpeedOptions,
+    DistributedBackend,
+    FSDPOptions,
+    LoraOptions,
+    OSFTOptions,
+    QuantizeDataType,
+    ShardingStrategies,
+    TorchrunArgs,
+    TrainingArgs,
+)
+from mini_trainer.api.commands import make_data_args, make_data_words, make_torchrun_words, make_train_words
+from mini_trainer.api.errors import ERRORS, BadInputError
+from mini_trainer.api.launch import find_last_words
+from processes import ENV, is_alive, list_children
+from tiny_models import FAMILIES, save_model, save_tokenizer
+
+from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
+from ranks.ending import ExitCode
+
+NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
+CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
+
+
+def parse(options_class: type, words: list[str]) -> dict:
+    """Every option's value, as the script reads it; whether they fit together is not asked."""
+    return flatten_options(tyro.cli(options_class, args=words, config=[tyro.conf.OmitArgPrefixes]))
+
+
+def make_value(option_type):
+    """A value of the type that is no option's default."""
+    if typing.get_origin(option_type) is tuple:
+        item = typing.get_args(option_type)[0]
+        return (make_value(item),) * 2
+    choices = [choice for part in (option_type, *typing.get_args(option_type)) for choice in typing.get_args(part)]
+    if typing.get_origin(option_type) is typing.Literal:
+        return typing.get_args(option_type)[-1]
+    for kind, value in ((int, 77), (float, 0.123), (str, "given")):
+        if option_type is kind or kind in typing.get_args(option_type):
+            return value
+    return choices[-1]
+
+
+@pytest.mark.parametrize(
+    ("args_class", "options_class", "needed"),
+    [
+        (TrainingArgs, TrainOptions, NEEDED),
+        (DataProcessArgs, ProcessDataOptions, dict(input_file="i", output_file="o.arrow", model_name_or_path="m")),
+    ],
+)
+def test_every_option_is_a_field_that_reaches_the_command_line(args_class, options_class, needed):
+    make_words = make_train_words if args_class is TrainingArgs else make_data_words
+    given = {
+        option.name: (not option.default) if option.type is bool else make_value(option.type)
+        for option, _ in iterate_fields(options_class)
+        if option.name != "config"
+    }
+    defaults = parse(options_class, make_words(args_class(**needed)))
+    assert [name for name, value in given.items() if value == defaults[name]] == []
+    assert parse(options_class, make_words(args_class(**(needed | given)))) == defaults | given
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (dict(model_path="other"), dict(model_name_or_path="other")),
+        (dict(max_batch_len=600), dict(max_tokens_per_gpu=600)),
+        (dict(num_epochs=3), dict(max_epochs=3)),
+        (dict(max_steps=TrainingArgs().max_steps), dict(max_steps=None, max_epochs=1)),
+        (dict(effective_batch_size=96), dict(batch_size=96)),
+        (dict(save_samples=500), dict(min_samples_per_checkpoint=500)),
+        (dict(save_samples=0), dict()),
+        (dict(warmup_steps=5), dict(num_warmup_steps=5)),
+        (dict(random_seed=7), dict(seed=7)),
+        (dict(adamw_betas=(0.8, 0.9), adamw_weight_decay=0.1), dict(adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.1)),
+        (dict(use_liger=True), dict(use_liger_kernels=True)),
+        (dict(keep_last_checkpoint_only=True), dict(export_name="last_epoch")),
+        (dict(disable_flash_attn=True), dict(attention="sdpa")),
+        (dict(checkpoint_at_epoch=True), dict(checkpoint_at_epoch=True)),
+        (dict(validation_frequency=10), dict(validate_every_steps=10)),
+        (dict(lora=LoraOptions()), dict(lora=True, lora_rank=4, lora_alpha=32.0, lora_dropout=0.1)),
+        (
+            dict(lora=LoraOptions(target_modules=["q_proj", "v_proj"], quantize_data_type=QuantizeDataType.NF4)),
+            dict(lora=True, lora_rank=4, lora_alpha=32.0, lora_dropout=0.1, base_quantization="nf4",
+                 lora_target_modules=("q_proj", "v_proj")),
+        ),
+        (dict(lora=None), dict()),
+        (dict(osft=OSFTOptions(osft_unfreeze_rank_ratio=0.3)), dict(osft=True, osft_unfreeze_rank_ratio=0.3)),
+        (dict(fsdp_options=FSDPOptions()), dict(sharding="hybrid")),
+        (dict(fsdp_options=FSDPOptions(sharding_strategy="FULL_SHARD", cpu_offload_params=True)),
+         dict(sharding="full", cpu_offload=True)),
+        (dict(fsdp_options=FSDPOptions(sharding_strategy=ShardingStrategies.SHARD_GRAD_OP)),
+         dict(reshard_after_forward="never")),
+        (dict(fsdp_options=FSDPOptions(sharding_strategy=ShardingStrategies.NO_SHARD)),
+         dict(sharding="hybrid", shard_size=1)),
+        (dict(deepspeed_options=DeepSpeedOptions(cpu_offload_optimizer=True)), dict(cpu_offload=True)),
+        (dict(distributed_backend=DistributedBackend.FSDP), dict()),
+        (dict(checkpoint_every_minutes=None), dict(checkpoint_every_minutes=None)),
+    ],
+)  # fmt: skip
+def test_instructlabs_names_mean_what_they_mean_there(given, expected):
+    needed = {
+        name: value for name, value in NEEDED.items() if "model_path" not in given or name != "model_name_or_path"
+    }
+    defaults = parse(TrainOptions, make_train_words(TrainingArgs(**NEEDED)))
+    assert parse(TrainOptions, make_train_words(TrainingArgs(**(needed | given)))) == defaults | expected
+
+
+def test_chats_are_tokenized_into_the_directory_that_training_reads():
+    args = TrainingArgs(**CHATS, max_seq_len=300, chat_tmpl_path="t.jinja", data_process_num_cpu_procs=3,
+                        validation_split=0.1, validation_frequency=5)  # fmt: skip
+    trained, made = parse(TrainOptions, make_train_words(args)), make_data_words(make_data_args(args))
+    assert trained["data_path"] == (str(Path("data/data.arrow")),) and trained["max_epochs"] == 1
+    assert trained["validation_data_path"] == (str(Path("data/data.validation.arrow")),)
+    made = parse(ProcessDataOptions, made)
+    chosen = ("input_file", "output_file", "max_sample_num_tokens", "chat_template", "num_proc", "validation_share")
+    assert [made[name] for name in chosen] == [("chats.jsonl",), "data/data.arrow", 300, "t.jinja", 3, 0.1]
+    assert parse(ProcessDataOptions, make_data_words(DataProcessArgs(data_path="c.jsonl", data_output_path="data",
+                 max_seq_len=9, model_path="m")))["output_file"] == "data/data.arrow"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(seed=1, random_seed=2), "seed and random_seed both say --seed"),
+        (dict(use_dolomite=True), "use_dolomite has no counterpart"),
+        (dict(callbacks=[print]), "callbacks has no counterpart"),
+        (dict(distributed_backend="deepspeed"), "'deepspeed' has no counterpart"),
+        (dict(deepspeed_options=DeepSpeedOptions(cpu_offload_optimizer_ratio=0.5)), "cpu_offload_optimizer_ratio"),
+        (dict(fsdp_options=FSDPOptions(sharding_strategy="SHARD")), "sharding_strategy 'SHARD': must be one of FULL"),
+        (dict(validation_split=0.1), "validation_split has no effect without process_data"),
+        (dict(process_data=True), "data_output_dir is missing"),
+        (dict(output_dir=TrainingArgs().output_dir), "missing: output_dir"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(given, message):
+    with pytest.raises(BadInputError, match=message):
+        make_train_words(TrainingArgs(**(NEEDED | given)))
+
+
+def test_a_field_that_is_misspelt_or_a_template_in_python_is_refused():
+    with pytest.raises(TypeError, match="efective_batch_size"):
+        TrainingArgs(efective_batch_size=3)
+    with pytest.raises(BadInputError, match="Python files"):
+        make_data_words(DataProcessArgs(data_path="c", data_output_path="d", model_path="m", chat_tmpl_path="ibm.py"))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (TorchrunArgs(), ["--nproc-per-node=1"]),
+        (TorchrunArgs(nproc_per_node="gpu", rdzv_id=5), ["--nproc-per-node=gpu"]),
+        (
+            TorchrunArgs(nproc_per_node=8, nnodes=1, node_rank=0, rdzv_id=123, rdzv_endpoint="127.0.0.1:29500"),
+            ["--nproc-per-node=8", "--nnodes=1", "--node-rank=0", "--rdzv-id=123", "--rdzv-endpoint=127.0.0.1:29500",
+             "--rdzv-backend=c10d"],
+        ),
+        (
+            TorchrunArgs(nproc_per_node=2, nnodes=2, node_rank=1, master_addr="host", master_port=29500),
+            ["--nproc-per-node=2", "--nnodes=2", "--node-rank=1", "--master-addr=host", "--master-port=29500"],
+        ),
+    ],
+)  # fmt: skip
+def test_torchruns_arguments(args, words):
+    assert make_torchrun_words(args) == words
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, mini_trainer; print(sorted({'torch', 'numpy', 'tyro', 'transformers', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout == "[]\n"
+
+
+def test_every_exit_code_of_a_failure_has_a_class_and_last_words_are_found():
+    ended_well = {ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER, ExitCode.INTERRUPTED}
+    assert set(ExitCode) - ended_well - {ExitCode.FAILED} == set(ERRORS)
+    assert len(set(ERRORS.values())) == len(ERRORS)
+    report = "step 1\nerror: --a is wrong:\n  change it\nE0101 01:00 torch/x.py] failed\n"
+    assert find_last_words(report) == "--a is wrong:\n  change it"
+    assert find_last_words("a\nb\n") == "a\nb"
+
+
+SCRIPT = """
+import json, sys
+from mini_trainer import LoraOptions, TorchrunArgs, TrainingArgs, TrainingError, run_training
+torchrun_args, training_args = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+try:
+    result = run_training(torch_args=TorchrunArgs(**torchrun_args), train_args=TrainingArgs(**training_args))
+    print("RESULT", result.code, result.reason, len(result.exports), result.last_metrics["step"], result.log_file)
+except TrainingError as error:
+    print("ERROR", type(error).__name__, error.code, error)
+except KeyboardInterrupt:
+    print("INTERRUPTED")
+"""
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> dict[str, str]:
+    """Arguments of a run from chats, InstructLab's names."""
+    folder = tmp_path_factory.mktemp("api")
+    save_model(FAMILIES["llama"], folder / "model")
+    save_tokenizer(folder / "model")
+    messages = [
+        [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 " * n}]
+        for n in range(1, 13)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+    return dict(
+        model_path=str(folder / "model"), data_path=str(folder / "chats.jsonl"), ckpt_output_dir=str(folder / "run"),
+        data_output_dir=str(folder / "data"), max_seq_len=200, max_batch_len=512, effective_batch_size=4,
+        learning_rate=1e-3,
+    )  # fmt: skip
+
+
+def call(torchrun_args: dict, training_args: dict, **changes) -> subprocess.Popen:
+    command = [sys.executable, "-c", SCRIPT, json.dumps(torchrun_args), json.dumps(training_args | changes)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=ENV, stdout=pipe, stderr=subprocess.STDOUT, text=True, process_group=0)
+
+
+@pytest.mark.slow
+def test_a_run_from_chats_returns_what_it_left_and_a_refused_one_raises(chats):
+    out, _ = call({}, chats, num_epochs=2).communicate(timeout=240)
+    log_file = chats["ckpt_output_dir"] + ".console_node0.log"
+    assert f"RESULT 0 done 1 6 {log_file}\n" in out
+    assert Path(log_file).read_text() and Path(log_file).read_text() in out
+    refused, _ = call({}, chats, process_data=False, data_path="/nowhere.arrow").communicate(timeout=240)
+    assert "ERROR BadInputError 2 --data-path /nowhere.arrow" in refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["Ctrl-C", "kill"])
+def test_ctrl_c_saves_and_a_caller_that_is_killed_leaves_nothing_behind(ending, chats):
+    data = dict(data_path=chats["data_output_dir"] + "/data.arrow", process_data=False)
+    chats = {name: value for name, value in chats.items() if name not in ("data_output_dir", "max_seq_len")}
+    run = Path(chats["ckpt_output_dir"] + ending)
+    caller = call({"nproc_per_node": 2}, chats | data, ckpt_output_dir=str(run), num_epochs=100_000)
+    metrics, deadline = run / "training_metrics_0.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text()):
+        assert caller.poll() is None and time.monotonic() < deadline, caller.communicate()[0]
+        time.sleep(0.1)
+    (launcher,) = list_children(caller.pid)
+    ranks = list_children(launcher)
+    assert len(ranks) == 2
+    if ending == "kill":
+        caller.kill()
+    else:
+        os.killpg(caller.pid, signal.SIGINT)
+    out, _ = caller.communicate(timeout=240)
+    while any(map(is_alive, [launcher, *ranks])):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    code = json.loads((run / "exit.json").read_text())["code"]
+    assert code == (ExitCode.SAVED_AND_REQUEUE if ending == "kill" else ExitCode.STOPPED_BY_USER)
+    assert len(list((run / "checkpoints").glob("step_*"))) == 1
+    assert ("INTERRUPTED" in out) == (ending == "Ctrl-C")
