@@ -57,18 +57,18 @@ SIZES = {
     "embed_dim": 64, "layers": 4, "base_channels": 32, "num_patches": 16, "codebook_size": 64, "hidden_dim": 64,
     "num_embeddings": 64,
 }  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # What else some types' configs need.
 CHANGES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "cohere_compass": {
-        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
-    },
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": ROPE}}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] * 4}},
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96}},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [3, 3, 2]}}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "glm5_next": {"text_config": {"index_kpool": 4}},
-    "granite4_vision": {"deepstack_layer_map": [[1, 1]]},
+    "granite4_vision": {"deepstack_layer_map": [[1, 1]], "downsample_rate": "1/2"},
     "granite_docling": {"vision_config": {"out_hidden_size": 64}},
     "inkling2": {"vision_config": {"text_hidden_size": 64}},
 }
