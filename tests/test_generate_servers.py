@@ -185,7 +185,8 @@ class LLM:
 
     def generate(self, prompts, params, lora_request):
         for prompt, one in zip(prompts, params, strict=True):
-            said = Made(text=f"{len(prompt['prompt_token_ids'])} {one.temperature}", finish_reason="length", token_ids=[7])
+            text = f"{len(prompt['prompt_token_ids'])} {one.temperature}"
+            said = Made(text=text, finish_reason="length", token_ids=[7])
             yield Made(outputs=[said], prompt_token_ids=prompt["prompt_token_ids"])
 """
 
