@@ -17,7 +17,7 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generate import generate
-from inference.engine import open_engine
+from inference.choice import open_engine
 from inference.prompts import Prompt
 from inference.terminal import chat
 from options import EngineOptions, GenerateOptions, SamplingOptions, group_options
