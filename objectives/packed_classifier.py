@@ -17,7 +17,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from objectives.class_loss import ClassLoss
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Scores
-from objectives.packed_row import describe_row, find_base, find_pad_position
+from objectives.packed_row import describe_row, find_pad_position
+from objectives.text_tower import find_base
 
 NO_TOKEN = -1  # an id that no token has
 

@@ -7,13 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from objectives.micro_batch import MicroBatch
-
-
-def find_base(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head; Llama 4's text model calls it by another name than it says."""
-    if model.base_model is not model:
-        return model.base_model
-    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+from objectives.text_tower import find_decoder
 
 
 def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
@@ -55,7 +49,7 @@ def find_position_table(model: PreTrainedModel) -> nn.Embedding | None:
     """The learned vector of each position; None where positions are told otherwise (rotary embeddings)."""
     tables = [
         module
-        for name, module in find_base(model).named_modules()
+        for name, module in find_decoder(model).named_modules()
         if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding)
     ]
     return tables[0] if tables else None
