@@ -148,8 +148,8 @@ def shrink_config(config: PreTrainedConfig, variant: dict[str, object]) -> dict[
             given[name] = INITIALIZER_RANGE
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             given[name] = 0.0
-    if "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
-        rope = config.rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope and "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
         given["rope_parameters"] = rope | {"mrope_section": split_rotary(rope.get("partial_rotary_factor", 1.0))}
     return given
 
@@ -160,13 +160,29 @@ def split_rotary(share: float) -> list[int]:
     return [total - 2 * (total // 3), total // 3, total // 3]
 
 
+def merge_settings(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`given` with `changes`, also of the configs in it."""
+    nested = {
+        name: merge_settings(given[name], value)
+        for name, value in changes.items()
+        if isinstance(value, dict) and isinstance(given.get(name), dict)
+    }
+    return given | changes | nested
+
+
 def make_tiny_model(
-    model_type: str, auto_class: Any = AutoModelForCausalLM
+    model_type: str,
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    sizes: dict[str, object] | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """`sizes` are more names with their values, `changes` arguments of this type's config."""
     config_class = CONFIG_MAPPING[model_type]
     for variant in VARIANTS:
         try:
-            config = config_class(**shrink_config(config_class(), variant))
+            given = shrink_config(config_class(), (sizes or {}) | variant)
+            config = config_class(**merge_settings(given, changes or {}))
             torch.manual_seed(0)
             return config, auto_class.from_config(config, dtype=torch.float32)
         except Exception as error:  # other people's models and configs may raise anything
@@ -174,9 +190,16 @@ def make_tiny_model(
     raise reason
 
 
-def save_tiny_model(model_type: str, path: Path, auto_class: Any = AutoModelForCausalLM) -> None:
+def save_tiny_model(
+    model_type: str,
+    path: Path,
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    sizes: dict[str, object] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> None:
     """Writes a random fp32 model of the type; norms and biases are random, too."""
-    config, model = make_tiny_model(model_type, auto_class)
+    config, model = make_tiny_model(model_type, auto_class, sizes=sizes, changes=changes)
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim < 2:

@@ -16,6 +16,7 @@ import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,27 @@ from objectives.micro_batch import pack_samples
 from objectives.objective import PackedModel
 from objectives.text_tower import find_placeholders
 from ranks.world import World, init_world
+
+# Sizes of towers that do not run, by more names than a language model's.
+SIZES = {
+    "embed_dim": 64, "layers": 4, "base_channels": 32, "num_patches": 16, "codebook_size": 64, "hidden_dim": 64,
+    "num_embeddings": 64,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# What else some types' configs need.
+CHANGES: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": ROPE}}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] * 4}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96}},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [3, 3, 2]}}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "glm5_next": {"text_config": {"index_kpool": 4}},
+    "granite4_vision": {"deepstack_layer_map": [[1, 1]], "downsample_rate": "1/2"},
+    "granite_docling": {"vision_config": {"out_hidden_size": 64}},
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
+}
 
 
 def make_texts(path: Path) -> list[np.ndarray]:
@@ -125,7 +147,7 @@ def judge(model_type: str, path: Path) -> Result:
     """Makes the type's model, runs it both ways, exports it, and says what became of it."""
     model_dir, own_error = path / "model", None
     try:
-        save_tiny_model(model_type, model_dir, AutoModelForMultimodalLM)
+        save_tiny_model(model_type, model_dir, AutoModelForMultimodalLM, sizes=SIZES, changes=CHANGES.get(model_type))
         sequences = make_texts(model_dir)
     except Exception as error:  # other people's models and configs may raise anything
         return Result("not built", describe(error))

@@ -7,11 +7,15 @@ Greedy, on this machine's device, in the model's own dtype. Both are warm, and t
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from inference.engine import Request
 from inference.hf_engine import HFEngine

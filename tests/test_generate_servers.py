@@ -17,7 +17,7 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generate import generate
-from inference.engine import open_engine
+from inference.choice import open_engine
 from inference.prompts import Prompt
 from inference.terminal import chat
 from options import EngineOptions, GenerateOptions, SamplingOptions, group_options
@@ -185,7 +185,8 @@ class LLM:
 
     def generate(self, prompts, params, lora_request):
         for prompt, one in zip(prompts, params, strict=True):
-            said = Made(text=f"{len(prompt['prompt_token_ids'])} {one.temperature}", finish_reason="length", token_ids=[7])
+            text = f"{len(prompt['prompt_token_ids'])} {one.temperature}"
+            said = Made(text=text, finish_reason="length", token_ids=[7])
             yield Made(outputs=[said], prompt_token_ids=prompt["prompt_token_ids"])
 """
 
