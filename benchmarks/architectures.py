@@ -154,8 +154,11 @@ def make_tiny_model(model_type: str) -> tuple[PreTrainedConfig, PreTrainedModel]
     for variant in VARIANTS:
         try:
             config = config_class(**shrink_config(config_class(), variant))
+            is_encoder_decoder = config.is_encoder_decoder
             torch.manual_seed(0)
-            return config, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            config.is_encoder_decoder = is_encoder_decoder  # BART's decoder takes it for its own, and says no
+            return config, model
         except Exception as error:  # other people's models and configs may raise anything
             reason = error
     raise reason
