@@ -23,6 +23,7 @@ SCRIPTS = {
     "generate": ("generate.py", "a model asked: prompts from files, or a chat in the terminal"),
     "evaluate": ("evaluate_model.py", "models measured side by side: losses, tasks, a page of samples"),
     "merge-models": ("merge_models.py", "models of one architecture mixed, tensor by tensor"),
+    "import-config": ("import_config.py", "another trainer's configuration in, this one's out"),
     "plot-metrics": ("plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`

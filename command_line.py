@@ -22,6 +22,7 @@ from options import (
     EvaluateOptions,
     GenerateOptions,
     HubOptions,
+    ImportConfigOptions,
     MergeModelsOptions,
     Options,
     OSFTOptions,
@@ -35,6 +36,7 @@ from options import (
     flatten_options,
     iterate_fields,
     parse_duration,
+    parse_steps,
 )
 from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 
@@ -42,7 +44,7 @@ from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
 # Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions,)
+WITHOUT_FLAG = (PlotOptions, ImportConfigOptions)
 PICTURES = (".png", ".svg", ".pdf")
 # What a tracker is imported by.
 TRACKER_MODULES = {
@@ -77,18 +79,20 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         exit_with_message(str(error))
     if isinstance(options, TrainOptions) and options.plan.print_config:
         if is_first:
-            print(describe_config(options), end="")
+            values = flatten_options(options)
+            del values["config"], values["print_config"]
+            print(describe_options(TrainOptions, values), end="")
         sys.exit()
     return options
 
 
-def describe_config(options: Any) -> str:
-    """Every option's value as YAML, in groups."""
+def describe_options(options_class: type, values: dict[str, Any]) -> str:
+    """Options by name as YAML that `--config` takes, in the order and the groups of --help."""
     import yaml
 
-    values, lines, last = flatten_options(options), [], None
-    for option, group in iterate_fields(type(options)):
-        if option.name in ("config", "print_config"):
+    lines, last = [], None
+    for option, group in iterate_fields(options_class):
+        if option.name not in values:
             continue
         if group != last:
             lines.append(f"\n# {group}\n")
@@ -240,7 +244,7 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
-                 "early_stopping_patience", "num_cycles"):  # fmt: skip
+                 "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
@@ -249,6 +253,10 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    try:
+        parse_steps(values["profile_steps"] or "1")
+    except ValueError as error:
+        problems.append(f"--profile-steps {error}")
     power = values["lr_power"]
     require(power is None or 0 < power < math.inf, "lr_power", "must be above 0, and finite")
     norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
@@ -294,6 +302,15 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
     """Of the schedule and the optimizer."""
     problems, o = [], options.optimization
     decays = o.lr_scheduler in SCHEDULES_WITH_END
+    if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
+        problems.append(f"--warmup-ratio {o.warmup_ratio}: must be at least 0 and below 1")
+    if o.warmup_ratio is not None and not options.end.is_given:
+        problems.append(
+            "--warmup-ratio is a share of the run's steps, and no end is given: add --max-steps, --max-epochs,"
+            " --max-samples or --max-tokens"
+        )
+    if o.warmup_ratio is not None and o.num_warmup_steps:
+        problems.append("--warmup-ratio and --num-warmup-steps both say how long warm-up is: give one of them")
     if decays and not options.end.is_given:
         problems.append(
             f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
@@ -311,8 +328,9 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
         problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles: how often it falls from the peak")
     if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
         problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")
-    if o.num_warmup_steps != 0 and o.lr_scheduler == "constant":
-        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
+    if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
+        flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
+        problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
     if options.osft.osft and o.master_weights != "float32":
         problems.append(
             f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
@@ -360,6 +378,13 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
     if given and not plan.dry_run:
         problems.append(f"{', '.join(given)}: no effect without --dry-run")
+    name = exports.export_name
+    if name is not None and (name in ("", "best") or name.startswith((".", "samples_")) or "/" in name):
+        problems.append(
+            f"--export-name {name!r}: must be the name of a directory, other than best, samples_N and .NAME"
+        )
+    if name is not None and exports.keep_exports is not None:
+        problems.append("--keep-exports has no effect with --export-name, of which there is one")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
@@ -491,8 +516,31 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    problems += find_classification_problems(o)
     if o.string_for_printing_masks is not None and o.preview == 0:
         problems.append("--string-for-printing-masks has no effect with --preview 0")
+    return problems
+
+
+def find_classification_problems(o: ProcessDataOptions) -> list[str]:
+    """Options that are for classifiers only, or for all others only; labels that are said twice."""
+    only_classification = ("truncate", "text_field", "text_pair_field", "label_field", "label_type", "label_names")
+    only_others = ("allow_missing_stop_token", "string_for_printing_masks")
+    is_classification = o.format == "classification"
+    useless = only_others if is_classification else (*only_classification, "labels_from")
+    given = [flag_name(name) for name in useless if getattr(o, name)]
+    problems = []
+    if given:
+        word = "with" if is_classification else "without"
+        problems.append(f"{', '.join(given)}: no effect {word} --format classification")
+    if o.truncate and o.max_sample_num_tokens is None:
+        problems.append("--truncate needs --max-sample-num-tokens, which says to how many tokens")
+    if o.label_names and o.labels_from is not None:
+        problems.append("--label-names and --labels-from both say which labels there are: give one")
+    if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
+        problems.append(f"--label-names {' '.join(o.label_names)}: has a name twice, or one that is blank")
+    if o.label_names and o.label_type == "regression":
+        problems.append("--label-names has no effect with --label-type regression")
     return problems
 
 

@@ -81,6 +81,8 @@ class OptimizationOptions:
     """Peak learning rate."""
     num_warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
+    warmup_ratio: float | None = None
+    """In place of a number, the share of the run's steps over which it rises."""
     lr_scheduler: Literal[
         "constant_with_warmup",
         "constant",
@@ -113,6 +115,11 @@ class OptimizationOptions:
     model's config says, which is 0 unless it has output_router_logits."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether the learning rate depends on how many steps the run has."""
+        return self.lr_scheduler in SCHEDULES_WITH_END or self.warmup_ratio is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +177,10 @@ class ExportOptions:
     """Export the model at the end of the run."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
+    keep_exports: int | None = None
+    """Exports to keep, the newest ones, beside hf_format/best; None: all."""
+    export_name: str | None = None
+    """Name in hf_format that every export has, each in the place of the one before, such as last; None: samples_N."""
 
     @property
     def on_the_way(self) -> bool:
@@ -309,6 +320,15 @@ class ShardingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfilingOptions:
+    """Where the time goes (docs/performance.md)."""
+
+    profile_steps: str | None = None
+    """Steps to record with torch.profiler, the first and the last one (10:13): a Chrome trace a rank and a table of the
+    slowest operations in output-dir/profile. The other steps are as fast as without."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What a run would need, before it is started."""
 
@@ -346,6 +366,7 @@ class TrainOptions:
     lora: LoRAOptions = field(default_factory=LoRAOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    profiling: ProfilingOptions = field(default_factory=ProfilingOptions)
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
@@ -362,7 +383,7 @@ class ProcessDataOptions:
     """Tokenize chats, completions or documents for training; of chats only the assistant's tokens are trained."""
 
     input_file: tuple[str, ...]
-    """Files or directories of rows: .jsonl, .json, .parquet or .txt, also compressed (.gz, .zst)."""
+    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
     output_file: str
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
@@ -374,8 +395,8 @@ class ProcessDataOptions:
     config: tuple[str, ...] = ()
     """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
     is the environment's."""
-    format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
-    """What the rows of every file are; None: each file's first row shows it."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
+    """What the rows of every file are; None: each file's first row shows it, unless they are for classification."""
     chat_template: str | None = None
     """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory beside the output, which training uses."""
@@ -386,6 +407,22 @@ class ProcessDataOptions:
     model is not taught to stop."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
+    truncate: bool = False
+    """Classification: cut what is longer than --max-sample-num-tokens, and count it, instead of dropping it."""
+    text_field: str | None = None
+    """Classification: the column or key of the text, the list of words, or the chat; text, tokens or messages if not
+    given."""
+    text_pair_field: str | None = None
+    """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
+    label_field: str | None = None
+    """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
+    label_type: Literal["single", "multi", "regression"] | None = None
+    """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
+    label_names: tuple[str, ...] = ()
+    """Classification: the labels, in the order of their classes; if not given, all that occur, sorted."""
+    labels_from: str | None = None
+    """Classification: a data set of this script, or its sidecar, whose labels these rows have, too, as a validation
+    set has its training set's."""
     block_size: int | None = None
     """Documents only: cut their stream into blocks of this many tokens."""
     validation_share: float | None = None
@@ -542,6 +579,20 @@ class MergeModelsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImportConfigOptions:
+    """Turn another trainer's configuration into files for process_data.py and train.py."""
+
+    config_file: str
+    """Axolotl's YAML, LLaMA-Factory's, or TRL's."""
+    output_dir: str = "."
+    """Directory for data.yaml and train.yaml."""
+    num_gpus: int = 1
+    """GPUs of the run, to turn samples per GPU into samples per step."""
+    trainer: Literal["axolotl", "llama-factory", "trl"] | None = None
+    """Whose the file is; None: its keys show it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlotOptions:
     """Draw the curves of training runs, laid over each other: a page for a browser, or a picture for papers."""
 
@@ -635,6 +686,15 @@ def parse_duration(text: str | None) -> float | None:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{text}: must be minutes (90) above 0, or hours, minutes and seconds (1:30:00)")
     return seconds
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """First and last step, counted from 1, in '10:13' or '10'; ValueError if it is neither."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text}: must be a step (10), or the first and the last one (10:13), counted from 1")
+    return first, last
 
 
 def flag_name(field_name: str) -> str:

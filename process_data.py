@@ -1,6 +1,7 @@
 """Chats, completions or documents in, tokenized and label-masked data set out, with a report and samples to look at.
 
     python process_data.py --input-file chats.jsonl --output-file chats.arrow --model-name-or-path M
+    python process_data.py --format classification --input-file reviews.csv --output-file reviews.arrow ...
 
 Rows stream through: files are read in chunks, worker processes tokenize and mask them, and results are written in the
 input's order, so memory stays flat and the output does not depend on the number of processes. Everything is written
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,23 @@ from chat.masking import ChatMasker, load_stop_token_ids
 from chat.templates import change_tokenizer, load_tokenizer
 from command_line import exit_with_message, parse_options
 from corpus.files import Source, find_sources
+from corpus.labelled import FieldNames
+from corpus.labelled_tokens import LabelledTokenizer, describe_pairs
+from corpus.labels import describe_similar
 from corpus.outputs import Outputs
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from corpus.report import DROPPED, Totals, add_up, describe_sources, print_report, print_sides, report_progress
-from corpus.rows import process_chunk, read_formatted_chunks, write_rejected
-from corpus.sidecar import describe_data_set
+from corpus.rows import (
+    Preparation,
+    prepare_chats,
+    prepare_labelled,
+    process_chunk,
+    read_formatted_chunks,
+    write_rejected,
+)
+from corpus.sidecar import CLASSIFICATION, describe_data_set
 from corpus.split import SIDES, SideWriter, describe_split, mark_place
+from corpus.survey import describe_repeats, survey_rows
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import written_aside
@@ -56,12 +68,19 @@ def process_data(options: ProcessDataOptions) -> None:
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
     )
     tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
-    masker = ChatMasker(
-        tokenizer,
-        stop_token_ids=load_stop_token_ids(model_dir),
-        allow_missing_stop_token=options.allow_missing_stop_token,
-    )
-    notes = check_template(masker, options)
+    if options.format == CLASSIFICATION:
+        preparation, notes = prepare_classification(tokenizer, sources, options)
+        stop_token_id = None
+    else:
+        masker = ChatMasker(
+            tokenizer,
+            stop_token_ids=load_stop_token_ids(model_dir),
+            allow_missing_stop_token=options.allow_missing_stop_token,
+        )
+        notes = check_template(masker, options)
+        preparation = prepare_chats(masker, format_is_given=options.format is not None)
+        stop_token_id = masker.find_stop_token()
+    task = preparation.task
     # Everything is written under hidden names, which become the outputs' names when all of it is there.
     start = time.perf_counter()
     with written_aside(*outputs.in_order) as asides:
@@ -69,7 +88,12 @@ def process_data(options: ProcessDataOptions) -> None:
         with open(aside[outputs.rejected], "wb") as rejected_rows:
             paths = [aside[files.data] for files in outputs.data_sets]
             sides, reasons = write_data(
-                paths, sources=sources, masker=masker, options=options, rejected_rows=rejected_rows
+                paths,
+                sources=sources,
+                preparation=preparation,
+                eos_token_id=tokenizer.eos_token_id,
+                options=options,
+                rejected_rows=rejected_rows,
             )
         check_interrupt()
         totals = add_up(sides)
@@ -78,14 +102,23 @@ def process_data(options: ProcessDataOptions) -> None:
             check_sides(sides, share=options.validation_share)
         if not reasons:
             aside[outputs.rejected].unlink()
-        write_companions(outputs, aside, sides, options=options, sources=sources, masker=masker, added=added_tokens)
+        describe = partial(
+            describe_data_set,
+            task=task,
+            options=options,
+            sources=sources,
+            tokenizer=tokenizer,
+            stop_token_id=stop_token_id,
+            added_tokens=added_tokens,
+        )
+        write_companions(outputs, aside, sides, options=options, tokenizer=tokenizer, describe=describe)
         if outputs.page is not None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
-            write_page(aside[outputs.page], totals, tokenizer=tokenizer, title=title)
+            write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title)
     # What was made of the rows is said last, below anything that libraries may print.
-    print_report(totals, seconds=time.perf_counter() - start, sources=sources)
+    print_report(totals, task, seconds=time.perf_counter() - start, sources=sources)
     if outputs.is_split:
-        print_sides(dict(zip(SIDES, sides, strict=True)))
+        print_sides(dict(zip(SIDES, sides, strict=True)), task)
     for note in notes:
         print(f"note: {note}")
     print_outputs(outputs, added_tokens=added_tokens)
@@ -105,6 +138,23 @@ def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any,
     return tokenizer, added
 
 
+def prepare_classification(
+    tokenizer: Any, sources: Sequence[Source], options: ProcessDataOptions
+) -> tuple[Preparation, list[str]]:
+    """Reads all rows for their labels; how rows become samples, and what there is to know about them."""
+    fields = FieldNames(options.text_field, options.text_pair_field, options.label_field)
+    survey = survey_rows(sources, fields, options, num_workers=count_workers(sources, options))
+    labelled_tokenizer = LabelledTokenizer(
+        tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
+    )
+    notes = [
+        *describe_repeats(survey.repeats),
+        *describe_similar(survey.labels.task.label_names),
+        *describe_pairs(tokenizer, has_pairs=survey.has_pairs),
+    ]
+    return prepare_labelled(labelled_tokenizer, fields), notes
+
+
 def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
     """What there is to know about the template. Without one, what is no chat can still be tokenized."""
     if masker.tokenizer.chat_template is not None:
@@ -121,21 +171,16 @@ def write_companions(
     sides: Sequence[Totals],
     *,
     options: ProcessDataOptions,
-    sources: Sequence[Source],
-    masker: ChatMasker,
-    added: dict[str, int],
+    tokenizer: Any,
+    describe: Callable[..., dict[str, Any]],
 ) -> None:
-    """Writes each data set's sidecar and, if it is not the model's own, the tokenizer."""
+    """Writes each data set's sidecar, which `describe` gives, and, if it is not the model's own, the tokenizer."""
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
         if changes_tokenizer(options):
-            masker.tokenizer.save_pretrained(aside[files.tokenizer])
+            tokenizer.save_pretrained(aside[files.tokenizer])
         other = outputs.data_sets[1 - i].data if outputs.is_split else None
-        sidecar = describe_data_set(
+        sidecar = describe(
             totals,
-            options=options,
-            sources=sources,
-            masker=masker,
-            added_tokens=added,
             tokenizer_dir=files.tokenizer.name if changes_tokenizer(options) else None,
             split=None if other is None else describe_split(SIDES[i], share=options.validation_share, other=other),
         )
@@ -146,7 +191,8 @@ def write_data(
     paths: Sequence[Path],
     *,
     sources: Sequence[Source],
-    masker: ChatMasker,
+    preparation: Preparation,
+    eos_token_id: int | None,
     options: ProcessDataOptions,
     rejected_rows: BinaryIO,
 ) -> tuple[list[Totals], list[str]]:
@@ -156,29 +202,27 @@ def write_data(
     ending = Path(options.output_file).suffix
     process = partial(
         process_chunk,
-        masker=masker,
+        preparation=preparation,
         ending=ending,
         num_shown=num_samples_shown(options),
-        format_is_given=options.format is not None,
         max_sample_num_tokens=options.max_sample_num_tokens,
         cuts_blocks=options.block_size is not None,
         validation_share=options.validation_share,
     )
     num_bytes = sum(source.num_bytes for source in sources)
-    num_workers = min(options.num_proc, 1 + num_bytes // BYTES_PER_WORKER)
     chunks = read_formatted_chunks(sources, options.format)
     reasons = []
     with (
-        closing(run_in_order(process, chunks, num_workers=num_workers)) as results,
+        closing(run_in_order(process, chunks, num_workers=count_workers(sources, options))) as results,
         ExitStack() as files,
         report_progress(num_bytes) as advance,
     ):
         writers = [
             SideWriter(
-                files.enter_context(open_output(path, ending)),
+                files.enter_context(open_output(path, ending, preparation.task)),
                 ending=ending,
                 num_shown=num_samples_shown(options),
-                cutter=make_cutter(side, masker=masker, block_size=options.block_size),
+                cutter=make_cutter(side, eos_token_id=eos_token_id, block_size=options.block_size),
             )
             for path, side in zip(paths, SIDES, strict=False)
         ]
@@ -194,11 +238,15 @@ def write_data(
     return [writer.totals for writer in writers], reasons
 
 
-def make_cutter(side: str, *, masker: ChatMasker, block_size: int | None) -> BlockCutter | None:
+def count_workers(sources: Sequence[Source], options: ProcessDataOptions) -> int:
+    return min(options.num_proc, 1 + sum(source.num_bytes for source in sources) // BYTES_PER_WORKER)
+
+
+def make_cutter(side: str, *, eos_token_id: int | None, block_size: int | None) -> BlockCutter | None:
     """A side's own, where documents are cut into blocks."""
     if block_size is None:
         return None
-    return BlockCutter(block_size, masker.tokenizer.eos_token_id, name=mark_place("block {:,}", side))
+    return BlockCutter(block_size, eos_token_id, name=mark_place("block {:,}", side))
 
 
 def num_samples_shown(options: ProcessDataOptions) -> int:

@@ -58,6 +58,10 @@ class TokenizedChat:
         return sum(span.num_targets for span in self.spans)
 
     @property
+    def summary(self) -> str:
+        return f"{len(self.input_ids):,} tokens, {self.num_loss_counted_tokens:,} trained"
+
+    @property
     def num_trained_by_role(self) -> Counter[str]:
         """Targets by who says them."""
         counts: Counter[str] = Counter()

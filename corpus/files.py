@@ -1,4 +1,4 @@
-"""Files of rows -> chunks of raw rows: .jsonl, .json, .parquet and .txt, also in gzip or zstd, and directories.
+"""Files of rows -> chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories.
 
 Nothing is parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is passed over.
 """
@@ -18,42 +18,18 @@ from typing import Any, BinaryIO, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ENDINGS = (".jsonl", ".json", ".parquet", ".txt")
+from corpus.lines import MAX_ROW_BYTES, NUM_BYTES_SHOWN, BadRow, Line, Row, TooLong
+from corpus.tables import DELIMITERS, split_table
+
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be compressed ({', '.join(COMPRESSIONS)})"
 CHUNK_ROWS = 1000  # An Arrow record batch of the output has no more rows than that.
 CHUNK_BYTES = 4 << 20  # A chunk of long rows has fewer: a token takes a worker some hundred bytes.
-MAX_ROW_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
-NUM_BYTES_SHOWN = 200  # A row that is too long is shown by that much of its beginning.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-Encoding = Literal["json", "text", "arrow"]
-
-
-@dataclass(frozen=True)
-class TooLong:
-    """A row that was not read."""
-
-    beginning: bytes
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row as it stands in its file; `number` counts rows, and is what a Parquet file has for a line."""
-
-    number: int
-    line: int
-    value: bytes | TooLong | dict[str, Any]
-
-    @property
-    def place(self) -> str:
-        """As messages say it; the elements of a JSON list can share a line."""
-        return str(self.line) if self.line == self.number else f"{self.line} (row {self.number})"
-
-
-Line = tuple[int, bytes | TooLong]  # its number, from 1, and what it holds
+Encoding = Literal["json", "text", "table", "arrow"]
 
 
 @dataclass(frozen=True)
@@ -61,16 +37,16 @@ class Chunk:
     """Some consecutive rows of a file, as they stand there."""
 
     file: str  # its name in messages
-    first_row: int  # its first row's number, from 1; blank lines count
+    first_row: int  # its first row's number, from 1; blank lines count, and a table's header
     encoding: Encoding
-    lines: list[Line]  # the rows, where the encoding is "json" or "text"
+    lines: list[Line]  # the rows, where the encoding is not "arrow"
     table: bytes  # the rows as an Arrow stream, where it is "arrow"
     num_bytes: int  # bytes of the file on disk that were read for it
 
     @property
     def size(self) -> int:
         """Bytes of its rows."""
-        return len(self.table) + sum(len(value) for _, value in self.lines if isinstance(value, bytes))
+        return len(self.table) + sum(count_bytes(value) for _, value in self.lines)
 
 
 @dataclass
@@ -191,6 +167,8 @@ def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]
         return "text", split_text(stream)
     if ending == ".json" and stream.peek(BLOCK_BYTES).lstrip()[:1] == b"[":
         return "json", split_json_list(stream)
+    if ending in DELIMITERS:
+        return "table", split_table(split_lines(stream), ending)
     return "json", split_lines(stream)
 
 
@@ -308,20 +286,25 @@ class ElementBuffer:
 def pack_lines(encoding: Encoding, lines: Iterator[Line], *, source: Source, reader: HashingReader) -> Iterator[Chunk]:
     """Lines in chunks of at most CHUNK_ROWS, and fewer where they reach CHUNK_BYTES."""
     chunk: list[Line] = []
-    num_bytes, first_row, num_read = 0, 1, 0
+    num_bytes, first_row, num_read = 0, 2 if encoding == "table" else 1, 0
 
     def finish() -> Chunk:
         return Chunk(source.name, first_row, encoding, chunk, b"", reader.num_bytes - num_read)
 
     for line in lines:
         chunk.append(line)
-        num_bytes += len(line[1]) if isinstance(line[1], bytes) else 0
+        num_bytes += count_bytes(line[1])
         if len(chunk) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
             yield finish()
             num_read, first_row = reader.num_bytes, first_row + len(chunk)
             chunk, num_bytes = [], 0
     if chunk:
         yield finish()
+
+
+def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
+    """About, of what is held of a row."""
+    return sum(map(len, value.values())) if isinstance(value, dict) else len(value) if isinstance(value, bytes) else 0
 
 
 def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
 from chat.placeholders import is_text_part
-from corpus.files import MAX_ROW_BYTES, Chunk, Encoding, Row, TooLong, iterate_rows
+from corpus.files import Chunk, Encoding, iterate_rows
+from corpus.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -84,10 +85,12 @@ def describe_keys(name: str) -> str:
     return " and ".join(" or ".join(choices) for choices in FORMATS[name][1])
 
 
-def parse_row(raw: bytes | TooLong | Fields, encoding: Encoding) -> Fields | None:
+def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fields | None:
     """A row as an object; None for a blank line. Raises ValueError with what is wrong with it."""
     if isinstance(raw, TooLong):
         raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {MAX_ROW_BYTES:,}; it was passed over")
+    if isinstance(raw, BadRow):
+        raise ValueError(raw.reason)
     if isinstance(raw, dict):
         return drop_nulls(raw)
     try:

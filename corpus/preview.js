@@ -23,8 +23,7 @@ function show() {
   byId("previous").disabled = byId("next").disabled = found.length < 2;
   box.replaceChildren();
   byId("place").textContent = sample ? sample.place : "";
-  byId("counts").textContent = sample
-    ? `${sample.tokens.toLocaleString("en")} tokens, ${sample.trained.toLocaleString("en")} trained` : "";
+  byId("counts").textContent = sample ? sample.summary : "";
   if (!sample) { box.textContent = "Nothing found."; return; }
   let weightBefore = null;
   for (const [text, trained, special, weight] of sample.parts) {

@@ -16,6 +16,7 @@ from chat.labels import IGNORED
 from chat.masking import TokenizedChat
 from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import TokenizedSample
+from objectives.columns import CAUSAL_LM, Task
 from pages.page import escape_json, fold, make_page
 
 PAGE = Path(__file__).with_name("preview.html")
@@ -84,8 +85,7 @@ def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: s
     """Prints each sample: in colours on a terminal, else with brackets; with `mask` for what is not trained."""
     in_colour = sys.stdout.isatty()
     for sample in samples:
-        num_tokens = f"{len(sample.tokens.input_ids):,} tokens, {sample.tokens.num_loss_counted_tokens:,} trained"
-        print(f"\n--- {sample.place}: {num_tokens}")
+        print(f"\n--- {sample.place}: {make_visible(sample.tokens.summary)}")
         print(format_sample(split_segments(sample.tokens, tokenizer), mask=mask, in_colour=in_colour))
 
 
@@ -107,20 +107,26 @@ def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
     """Texts that a terminal can show."""
     shown = []
     for segment in segments:
-        text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], fold(segment.text, MAX_SEGMENT_CHARS))
+        text = make_visible(fold(segment.text, MAX_SEGMENT_CHARS))
         colour = COLOURS[segment.is_trained, segment.is_special]
         shown.append(f"{colour}{text}{RESET}" if in_colour else text)
     return "".join(shown)
 
 
-def write_page(path: Path, totals: Totals, *, tokenizer: Any, title: str) -> None:
+def make_visible(text: str) -> str:
+    """What a terminal would obey as escapes."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def write_page(path: Path, totals: Totals, task: Task, *, tokenizer: Any, title: str) -> None:
     """Writes the page: the report, and the samples of `totals`."""
     samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
     parts = {
-        "FIGURES": format_figures(totals),
+        "FIGURES": format_figures(totals, task),
         "ROWS": format_rows(totals),
         "LENGTHS": format_histogram(totals),
-        "ROLES": format_roles(totals),
+        "ROLES_TITLE": "Tokens by role" if task.objective == CAUSAL_LM else "Labels",
+        "ROLES": format_roles(totals) if task.objective == CAUSAL_LM else format_labels(totals, task),
         "NUM_SAMPLES": f"{len(samples):,} of {totals.num_samples:,}",
         "SAMPLES": escape_json(samples),
     }
@@ -139,19 +145,21 @@ def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
             break
     return {
         "place": sample.place,
-        "tokens": len(sample.tokens.input_ids),
-        "trained": sample.tokens.num_loss_counted_tokens,
+        "summary": sample.tokens.summary,
         "parts": parts,
     }
 
 
-def format_figures(totals: Totals) -> str:
-    share = totals.num_loss_counted_tokens / totals.num_tokens
+def format_figures(totals: Totals, task: Task) -> str:
+    if task.objective == CAUSAL_LM:
+        trained = {"trained": f"{totals.num_loss_counted_tokens / totals.num_tokens:.1%}"}
+    else:
+        trained = {"labels": f"{task.num_labels:,}"}
     figures = {
         "rows": f"{totals.rows['in']:,}",
         "samples": f"{totals.num_samples:,}",
         "tokens": f"{totals.num_tokens:,}",
-        "trained": f"{share:.1%}",
+        **trained,
         "median length": f"{percentile(totals.lengths, 0.5):,}",
         "longest": f"{max(totals.lengths):,}",
     }
@@ -179,11 +187,20 @@ def format_roles(totals: Totals) -> str:
     return format_bars(bars, whole=totals.num_tokens)
 
 
+def format_labels(totals: Totals, task: Task) -> str:
+    """Bars of how often each label is there."""
+    if totals.values is not None:
+        return f"<p>{', '.join(f'{name} {value:g}' for name, value in totals.values.describe().items())}</p>"
+    bars = {f"label: {name}": totals.labels[name] for name in task.label_names[:NUM_REASONS_ON_PAGE]}
+    return format_bars(bars, whole=totals.labels.total())
+
+
 def format_bars(bars: dict[str, int], *, whole: int) -> str:
     lines = []
     for label, count in bars.items():
         share = count / max(whole, 1)
-        kind = "good" if label.startswith(("kept", "trained")) else "rest" if label == "not trained" else "bad"
+        is_good = label.startswith(("kept", "trained", "label: "))
+        kind = "good" if is_good else "rest" if label == "not trained" else "bad"
         lines.append(
             f"<div class=bar><span>{html.escape(label)}</span><b>{count:,}</b><i>{share:.1%}</i>"
             f'<div><div class={kind} style="width:{share:.2%}"></div></div></div>'

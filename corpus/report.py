@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from corpus.files import Source
+from corpus.labelled_tokens import TokenizedText
 from corpus.writer import TokenizedSample
+from objectives.columns import CAUSAL_LM, TOKENS, Task
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
 SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
 SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
+NUM_LABELS_SHOWN = 30
 MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 
@@ -28,6 +31,8 @@ class Totals:
     lengths: Counter[int] = field(default_factory=Counter)  # samples by number of tokens
     trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by who says them
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
+    labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
+    values: "ValueTotals | None" = None  # of the numbers to predict, where labels are numbers
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
     has_weights: bool = False  # whether some sample has loss weights
@@ -56,6 +61,11 @@ class Totals:
         if len(self.shown) > 2 * self.num_shown:
             self.keep_shown()
 
+    def add_labels(self, tokens: TokenizedText) -> None:
+        self.labels.update(tokens.label_counts)
+        if tokens.values is not None:
+            self.values = merge_values(self.values, ValueTotals.of(tokens.values))
+
     def add_invalid(self, reason: str) -> None:
         """Counts a reason, whatever the row's own text in it is."""
         self.count_reason(VARIABLE_PART.sub("…", reason)[:100], 1)
@@ -68,6 +78,8 @@ class Totals:
         self.rows.update(other.rows)
         self.lengths.update(other.lengths)
         self.trained_by_role.update(other.trained_by_role)
+        self.labels.update(other.labels)
+        self.values = merge_values(self.values, other.values)
         for kind, count in other.reasons.items():
             self.count_reason(kind, count)
         self.num_loss_counted_tokens += other.num_loss_counted_tokens
@@ -78,6 +90,29 @@ class Totals:
 
     def keep_shown(self) -> None:
         self.shown = nsmallest(self.num_shown, self.shown, key=lambda lot_and_sample: lot_and_sample[0])
+
+
+@dataclass(frozen=True)
+class ValueTotals:
+    """Of values to predict: how many, their sum, and their bounds."""
+
+    count: int
+    total: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "ValueTotals":
+        return cls(len(values), sum(values), min(values), max(values))
+
+    def describe(self) -> dict[str, float]:
+        return {"mean": self.total / self.count, "min": self.least, "max": self.most}
+
+
+def merge_values(a: ValueTotals | None, b: ValueTotals | None) -> ValueTotals | None:
+    if a is None or b is None:
+        return a or b
+    return ValueTotals(a.count + b.count, a.total + b.total, min(a.least, b.least), max(a.most, b.most))
 
 
 def add_up(parts: Sequence[Totals]) -> Totals:
@@ -120,9 +155,10 @@ def describe_sources(sources: Sequence[Source]) -> str:
     return str(sources[0].path) if len(sources) == 1 else f"{len(sources):,} files"
 
 
-def print_report(totals: Totals, *, seconds: float, sources: Sequence[Source]) -> None:
-    """Rows by what became of them, tokens, the share that is trained, and how long the samples are."""
-    rows, share = totals.rows, totals.num_loss_counted_tokens / totals.num_tokens
+def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequence[Source]) -> None:
+    """Rows by what became of them, tokens, what of them is trained or which labels there are, and how long the samples
+    are."""
+    rows = totals.rows
     blank = f", {rows['blank_lines']:,} blank lines" if rows["blank_lines"] else ""
     formats = ", ".join(sorted({source.format for source in sources if source.format is not None}))
     speed = f"{rows['in'] / seconds:,.0f} rows/s"
@@ -132,20 +168,42 @@ def print_report(totals: Totals, *, seconds: float, sources: Sequence[Source]) -
     if totals.num_samples != rows["kept"]:
         print(f"  {'blocks':<24}{totals.num_samples:>14,}")
     print(f"  {'tokens':<24}{totals.num_tokens:>14,}")
-    print(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
+    if task.objective == CAUSAL_LM:
+        share = totals.num_loss_counted_tokens / totals.num_tokens
+        print(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
+    elif rows["truncated"]:
+        print(f"  {'truncated':<24}{rows['truncated']:>14,}")
     shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
     lengths = [f"{name} {percentile(totals.lengths, at):,}" for name, at in shares.items()]
     print(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
+    if task.objective != CAUSAL_LM:
+        print_labels(totals, task)
 
 
-def print_sides(sides: dict[str, Totals]) -> None:
+def print_labels(totals: Totals, task: Task) -> None:
+    """Each label with its count and its share, in the order of the classes."""
+    if totals.values is not None:
+        found = ", ".join(f"{name} {value:g}" for name, value in totals.values.describe().items())
+        print(f"  values to predict: {found}")
+        return
+    kinds = {"single": "one of", "multi": "several of"}
+    print(f"  {task.objective}: {kinds[task.label_type]} {task.num_labels:,} labels")
+    whole = totals.labels.total() if task.objective == TOKENS else totals.num_samples
+    for name in task.label_names[:NUM_LABELS_SHOWN]:
+        print(f"    {name:<22}{totals.labels[name]:>14,}  {totals.labels[name] / max(whole, 1):.1%}")
+    if task.num_labels > NUM_LABELS_SHOWN:
+        print(f"    and {task.num_labels - NUM_LABELS_SHOWN:,} more, which are in the sidecar")
+
+
+def print_sides(sides: dict[str, Totals], task: Task) -> None:
     """How much of the data set each side has, dropped rows included."""
     num_rows = sum(totals.rows["in"] for totals in sides.values())
     for name, totals in sides.items():
         dropped = "".join(f", {totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
+        trained = f", {totals.num_loss_counted_tokens:,} trained" if task.objective == CAUSAL_LM else ""
         print(
-            f"  {name:<24}{totals.num_samples:>14,}  samples of {totals.num_tokens:,} tokens,"
-            f" {totals.num_loss_counted_tokens:,} trained; {totals.rows['in'] / num_rows:.1%} of the rows{dropped}"
+            f"  {name:<24}{totals.num_samples:>14,}  samples of {totals.num_tokens:,} tokens{trained};"
+            f" {totals.rows['in'] / num_rows:.1%} of the rows{dropped}"
         )
 
 

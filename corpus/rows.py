@@ -2,22 +2,56 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import BinaryIO
 
 import numpy as np
 
-from chat.masking import ChatMasker, Document
+from chat.masking import ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
-from corpus.files import Chunk, Row, Source, TooLong, iterate_rows, read_chunks
-from corpus.formats import detect_format, read_examples
+from corpus.files import Chunk, Source, iterate_rows, read_chunks
+from corpus.formats import Example, detect_format, read_examples
+from corpus.labelled import FieldNames, Labelled, read_labelled
+from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
+from corpus.lines import BadRow, Row, TooLong
 from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
 from corpus.writer import TokenizedSample, encode_samples
+from objectives.columns import Task
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None as long as no row of the file has shown it
+AnyExample = Example | Labelled
+ReadRow = tuple[Row, AnyExample | ValueError | None]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How rows become samples of a task."""
+
+    task: Task
+    read: Callable[[FormattedChunk], Iterator[ReadRow]]  # each row's example, or why it has none; None: a blank line
+    tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
+
+
+def prepare_chats(masker: ChatMasker, *, format_is_given: bool) -> Preparation:
+    """Of chats, completions and documents."""
+    return Preparation(Task(), partial(read_formatted, is_given=format_is_given), masker.mask)
+
+
+def read_formatted(formatted_chunk: FormattedChunk, *, is_given: bool) -> Iterator[ReadRow]:
+    chunk, data_format = formatted_chunk
+    return read_examples(chunk, data_format, is_given=is_given)
+
+
+def prepare_labelled(tokenizer: LabelledTokenizer, fields: FieldNames) -> Preparation:
+    """Of what is classified."""
+    return Preparation(tokenizer.labels.task, partial(read_labelled_rows, fields=fields), tokenizer.tokenize)
+
+
+def read_labelled_rows(formatted_chunk: FormattedChunk, *, fields: FieldNames) -> Iterator[ReadRow]:
+    return read_labelled(formatted_chunk[0], fields)
 
 
 @dataclass
@@ -50,21 +84,20 @@ def read_formatted_chunks(sources: Sequence[Source], data_format: str | None) ->
 def process_chunk(
     formatted_chunk: FormattedChunk,
     *,
-    masker: ChatMasker,
+    preparation: Preparation,
     ending: str,
     num_shown: int,
-    format_is_given: bool,
     max_sample_num_tokens: int | None,
     cuts_blocks: bool,
     validation_share: float | None,
 ) -> ChunkResult:
     """Reads, tokenizes and masks the rows of a chunk. Raises ValueError for what is wrong with more than a row."""
-    (chunk, data_format), rejected = formatted_chunk, {}
+    chunk, rejected = formatted_chunk[0], {}
     sides = [Side(name, Totals(num_shown)) for name in (SIDES[:1] if validation_share is None else SIDES)]
     training = sides[0]
     # Rows become examples, or are refused.
     rows, examples = [], []
-    for row, example in read_examples(chunk, data_format, is_given=format_is_given):
+    for row, example in preparation.read(formatted_chunk):
         if cuts_blocks and not isinstance(example, Document | ValueError | None):
             example = ValueError("no document: --block-size cuts documents, and nothing else")
         if isinstance(example, ValueError):
@@ -76,7 +109,7 @@ def process_chunk(
             examples.append(example)
     # Examples become samples of a side, or are refused or dropped.
     draw = random.Random(f"{SHOWN_SAMPLES_SEED} {chunk.file} {chunk.first_row}").random
-    for row, example, tokens in zip(rows, examples, masker.mask(examples), strict=True):
+    for row, example, tokens in zip(rows, examples, preparation.tokenize(examples), strict=True):
         if isinstance(tokens, ValueError):
             rejected[row.number] = one_line(tokens)
             continue
@@ -95,7 +128,7 @@ def process_chunk(
                 side.totals.add_sample(sample, draw())
     count_rejected(training.totals, rejected)
     # Samples are written as they are; of documents that are to be cut, only the tokens are needed.
-    encode = concatenate_ids if cuts_blocks else partial(encode_samples, ending=ending)
+    encode = concatenate_ids if cuts_blocks else partial(encode_samples, ending=ending, task=preparation.task)
     return ChunkResult([SideResult(encode(side.samples), side.totals) for side in sides], rejected)
 
 
@@ -104,8 +137,11 @@ def concatenate_ids(samples: Sequence[TokenizedSample]) -> np.ndarray:  # (token
 
 
 def count_kept(totals: Totals, sample: TokenizedSample) -> None:
-    """Counts a row that is kept, and whose tokens are trained in it."""
+    """Counts a row that is kept, whose tokens are trained in it, and how it is labelled."""
     totals.rows["kept"] += 1
+    if isinstance(sample.tokens, TokenizedText):
+        totals.rows["truncated"] += sample.tokens.is_truncated
+        totals.add_labels(sample.tokens)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
 
@@ -131,5 +167,5 @@ def show_row(row: Row) -> str:
     """The row as text; of one that was passed over, the beginning."""
     if isinstance(row.value, dict):
         return json.dumps(row.value, default=repr)
-    raw = row.value.beginning + b"..." if isinstance(row.value, TooLong) else row.value
+    raw = row.value.beginning + b"..." if isinstance(row.value, TooLong | BadRow) else row.value
     return raw.decode(errors="backslashreplace").rstrip("\r\n")

@@ -5,20 +5,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chat.masking import ChatMasker, fingerprint_chat_template, fingerprint_tokenizer
+from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.files import Source
 from corpus.report import DROPPED, Totals
+from objectives.columns import CAUSAL_LM, Task
 from options import ProcessDataOptions
 
 FORMAT_VERSION = 2
+CLASSIFICATION = "classification"  # the format of rows for classifiers
 
 
 def describe_data_set(
     totals: Totals,
+    task: Task,
     *,
     options: ProcessDataOptions,
     sources: Sequence[Source],
-    masker: ChatMasker,
+    tokenizer: Any,
+    stop_token_id: int | None,
     added_tokens: dict[str, int],
     tokenizer_dir: str | None,
     split: dict[str, Any] | None,
@@ -26,16 +30,16 @@ def describe_data_set(
     """What the sidecar says; docs/data.md explains each key. The same for every --num-proc."""
     return {
         "format_version": FORMAT_VERSION,
-        "tokenizer_fingerprint": fingerprint_tokenizer(masker.tokenizer),
-        "chat_template_fingerprint": fingerprint_chat_template(masker.tokenizer),
-        "stop_token_id": masker.find_stop_token(),
+        "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
+        "chat_template_fingerprint": fingerprint_chat_template(tokenizer),
+        "stop_token_id": stop_token_id,
         "max_token_id": totals.max_token_id,
         "num_samples": totals.num_samples,
         "num_tokens": totals.num_tokens,
         "num_loss_counted_tokens": totals.num_loss_counted_tokens,
         "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
         "max_len": max(totals.lengths),
-        "rows": {key: totals.rows[key] for key in ("blank_lines", "in", "kept", *DROPPED)},
+        "rows": {key: totals.rows[key] for key in list_row_keys(task)},
         "sources": [{"file": source.name, "format": source.format, "sha256": source.sha256} for source in sources],
         "options": describe_options(options),
         "versions": describe_versions(),
@@ -43,6 +47,26 @@ def describe_data_set(
         "added_special_tokens": added_tokens,
         "tokenizer_dir": tokenizer_dir,
         "split": split,
+        **describe_labels(totals, task),
+    }
+
+
+def list_row_keys(task: Task) -> tuple[str, ...]:
+    """What rows are counted by."""
+    return ("blank_lines", "in", "kept", *DROPPED, *(() if task.objective == CAUSAL_LM else ("truncated",)))
+
+
+def describe_labels(totals: Totals, task: Task) -> dict[str, Any]:
+    """What a data set for classifiers is for, which labels it has, and how often."""
+    if task.objective == CAUSAL_LM:
+        return {}
+    return {
+        "objective": task.objective,
+        "label_type": task.label_type,
+        "num_labels": task.num_labels,
+        "label_names": list(task.label_names),
+        "label_counts": {name: totals.labels[name] for name in task.label_names},
+        "label_values": None if totals.values is None else totals.values.describe(),
     }
 
 
@@ -58,6 +82,7 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "block_size": options.block_size,
         "validation_share": options.validation_share,
         "skip_invalid": options.skip_invalid,
+        **({"truncate": options.truncate} if options.format == CLASSIFICATION else {}),
         "allow_missing_stop_token": options.allow_missing_stop_token,
     }
 

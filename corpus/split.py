@@ -19,8 +19,10 @@ import numpy as np
 from chat.masking import Chat, Completion, Document
 from chat.placeholders import REASONING_KEYS
 from corpus.formats import Example, join_parts, parse_json
+from corpus.labelled import Labelled, TextPair, Words
 from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_samples
+from objectives.columns import Task
 
 SIDES = ("training", "validation")
 HASH_BYTES = 8
@@ -36,21 +38,30 @@ class SideResult:
     totals: Totals
 
 
-def falls_into_validation(example: Example, share: float) -> bool:
+def falls_into_validation(example: Example | Labelled, share: float) -> bool:
     return hash_example(example) < share * 256**HASH_BYTES
 
 
-def hash_example(example: Example) -> int:
+def hash_example(example: Example | Labelled) -> int:
     """A number from 0 to 256**HASH_BYTES, the same for all that say the same."""
     said = CANONICAL_JSON.encode(list_said(example))
     digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
 
-def list_said(example: Example) -> Any:
+def list_said(example: Example | Labelled) -> Any:
     """What is said, in one form. Whatever is left out here can only bring rows together on a side, never apart: so of
-    a chat there is nothing but who says what, and neither weights nor ids nor the tools that are offered."""
+    a chat there is nothing but who says what, and neither weights nor ids nor the tools that are offered; and of what
+    is classified, not its label."""
     match example:
+        case Labelled(content=str() as text):
+            return text
+        case Labelled(content=TextPair() as pair):
+            return [pair.first, pair.second]
+        case Labelled(content=Words() as text):
+            return " ".join(text.words)
+        case Labelled():
+            return list_said(example.content)
         case Document():
             return example.text
         case Completion():
@@ -110,7 +121,7 @@ class SideWriter:
         for block in blocks:
             self.totals.add_sample(block, random.Random(f"{SHOWN_SAMPLES_SEED} {block.place}").random())
         if blocks:
-            self.write(encode_samples(blocks, self.ending))
+            self.write(encode_samples(blocks, self.ending, Task()))
 
 
 def mark_place(place: str, side: str) -> str:

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 
 from chat.labels import IGNORED
 from chat.masking import TokenizedChat, TrainedSpan
-from objectives.columns import SCHEMA, WEIGHTS_COLUMN
+from corpus.labelled_tokens import TokenizedText
+from objectives.columns import CAUSAL_LM, SCHEMA, TARGET_COLUMN, TYPES_COLUMN, WEIGHTS_COLUMN, Task
 
 EncodedSamples = pa.RecordBatch | bytes  # in the output's format; of JSON lines the text
 
@@ -24,13 +25,17 @@ class TokenizedSample:
     """What becomes of a row, or of a block of documents."""
 
     place: str  # where it comes from, as messages say it: file:line
-    tokens: TokenizedChat
+    tokens: TokenizedChat | TokenizedText
 
 
-def encode_samples(samples: Sequence[TokenizedSample], ending: str) -> EncodedSamples:
-    """The samples with the columns of SCHEMA; as JSON lines, `loss_weights` only where a sample has some."""
+def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: Task) -> EncodedSamples:
+    """The samples with the columns of their task; as JSON lines, the optional one only where a sample has it."""
     if ending == ".jsonl":
-        return "".join(json.dumps(make_json_row(sample.tokens)) + "\n" for sample in samples).encode()
+        make_row = make_json_row if task.objective == CAUSAL_LM else make_labelled_row
+        return "".join(json.dumps(make_row(sample.tokens)) + "\n" for sample in samples).encode()
+    if task.objective != CAUSAL_LM:
+        rows = [make_labelled_row(sample.tokens) for sample in samples]
+        return pa.RecordBatch.from_pylist(rows, schema=task.schema)
     lengths = np.array([len(sample.tokens.input_ids) for sample in samples], np.int32)
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
     input_ids = np.fromiter(chain.from_iterable(sample.tokens.input_ids for sample in samples), np.int32)
@@ -63,17 +68,27 @@ def make_json_row(tokens: TokenizedChat) -> dict[str, Any]:
     return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
 
 
+def make_labelled_row(tokens: TokenizedText) -> dict[str, Any]:
+    row = {
+        "input_ids": tokens.input_ids,
+        TARGET_COLUMN if tokens.is_sequence else "labels": tokens.target,
+        "len": len(tokens.input_ids),
+        "num_loss_counted_tokens": tokens.num_loss_counted_tokens,
+    }
+    return row if tokens.type_ids is None else row | {TYPES_COLUMN: tokens.type_ids}
+
+
 @contextmanager
-def open_output(path: Path, ending: str) -> Iterator[Callable[[EncodedSamples], Any]]:
+def open_output(path: Path, ending: str, task: Task) -> Iterator[Callable[[EncodedSamples], Any]]:
     """A function that appends samples to a new file, which is finished when the block ends."""
     if ending == ".jsonl":
         with open(path, "wb") as file:
             yield file.write
     elif ending == ".arrow":
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, task.schema) as writer:
             yield writer.write_batch
     else:
-        with pq.ParquetWriter(path, SCHEMA) as writer:
+        with pq.ParquetWriter(path, task.schema) as writer:
             yield writer.write_batch
 
 

@@ -26,8 +26,12 @@ def check_harness(tasks: Sequence[str]) -> None:
         return
     require("lm_eval", extra="lm-eval", flag="--lm-eval")
     for task in tasks:
-        if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
+        if is_file(task) and not Path(task).is_file():
             raise ValueError(f"--lm-eval {task}: no such file")
+
+
+def is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
 
 
 def run_harness(
@@ -50,10 +54,11 @@ def call_harness(engine: HFEngine, tasks: Sequence[str]) -> dict[str, list[dict[
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    folders = sorted({str(Path(task).absolute().parent) for task in tasks if task.endswith((".yaml", ".yml"))})
-    names = [Path(task).stem if task.endswith((".yaml", ".yml")) else task for task in tasks]
+    folders = sorted({str(Path(task).absolute().parent) for task in tasks if is_file(task)})
+    names = [Path(task).stem if is_file(task) else task for task in tasks]
     model = HFLM(pretrained=engine.model, tokenizer=engine.tokenizer, batch_size=engine.batch_size)
-    manager = TaskManager(include_path=folders or None)
+    names_its_own = any(not is_file(task) for task in tasks)  # looking through all of the harness's takes minutes
+    manager = TaskManager(include_path=folders or None, include_defaults=names_its_own)
     results = simple_evaluate(model=model, tasks=names, task_manager=manager, log_samples=True, bootstrap_iters=0)
     return {task: [keep(sample) for sample in samples] for task, samples in results["samples"].items()}
 

@@ -21,8 +21,13 @@ OTHER_LABEL = "(none of the labels)"
 
 
 def normalise(text: str) -> str:
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(ARTICLES.sub(" ", kept).split())
+    """Of a text that is an article and nothing else, such as the answer A, the article stays."""
+    return " ".join(ARTICLES.sub(" ", simplify(text)).split()) or simplify(text)
+
+
+def simplify(text: str) -> str:
+    """Lower case, no punctuation, single spaces."""
+    return " ".join("".join(letter for letter in text.lower() if letter not in string.punctuation).split())
 
 
 def exact_match(answer: str, reference: str) -> float:
@@ -91,7 +96,7 @@ MEASURES: dict[str, Measure] = {
     "contains": contains,
     "number": number,
     "token_f1": token_f1,
-    "label": normalised_match,  # of the label that is read out of the answer
+    "label": exact_match,  # of the label that is read out of the answer
     "rouge_1": functools.partial(rouge, kind="rouge1"),
     "rouge_2": functools.partial(rouge, kind="rouge2"),
     "rouge_l": functools.partial(rouge, kind="rougeL"),
@@ -120,8 +125,8 @@ def score_answer(measure: str, answer: str, references: Sequence[str], labels: S
 
 def read_label(answer: str, labels: Sequence[str]) -> str:
     """Which of the labels the answer says: all of it, or its beginning; the longest that fits."""
-    said = normalise(answer)
-    fitting = [label for label in labels if f"{said} ".startswith(f"{normalise(label)} ") and normalise(label)]
+    said = simplify(answer)
+    fitting = [label for label in labels if f"{said} ".startswith(f"{simplify(label)} ") and simplify(label)]
     return max(fitting, key=len, default=OTHER_LABEL)
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from model.attention import list_heads
 from model.blocks import find_blocks
 from model.mixers import find_mixers
+from objectives.text_tower import text_config
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
 
@@ -70,7 +71,7 @@ def count_state_products(module: nn.Module) -> float:
 
 def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     """`FlopCount` of a causal language model; a mixture of experts counts its active experts."""
-    head = model.get_output_embeddings()
+    config, head = text_config(config), model.get_output_embeddings()
     outside = {id(head.weight)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     num_active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1

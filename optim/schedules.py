@@ -16,7 +16,11 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
     warm-up, shapes are those of transformers.optimization; inverse_sqrt's time scale is the warm-up, or
     `INVERSE_SQRT_STEPS`.
     """
-    scheduler, peak, num_warmup_steps = options.lr_scheduler, options.learning_rate, options.num_warmup_steps
+    scheduler, peak, num_warmup_steps = (
+        options.lr_scheduler,
+        options.learning_rate,
+        count_warmup_steps(options, num_steps=num_steps),
+    )
     if step < num_warmup_steps and scheduler != "constant":
         return peak * (step + 1) / (num_warmup_steps + 1)
     if scheduler in ("constant", "constant_with_warmup"):
@@ -33,6 +37,13 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
     progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
     least = options.min_lr_ratio or 0.0
     return peak * (least + (1 - least) * find_remaining(progress, options))
+
+
+def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
+    """Of a run of `num_steps`; a share is rounded up, as transformers does."""
+    if options.warmup_ratio is None:
+        return options.num_warmup_steps
+    return math.ceil(options.warmup_ratio * num_steps)
 
 
 def find_remaining(progress: float, options: OptimizationOptions) -> float:

@@ -30,7 +30,9 @@ MODELS = FAMILIES | {
 def export(path, export_dir, world, *, dtype=torch.float32):
     model = build(path, world)
     generation_config = load_generation_config(str(path), model.model.config)
-    parts = ExportParts(CausalLM(), Full(), generation_config, AutoTokenizer.from_pretrained(path), dtype)
+    parts = ExportParts(
+        CausalLM(), Full(), generation_config, AutoTokenizer.from_pretrained(path), dtype, load_source(path)
+    )
     export_model(model, export_dir, parts, world=world)
     return export_dir
 

@@ -16,6 +16,7 @@ from transformers import (
     CohereCompassTextConfig,
     DiffLlamaConfig,
     ElectraConfig,
+    Florence2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPTJConfig,
@@ -25,7 +26,6 @@ from transformers import (
     LlamaConfig,
     LongcatFlashConfig,
     NemotronConfig,
-    Qwen2VLConfig,
     RobertaConfig,
     RwkvConfig,
     StableLmConfig,
@@ -204,9 +204,9 @@ def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(worl
         build(tmp_path, world, attention="sdpa")
 
 
-def test_a_model_of_more_than_text_is_told_so():
-    obstacle = CausalLM().check_config(Qwen2VLConfig(), trust_remote_code=False)
-    assert obstacle.startswith("model type 'qwen2_vl' is more than a language model")
+def test_a_model_that_writes_no_text_is_told_so():
+    obstacle = CausalLM().check_config(Florence2Config(), trust_remote_code=False)
+    assert obstacle.startswith("model type 'florence2' is an encoder-decoder")
     obstacle = CausalLM().check_config(ViTConfig(), trust_remote_code=False)
     assert obstacle == "model type 'vit' has no causal language model in transformers"
     obstacle = CausalLM().check_config(T5Config(), trust_remote_code=False)

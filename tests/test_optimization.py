@@ -25,6 +25,10 @@ def test_warmup_rises_linearly_from_above_zero_to_the_peak(scheduler):
     assert rates(scheduler, num_warmup_steps=4, num_steps=100)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
+def test_a_share_of_the_run_warms_up_as_as_many_steps():
+    assert rates("cosine", num_steps=30, warmup_ratio=0.11) == rates("cosine", num_steps=30, num_warmup_steps=4)
+
+
 def test_linear_falls_by_the_same_amount_and_its_last_step_still_trains():
     assert rates("linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
     assert rates("linear", min_lr_ratio=0.5)[-1] == pytest.approx(0.55)

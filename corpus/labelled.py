@@ -1,0 +1,157 @@
+"""Rows for classifiers -> `Labelled`: a text, a pair of texts, words or a chat, with what was said of it.
+
+| keys                     | becomes                                               |
+|--------------------------|-------------------------------------------------------|
+| text, label              | a text                                                |
+| text, text_pair, label   | two texts                                             |
+| tokens, labels           | words, each with a label of its own                   |
+| messages, tools, label   | a chat, which the chat template renders               |
+
+What a label means, of which kind it is and which class it has, is found out over all rows (`corpus.labels`).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from chat.examples import Chat
+from chat.labels import IGNORED
+from chat.masking import check_unicode
+from corpus.files import Chunk, iterate_rows
+from corpus.formats import Fields, build_chat, parse_row, quote, require_list
+from corpus.lines import Row
+
+Label = str | int | float  # as a row says it: a name, an integer, or a number
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """Under which names a row has what is classified, and how; None: those of the table above."""
+
+    text: str | None = None
+    text_pair: str | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Words:
+    """A text in words, each of which has a label."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """Two texts that are classified together."""
+
+    first: str
+    second: str
+
+
+Content = str | TextPair | Words | Chat
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """What is classified, and as what: one label, several, or one for each word. `is_cell`: of a table, where all is
+    text, so that 1 may be a number."""
+
+    content: Content
+    label: Label | list[Label]
+    is_cell: bool = False
+
+
+def read_labelled(chunk: Chunk, fields: FieldNames) -> Iterator[tuple[Row, Labelled | ValueError | None]]:
+    """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line."""
+    for row in iterate_rows(chunk):
+        try:
+            values = parse_row(row.value, chunk.encoding)
+            yield row, None if values is None else read_row(values, fields, is_cell=chunk.encoding == "table")
+        except ValueError as error:
+            yield row, error
+
+
+def read_row(values: Fields, fields: FieldNames, *, is_cell: bool) -> Labelled:
+    """Raises ValueError for a row that lacks something or has two things to classify."""
+    content = read_content(values, fields)
+    name = find_name(values, fields.label, ("label", "labels"), what="label", option="--label-field")
+    given = values.get(name)
+    if isinstance(content, Words):
+        labels = [read_label(label, f"{name!r}, word {i}") for i, label in enumerate(require_items(given, name), 1)]
+        if len(labels) != len(content.words):
+            raise ValueError(f"{len(labels)} labels for {len(content.words)} words: each word needs one")
+        return Labelled(content, labels)
+    if not isinstance(given, list):
+        return Labelled(content, read_label(given, repr(name)), is_cell)
+    labels = [read_label(label, f"{name!r}, entry {i}") for i, label in enumerate(given, start=1)]
+    return Labelled(content, labels)
+
+
+def read_content(values: Fields, fields: FieldNames) -> Content:
+    """What the row has to classify."""
+    choices = ("text", "tokens", "messages") if fields.text is None else ()
+    name = find_name(values, fields.text, choices, what="text", option="--text-field")
+    pair = fields.text_pair or "text_pair"
+    is_pair = fields.text_pair is not None or values.get(pair) is not None
+    value = values.get(name)
+    if is_pair:
+        return TextPair(read_text(value, name), read_text(values.get(pair), pair))
+    if name == "messages":
+        return build_chat(require_list(values, name), {key: values[key] for key in ("tools",) if key in values})
+    if isinstance(value, list):
+        words = require_items(value, name)
+        return Words(tuple(read_text(word, f"{name}, word {i}") for i, word in enumerate(words, start=1)))
+    return read_text(value, name)
+
+
+def find_name(values: Fields, given: str | None, choices: tuple[str, ...], *, what: str, option: str) -> str:
+    """The name under which the row has it: the one that was given, or the one of `choices` that the row has."""
+    if given is not None:
+        if given not in values:
+            raise ValueError(f"no {given!r} ({option}), or it is empty: the row has {quote(sorted(values))}")
+        return given
+    found = [name for name in choices if values.get(name) is not None]
+    if len(found) > 1:
+        raise ValueError(f"has both {found[0]!r} and {found[1]!r}: name one with {option}")
+    if not found:
+        names = " or ".join(repr(name) for name in choices)
+        raise ValueError(f"no {what}: {names} is missing or empty; the row has {quote(sorted(values))} ({option})")
+    return found[0]
+
+
+def read_text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name!r} is {quote(value)}, expected text")
+    return check_unicode(value)
+
+
+def require_items(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name!r} is {quote(value)}, expected a list with an entry for each word")
+    return value
+
+
+def read_label(value: Any, where: str) -> Label:
+    """A label as it was given; of a name without the space around it. Raises ValueError for what is none."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        name = check_unicode(value.strip())
+        if not name or name.lower() == "nan":
+            raise ValueError(f"{where} is {quote(value)}: the row has no label")
+        if not name.isprintable():
+            raise ValueError(f"{where} is {quote(value)}: a label's name is on one line, without control characters")
+        return name
+    if isinstance(value, int | float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} is {value}: the row has no label")
+        return value
+    if value is None:
+        raise ValueError(f"{where} is missing or null: the row has no label")
+    raise ValueError(f"{where} is {quote(value)}, expected a name, a number, or a list of these")
+
+
+def is_ignored(label: Label) -> bool:
+    """Whether a word is given as one that has no class."""
+    return label == IGNORED and not isinstance(label, str)

@@ -1,0 +1,200 @@
+"""Labelled rows -> token ids, token types and the target: tokenized as transformers' tokenizer does by itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chat.examples import Chat
+from chat.labels import IGNORED
+from chat.masking import check_unicode
+from chat.rendering import catch_error, one_line, prepare_messages, template_errors
+from corpus.labelled import Content, Labelled, TextPair, Words
+from corpus.labels import Labels, count_classes
+from objectives.columns import TOKENS
+
+NUM_WORDS_SHOWN = 8  # of a sample that is printed, with their labels
+PROBE_WORDS = ["ab", "cd", "ef"]
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """Token ids, and what is to be learned from them: a target, or each token's class (IGNORED where it has none)."""
+
+    input_ids: list[int]
+    target: list[float] | list[int]
+    is_sequence: bool  # whether the target is the whole text's
+    type_ids: list[int] | None  # None where all tokens are of the first text
+    is_truncated: bool
+    label_counts: dict[str, int]
+    values: list[float] | None  # to predict, where labels are numbers
+    said: str  # the labels in words
+    is_weighted: bool = False
+    loss_weights: None = None
+    spans: tuple[()] = ()
+
+    @property
+    def num_loss_counted_tokens(self) -> int:
+        return 1 if self.is_sequence else sum(label != IGNORED for label in self.target)
+
+    @property
+    def labels(self) -> list[int]:
+        """As many as tokens, IGNORED where there is none."""
+        return [IGNORED] * len(self.input_ids) if self.is_sequence else self.target
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self.input_ids):,} tokens, {self.said}"
+
+
+class LabelledTokenizer:
+    """Tokenizes rows and gives them their classes. `max_length`: with `truncates` cuts what is longer."""
+
+    def __init__(self, tokenizer: Any, labels: Labels, *, max_length: int | None, truncates: bool) -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"{type(tokenizer).__name__} does not tell which word a token is of: use a model that has a fast"
+                " tokenizer (tokenizer.json)"
+            )
+        self.tokenizer, self.labels = tokenizer, labels
+        self.max_length = max_length if truncates else None
+        tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
+        self.backend = tokenizer.backend_tokenizer
+        self.has_types = "token_type_ids" in tokenizer.model_input_names
+        self.spaces_words = needs_spaces(self.backend)
+
+    def tokenize(self, rows: Sequence[Labelled]) -> list[TokenizedText | ValueError]:
+        """Each row's tokens and target, or why it cannot be used."""
+        targets = [catch_error(self.labels.encode, row) for row in rows]
+        prepared = [catch_error(self.prepare, row.content) for row in rows]
+        encodings: dict[int, Any] = {}
+        for is_words in (False, True):
+            for adds_special in (False, True):
+                indices = [
+                    i
+                    for i, (row, text) in enumerate(zip(rows, prepared, strict=True))
+                    if not isinstance(text, ValueError)
+                    and isinstance(row.content, Words) == is_words
+                    and isinstance(row.content, Chat) != adds_special
+                ]
+                texts = [prepared[i] for i in indices]
+                encoded = self.encode(texts, is_words=is_words, adds_special=adds_special)
+                encodings.update(zip(indices, encoded, strict=True))
+        return [
+            next((found for found in (target, text) if isinstance(found, ValueError)), None)
+            or catch_error(self.build, row, encodings[i], target, text)
+            for i, (row, target, text) in enumerate(zip(rows, targets, prepared, strict=True))
+        ]
+
+    def prepare(self, content: Content) -> str | tuple[str, str] | list[str]:
+        """What the tokenizer takes; a chat as its template renders it."""
+        match content:
+            case TextPair():
+                return content.first, content.second
+            case Words() if self.spaces_words:
+                return [content.words[0], *(f" {word}" for word in content.words[1:])]
+            case Words():
+                return list(content.words)
+            case Chat():
+                return self.render(content)
+            case _:
+                return content
+
+    def render(self, chat: Chat) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                "the tokenizer has no chat template: name one with --chat-template, or give the row a text"
+            )
+        with template_errors():
+            text = self.tokenizer.apply_chat_template(prepare_messages(chat.messages), tools=chat.tools, tokenize=False)
+        return check_unicode(text)
+
+    def encode(self, texts: Sequence[Any], *, is_words: bool, adds_special: bool) -> list[Any]:
+        if not texts:
+            return []
+        return self.backend.encode_batch(texts, is_pretokenized=is_words, add_special_tokens=adds_special)
+
+    def build(self, row: Labelled, encoding: Any, target: list[float] | list[int], text: Any) -> TokenizedText:
+        """Raises ValueError for a row without tokens, and for a label that no token would have."""
+        is_truncated = self.max_length is not None and len(encoding.ids) > self.max_length
+        if is_truncated:
+            encoding = self.encode_truncated(text, row.content)
+        if not encoding.ids:
+            raise ValueError("the tokenizer makes no token of the text")
+        task, is_words = self.labels.task, isinstance(row.content, Words)
+        said = self.describe(row, target)
+        if is_words:
+            target = spread_labels(encoding.word_ids, target, row.content.words, is_truncated=is_truncated)
+        counts = count_classes(target, task)
+        values = target if task.label_type == "regression" else None
+        types = encoding.type_ids if self.has_types and any(encoding.type_ids) else None
+        return TokenizedText(
+            encoding.ids, target, task.objective != TOKENS, types, is_truncated, dict(counts), values, said
+        )
+
+    def encode_truncated(self, text: Any, content: Content) -> Any:
+        """Cut by the tokenizer: of a pair the longer text first, and special tokens stay."""
+        strategy, direction = "longest_first", self.tokenizer.truncation_side
+        try:
+            self.backend.enable_truncation(self.max_length, strategy=strategy, direction=direction)
+            (encoding,) = self.encode(
+                [text], is_words=isinstance(content, Words), adds_special=not isinstance(content, Chat)
+            )
+        except BaseException as error:  # what the tokenizer's Rust code raises is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise ValueError(f"cannot be cut to {self.max_length} tokens: {one_line(error)}") from None
+        finally:
+            self.backend.no_truncation()
+        return encoding
+
+    def describe(self, row: Labelled, target: Sequence[float]) -> str:
+        """The row's labels in words."""
+        task = self.labels.task
+        if isinstance(row.content, Words):
+            pairs = [
+                f"{word} {task.label_names[label]}"
+                for word, label in zip(row.content.words, target, strict=True)
+                if label != IGNORED and task.label_names[label] != "O"
+            ]
+            more = f", and {len(pairs) - NUM_WORDS_SHOWN} more" if len(pairs) > NUM_WORDS_SHOWN else ""
+            return f"words with labels: {', '.join(pairs[:NUM_WORDS_SHOWN]) or 'none'}{more}"
+        if task.label_type == "regression":
+            return f"value: {', '.join(f'{value:g}' for value in target)}"
+        return f"label: {', '.join(count_classes(target, task)) or 'none'}"
+
+
+def spread_labels(
+    word_ids: Sequence[int | None], labels: Sequence[int], words: Sequence[str], *, is_truncated: bool
+) -> list[int]:
+    """Each token's label: its word's, where it is the word's first token. Raises ValueError for a word without any."""
+    spread, seen = [], -1
+    present = {word for word in word_ids if word is not None}
+    last = max(present, default=-1) if is_truncated else len(words) - 1
+    lost = next((i for i in range(last + 1) if i not in present and labels[i] != IGNORED), None)
+    if lost is not None and not (is_truncated and lost < min(present)):  # cut on the left
+        raise ValueError(f"word {lost + 1}, {words[lost]!r}, gives no token, so that its label would be lost")
+    for word in word_ids:
+        spread.append(IGNORED if word is None or word == seen else labels[word])
+        seen = seen if word is None else word
+    return spread
+
+
+def needs_spaces(backend: Any) -> bool:
+    """Whether words have to be given with the space before them, to become the tokens that they are in a text: so it is
+    with byte-level vocabularies, unless their tokenizer puts spaces itself."""
+    in_text = backend.encode(" ".join(PROBE_WORDS), add_special_tokens=False).ids
+    first, *others = PROBE_WORDS
+
+    def encode(words: list[str]) -> list[int]:
+        return backend.encode(words, is_pretokenized=True, add_special_tokens=False).ids
+
+    return encode(PROBE_WORDS) != in_text and encode([first, *(f" {word}" for word in others)]) == in_text
+
+
+def describe_pairs(tokenizer: Any, *, has_pairs: bool) -> list[str]:
+    """Notes on how the tokenizer puts two texts together."""
+    if not has_pairs:
+        return []
+    pair, special = tokenizer("ab", "cd")["input_ids"], set(tokenizer.all_special_ids)
+    is_separated = not special.isdisjoint(pair[1:-1])
+    return [] if is_separated else ["the tokenizer puts nothing between the two texts of a pair"]

@@ -1,0 +1,303 @@
+"""Which labels there are: found over all rows before any is tokenized, decided once, and then looked up row by row.
+
+A class is known by its name; an integer's name is its digits. Classes are numbered in the order of their names, those
+of integers by value, unless the order is given (--label-names), another data set's (--labels-from), or the file's own
+(`ClassLabel` of the package datasets, in Parquet).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from chat.labels import IGNORED
+from corpus.files import Source
+from corpus.labelled import FieldNames, Label, Labelled, Words, is_ignored
+from objectives.columns import SEQUENCES, TOKENS, LabelType, Task, describe_names, read_task
+
+INTEGER = re.compile(r"[+-]?\d{1,18}")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+MAX_CLASSES = 100_000  # of which the names are held
+FEW_ROWS = 20  # with so few, each may have a label of its own
+KINDS = {
+    "name": "a name",
+    "integer": "an integer",
+    "number": "a number",
+    "list": "a list of labels",
+    "words": "a label for each word",
+}
+
+
+@dataclass
+class LabelCounts:
+    """What labels there are in some rows, by the first place of each. Its size does not grow with the rows."""
+
+    kinds: dict[str, str] = field(default_factory=dict)  # a key of KINDS -> where it is first
+    names: dict[str, str] = field(default_factory=dict)  # -> where it is first
+    has_fraction: bool = False  # a number that is no integer
+    has_numbers_in_lists: bool = False  # one that is not written as an integer
+    num_rows: int = 0
+
+    def add_row(self, row: Labelled, place: str) -> None:
+        self.num_rows += 1
+        labels = row.label if isinstance(row.label, list) else [row.label]
+        labels = [label for label in labels if not is_ignored(label)]
+        kind = "words" if isinstance(row.content, Words) else "list" if isinstance(row.label, list) else None
+        self.kinds.setdefault(kind or find_kind(row.label, is_cell=row.is_cell), place)
+        if kind is not None:
+            self.has_numbers_in_lists |= any(isinstance(label, float) for label in labels)
+        for label in labels:
+            name = name_label(label)
+            self.has_fraction |= kind is None and INTEGER.fullmatch(name) is None
+            if len(self.names) < MAX_CLASSES:
+                self.names.setdefault(name, place)
+
+    def add(self, other: "LabelCounts") -> None:
+        self.num_rows += other.num_rows
+        self.kinds = other.kinds | self.kinds
+        self.has_fraction |= other.has_fraction
+        self.has_numbers_in_lists |= other.has_numbers_in_lists
+        for name in other.names.keys() - self.names.keys() if len(self.names) < MAX_CLASSES else ():
+            self.names[name] = other.names[name]
+
+
+def find_kind(label: Label, *, is_cell: bool) -> str:
+    """Of a single label. What a table's cell says is a number if it reads as one."""
+    if isinstance(label, str):
+        if not is_cell or NUMBER.fullmatch(label) is None:
+            return "name"
+        return "integer" if INTEGER.fullmatch(label) else "number"
+    return "integer" if isinstance(label, int) else "number"
+
+
+def name_label(label: Label) -> str:
+    """A class's name: of a number that is whole, its digits."""
+    if isinstance(label, float) and label.is_integer() and abs(label) < 1e15:
+        return str(int(label))
+    return str(label)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the labels of a data set mean. `task.label_names` are the classes, in order."""
+
+    task: Task
+    takes_indices: bool  # an integer that is no name is the number of a class
+
+    @classmethod
+    def empty(cls) -> "Labels":
+        return cls(Task(SEQUENCES, "single"), takes_indices=False)
+
+    @cached_property
+    def classes(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.task.label_names)}
+
+    def encode(self, row: Labelled) -> list[float] | list[int]:
+        """The row's target, or of words the class of each. Raises ValueError for a label that is not among them."""
+        task, is_list = self.task, isinstance(row.label, list)
+        if (task.objective == TOKENS) != isinstance(row.content, Words):
+            given = "words with a label each" if isinstance(row.content, Words) else "one label for the whole text"
+            raise ValueError(f"the row has {given}, and the data is for {task.objective}")
+        if task.objective == TOKENS:
+            return [IGNORED if is_ignored(label) else self.find_class(label) for label in row.label]
+        if task.label_type == "regression":
+            return self.encode_values(row.label if is_list else [row.label])
+        if is_list != (task.label_type == "multi"):
+            given = "a list of labels" if is_list else f"the one label {row.label!r}"
+            wanted = "one label" if is_list else "a list of labels"
+            raise ValueError(f"the row has {given}; --label-type {task.label_type} needs {wanted}")
+        if not is_list:
+            return [float(self.find_class(row.label))]
+        return self.encode_several(row.label)
+
+    def encode_several(self, labels: Sequence[Label]) -> list[float]:
+        target = [0.0] * self.task.num_labels
+        for label in labels:
+            found = self.find_class(label)
+            if target[found]:
+                raise ValueError(
+                    f"the label {label!r} is there twice: several labels are a list of those that apply, by name or"
+                    " number, not a 0 or 1 for each"
+                )
+            target[found] = 1.0
+        return target
+
+    def encode_values(self, labels: Sequence[Label]) -> list[float]:
+        if len(labels) != self.task.num_labels:
+            raise ValueError(f"the row has {len(labels)} values, and the first row has {self.task.num_labels}")
+        no_numbers = [label for label in labels if isinstance(label, str) and NUMBER.fullmatch(label) is None]
+        if no_numbers:
+            raise ValueError(f"the label {no_numbers[0]!r} is no number, as --label-type regression needs")
+        values = [float(np.float32(float(label))) for label in labels]
+        if not np.isfinite(values).all():
+            raise ValueError(f"the label {labels!r} is beyond what 32 bits hold")
+        return values
+
+    def find_class(self, label: Label) -> int:
+        found = self.classes.get(name_label(label))
+        if found is None and self.takes_indices and INTEGER.fullmatch(name_label(label)):
+            found = int(label) if 0 <= int(label) < self.task.num_labels else None
+        if found is None:
+            raise ValueError(f"the label {label!r} is not among {describe_names(self.task.label_names)}")
+        return found
+
+
+def decide_labels(
+    counts: LabelCounts,
+    *,
+    first: Labelled | None,
+    label_type: LabelType | None,
+    label_names: Sequence[str],
+    known: Task | None,
+) -> Labels:
+    """What the labels mean. `known`: the task of another data set, whose labels these are; `first`: the first row.
+
+    Raises ValueError where that cannot be told, naming what to give.
+    """
+    if known is not None:
+        if label_type not in (None, known.label_type):
+            raise ValueError(f"--label-type {label_type}: the labels of --labels-from are for {known.describe()}")
+        return Labels(known, takes_indices=takes_indices(known.label_names))
+    if len(counts.kinds) > 1 and not ({*counts.kinds} <= {"integer", "number", "name"} and label_type == "single"):
+        check_mixed_kinds(counts, label_type)
+    objective = TOKENS if "words" in counts.kinds else SEQUENCES
+    label_type = choose_label_type(counts, label_type)
+    if label_type == "regression":
+        if label_names:
+            raise ValueError("--label-names has no effect: the labels are numbers to predict, which have no names")
+        num_values = len(first.label) if first is not None and isinstance(first.label, list) else 1
+        return Labels(Task(objective, label_type, (), num_values), takes_indices=False)
+    names = tuple(label_names) or sort_names(counts.names)
+    if len(names) < 2 and label_type == "single":
+        raise ValueError(
+            f"all labels are {next(iter(counts.names), None)!r}: there is nothing to tell apart; name the classes that"
+            " there can be with --label-names, or see whether --label-field is right"
+        )
+    return Labels(Task(objective, label_type, names, len(names)), takes_indices=takes_indices(names))
+
+
+def takes_indices(names: Sequence[str]) -> bool:
+    return not any(INTEGER.fullmatch(name) for name in names)
+
+
+def check_mixed_kinds(counts: LabelCounts, label_type: LabelType | None) -> None:
+    """Integers may stand among numbers; everything else is a mistake in the data."""
+    if {*counts.kinds} == {"integer", "number"} and label_type != "multi":
+        return
+    found = " and ".join(f"{KINDS[kind]} ({place})" for kind, place in sorted(counts.kinds.items(), key=str))
+    raise ValueError(f"labels are of several kinds: {found}; mend the rows, or name one kind with --label-type")
+
+
+def choose_label_type(counts: LabelCounts, given: LabelType | None) -> LabelType:
+    """What the labels are. Raises ValueError where two answers are possible, and where `given` cannot be."""
+    kinds = {*counts.kinds}
+    if "words" in kinds:
+        if given not in (None, "single"):
+            raise ValueError(f"--label-type {given}: of words, each has one label of several (single)")
+        return "single"
+    if "list" in kinds:
+        if given == "single":
+            raise ValueError(f"--label-type single: a row has a list of labels ({counts.kinds['list']})")
+        if given is None and counts.has_numbers_in_lists:
+            raise ValueError("labels are lists of numbers: give --label-type regression if they are values to predict")
+        return given or "multi"
+    if given == "multi":
+        place = next(iter(counts.kinds.values()))
+        raise ValueError(f"--label-type multi: a row has one label where a list is needed ({place})")
+    if given is not None:
+        return given
+    num_classes = len(counts.names)
+    if "number" in kinds and not counts.has_fraction:
+        raise ValueError(
+            f"labels are whole numbers written with a point, such as {next(iter(counts.names))}.0: give --label-type"
+            " regression if they are values to predict, or --label-type single if they are classes"
+        )
+    if "number" in kinds:
+        return "regression"
+    if counts.num_rows > FEW_ROWS and 2 * num_classes > counts.num_rows:
+        raise ValueError(
+            f"{num_classes:,} different labels in {counts.num_rows:,} rows: if --label-field is right, give"
+            " --label-type single, or regression if they are values to predict"
+        )
+    return "single"
+
+
+def sort_names(names: Sequence[str]) -> tuple[str, ...]:
+    """By name; integers by value."""
+    if all(INTEGER.fullmatch(name) for name in names):
+        return tuple(sorted(names, key=int))
+    return tuple(sorted(names))
+
+
+def read_known_labels(path: str) -> Task:
+    """The labels of a data set that process_data.py wrote, named by its file or by its sidecar."""
+    sidecar = Path(path if path.endswith(".meta.json") else f"{path}.meta.json")
+    try:
+        task = read_task(json.loads(sidecar.read_text()), named=str(sidecar))
+    except (OSError, json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"--labels-from {path}: no sidecar of a data set: {error}") from None
+    if task.label_type is None:
+        raise ValueError(f"--labels-from {path}: is a data set for {task.describe()}, without labels")
+    return task
+
+
+def find_declared_names(sources: Sequence[Source], fields: FieldNames) -> tuple[str, ...]:
+    """The names that the package datasets has written into Parquet files for the label's integers; () if there are
+    none. Raises ValueError if files say different ones."""
+    declared: dict[tuple[str, ...], Source] = {}
+    for source in sources:
+        if source.ending == ".parquet" and source.compression is None:
+            names = find_class_label(read_metadata(source.path), fields)
+            if names:
+                declared.setdefault(names, source)
+    if len(declared) > 1:
+        (first, one), (second, other) = list(declared.items())[:2]
+        raise ValueError(
+            f"{one.path} names its labels {describe_names(first)}, and {other.path} {describe_names(second)}: give"
+            " files that agree"
+        )
+    return next(iter(declared), ())
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What `datasets` says of the columns; damage is told where the rows are read."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        return json.loads(metadata[b"huggingface"])["info"]["features"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def find_class_label(features: dict[str, Any], fields: FieldNames) -> tuple[str, ...]:
+    """Of the label's column, or of the entries of its lists."""
+    for name in (fields.label,) if fields.label is not None else ("label", "labels"):
+        feature = features.get(name)
+        while isinstance(feature, dict | list):
+            feature = feature[0] if isinstance(feature, list) else feature
+            if feature.get("_type") == "ClassLabel":
+                return tuple(map(str, feature.get("names") or ()))
+            feature = feature.get("feature")
+    return ()
+
+
+def describe_similar(names: Sequence[str]) -> list[str]:
+    """Notes on names that differ only in case, which may be one."""
+    seen: dict[str, str] = {}
+    pairs = [(seen.setdefault(name.casefold(), name), name) for name in names]
+    return [f"the labels {first!r} and {name!r} differ only in case" for first, name in pairs if first != name]
+
+
+def count_classes(targets: Sequence[float] | Sequence[int], task: Task) -> Counter[str]:
+    """How often each label stands in a row's target."""
+    if task.label_type == "regression":
+        return Counter()
+    if task.label_type == "multi":
+        return Counter(task.label_names[i] for i, value in enumerate(targets) if value)
+    return Counter(task.label_names[int(target)] for target in targets if target != IGNORED)

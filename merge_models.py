@@ -1,0 +1,45 @@
+"""Mixes models of one architecture, tensor by tensor: a weighted mean, or task vectors added to a base.
+
+    python merge_models.py --model runs/a/hf_format/best runs/b/hf_format/best --weights 0.5 0.5 --output-dir mixed
+    python merge_models.py --base base --model math code --weights 0.4 0.6 --output-dir mixed
+
+In fp32, a few rows of a tensor at a time: it takes the memory of one file of weights that is written, a few GB, for
+models of any size. Config, tokenizer and data types are the first model's, and the others must have the same.
+"""
+
+from command_line import exit_with_message, parse_options
+from options import MergeModelsOptions
+
+if __name__ == "__main__":
+    options = parse_options(MergeModelsOptions)  # before the heavy imports: --help and typos answer at once
+
+from pathlib import Path
+
+from model.merging import merge_into, open_models
+from ranks.ending import ExitCode
+
+
+def merge_models(options: MergeModelsOptions) -> None:
+    """Writes the mixed model; ValueError or OSError for what cannot be done."""
+    output_dir = Path(options.output_dir)
+    if output_dir.exists():
+        raise ValueError(f"--output-dir {output_dir}: is there already; name a new one")
+    models, base = open_models(options.model, options.base)
+    weights = options.weights or (1 / len(models),) * len(models)
+    merge_into(output_dir, models, weights, base)
+    parts = " + ".join(f"{weight:g} x {model.name}" for weight, model in zip(weights, models, strict=True))
+    how = parts if base is None else f"{base.name} + the differences from it of {parts}"
+    print(f"wrote {output_dir}: {how}")
+
+
+def main(options: MergeModelsOptions) -> None:
+    try:
+        merge_models(options)
+    except (ValueError, OSError) as error:
+        exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message("interrupted; nothing is left", code=ExitCode.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main(options)

@@ -1,0 +1,200 @@
+"""Models of one architecture mixed tensor by tensor, from file to file: nobody ever holds a whole model.
+
+A weighted mean of models (model soups, Wortsman et al. 2022, arXiv 2203.05482), or a base plus a weighted sum of what
+others have learned beyond it (task arithmetic, Ilharco et al. 2023, arXiv 2212.04089).
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from chat.templates import load_tokenizer
+from disk import commit, describe_failed_write, hash_json, make_aside, sync_dir, sync_file
+from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights, read_json
+from model.fingerprints import fingerprint_model
+from model.weights import find_stored
+from ranks.ending import log
+from ranks.terminal import show_progress
+
+SHARD_BYTES = 2 << 30  # of a file of weights that is written; one tensor may be larger
+ROW_BYTES = 256 << 20  # in fp32, of the rows that are computed at once
+# What a config says of how it was saved and not of the model.
+OF_NO_MATTER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "eos_token_id",
+                "bos_token_id", "pad_token_id"}  # fmt: skip
+NOTE = "merge.json"  # in the new directory: what it was made of
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model's directory, and which of its files has each tensor, with its shape."""
+
+    name: str
+    directory: Path
+    tensors: dict[str, tuple[Path, list[int]]]
+
+
+def open_models(names: Sequence[str], base: str | None) -> tuple[list[StoredModel], StoredModel | None]:
+    """The models; ValueError if they are not of one kind, with the first thing that differs."""
+    models = [open_model(name, flag="--model") for name in names]
+    base_model = None if base is None else open_model(base, flag="--base")
+    first, others = models[0], [*models[1:], *([] if base_model is None else [base_model])]
+    for other in others:
+        check_same_model(first, other)
+        check_same_tokenizer(first, other, is_base=other is base_model)
+    return models, base_model
+
+
+def open_model(name: str, *, flag: str) -> StoredModel:
+    if not Path(name).is_dir():
+        raise ValueError(f"{flag} {name}: is no directory; give a model's directory")
+    directory = Path(find_model(name, revision=None, trust_remote_code=False, flag=flag))
+    check_weights(directory)
+    return StoredModel(name, directory, find_stored(directory))
+
+
+def check_same_model(first: StoredModel, other: StoredModel) -> None:
+    """ValueError for another architecture, other tensors, or other shapes."""
+    configs = [read_json(model.directory / "config.json") for model in (first, other)]
+    mine, its = ({key: value for key, value in config.items() if key not in OF_NO_MATTER} for config in configs)
+    changed = sorted(key for key in mine.keys() | its.keys() if mine.get(key) != its.get(key))
+    if changed:
+        shown = ", ".join(f"{key} {mine.get(key)} and {its.get(key)}" for key in changed[:3])
+        raise ValueError(f"{other.name}: cannot be mixed with {first.name}: their configs differ: {shown}")
+    for a, b in ((first, other), (other, first)):
+        missing = sorted(a.tensors.keys() - b.tensors.keys())
+        if missing:
+            raise ValueError(
+                f"{b.name}: cannot be mixed with {a.name}: it has no {missing[0]} ({len(missing)} missing)"
+            )
+    for name, (_, shape) in first.tensors.items():
+        if other.tensors[name][1] != shape:
+            raise ValueError(
+                f"{other.name}: cannot be mixed with {first.name}: {name} is {other.tensors[name][1]}, there {shape}"
+            )
+
+
+def check_same_tokenizer(first: StoredModel, other: StoredModel, *, is_base: bool) -> None:
+    """ValueError for other tokens; a chat template that differs is told of, unless it is the base's."""
+    mine, its = (load_tokenizer(str(model.directory), flag="--model") for model in (first, other))
+    if fingerprint_tokenizer(mine) != fingerprint_tokenizer(its):
+        raise ValueError(f"{other.name}: cannot be mixed with {first.name}: their tokenizers differ")
+    if not is_base and fingerprint_chat_template(mine) != fingerprint_chat_template(its):
+        log.warning(f"warning: {other.name} has another chat template than {first.name}, whose is kept")
+
+
+def merge_into(
+    output_dir: Path, models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None
+) -> None:
+    """Writes the mixed model beside `output_dir`, then renames it."""
+    first = models[0]
+    shards = plan_shards(first)
+    needed_bytes = sum(size for shard in shards for size in shard.values())
+    aside = make_aside(output_dir, needed_bytes, what="the model")
+    try:
+        copy_companions(first.directory, aside)
+        names = {}
+        for number, shard in enumerate(show_progress(shards, "mixing", unit="file"), start=1):
+            file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {name: mix_tensor(name, models, weights, base) for name in shard}
+            save_file(tensors, aside / file, metadata={"format": "pt"})
+            names |= dict.fromkeys(shard, file)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": needed_bytes}, "weight_map": names}
+            (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (aside / NOTE).write_text(json.dumps(describe(models, weights, base), indent=2) + "\n")
+        for file in aside.iterdir():
+            sync_file(file)
+        sync_dir(aside)
+        commit(aside, output_dir)
+    except OSError as error:
+        raise OSError(describe_failed_write(f"the model {output_dir}", error, aside, needed_bytes)) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def plan_shards(model: StoredModel) -> list[dict[str, int]]:
+    """The bytes of each tensor by its name, for each file that is written; in the order of the model's own files."""
+    shards: list[dict[str, int]] = [{}]
+    for name, size in list_sizes(model):
+        if shards[-1] and sum(shards[-1].values()) + size > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = size
+    return shards
+
+
+def list_sizes(model: StoredModel) -> Iterator[tuple[str, int]]:
+    """Every tensor's name and bytes, as the headers of its files say."""
+    for file in list_weights(model.directory):
+        with open(model.directory / file, "rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                yield name, end - start
+
+
+def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None) -> Tensor:
+    """One tensor of the new model, in the first model's type, from a few rows of all models at a time."""
+    rows = read_rows(models[0], name, 0, 1)
+    shape = models[0].tensors[name][1]
+    if not rows.is_floating_point():
+        return copy_equal(name, [*models, *([] if base is None else [base])])
+    mixed = torch.empty(shape, dtype=rows.dtype)
+    num_rows = shape[0] if shape else 1
+    at_once = max(1, ROW_BYTES // (4 * max(1, mixed.numel() // max(num_rows, 1))))
+    for start in range(0, num_rows, at_once):
+        end = min(start + at_once, num_rows)
+        origin = None if base is None else read_rows(base, name, start, end).float()
+        total = torch.zeros(()) if origin is None else origin.clone()
+        for model, weight in zip(models, weights, strict=True):
+            own = read_rows(model, name, start, end).float()
+            total = total + weight * (own if origin is None else own - origin)
+        (mixed[start:end] if shape else mixed).copy_(total)
+    return mixed
+
+
+def read_rows(model: StoredModel, name: str, start: int, end: int) -> Tensor:
+    """Some rows of a tensor, as they are stored; a number is a row."""
+    path, shape = model.tensors[name]
+    with safe_open(path, framework="pt") as file:
+        return file.get_slice(name)[start:end] if shape else file.get_tensor(name)
+
+
+def copy_equal(name: str, models: Sequence[StoredModel]) -> Tensor:
+    """A tensor of whole numbers, which cannot be mixed: all models must have the same."""
+    tensors = []
+    for model in models:
+        with safe_open(model.tensors[name][0], framework="pt") as file:
+            tensors.append(file.get_tensor(name))
+    different = [model.name for model, own in zip(models, tensors, strict=True) if not torch.equal(own, tensors[0])]
+    if different:
+        raise ValueError(f"{different[0]}: {name} holds whole numbers, and others than {models[0].name}'s")
+    return tensors[0]
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Config, tokenizer and all else that is beside the weights, but for a run's notes and manifest."""
+    left_out = {INDEX, NOTE, "manifest.json", "README.md"}
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in left_out:
+            shutil.copyfile(file, target / file.name)
+
+
+def describe(models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None) -> dict[str, Any]:
+    """What the new model was made of."""
+
+    def identify(model: StoredModel) -> dict[str, str]:
+        return {"name": model.name, "fingerprint": fingerprint_model(str(model.directory))}
+
+    parts = [identify(model) | {"weight": weight} for model, weight in zip(models, weights, strict=True)]
+    recipe = {"models": parts} | ({} if base is None else {"base": identify(base)})
+    return recipe | {"digest": hash_json(recipe)}

@@ -1,0 +1,536 @@
+"""Rows for classifiers: what becomes of texts, pairs, words, chats and their labels, and what is refused with its line.
+
+What is right is said by transformers' tokenizer on its own, by the csv files that `datasets` reads, and by plain loops.
+"""
+
+import csv
+import dataclasses
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from make_encoder import train_word_pieces
+from make_tiny_model import train_tokenizer
+
+from chat.labels import IGNORED
+from command_line import find_problems
+from corpus.files import find_sources
+from corpus.labelled import FieldNames
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from corpus.survey import survey_rows
+from objectives.columns import SEQUENCES, TOKENS, Task
+from options import ProcessDataOptions
+from process_data import process_data
+
+ROOT = Path(__file__).parent.parent
+TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']
+REVIEWS = [
+    {"text": "the film was very good", "label": "pos"},
+    {"text": "terrible film, bad!", "label": "neg"},
+    {"text": 'she said "good",\nand left', "label": "pos"},
+    {"text": "bad film", "label": "neg"},
+]
+
+
+@pytest.fixture(scope="module")
+def word_pieces():
+    return train_word_pieces(TEXTS * 9, vocab_size=200)
+
+
+@pytest.fixture(scope="module")
+def encoder(word_pieces, tmp_path_factory) -> Path:
+    return save(word_pieces, tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    return train_tokenizer(TEXTS * 9, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def decoder(byte_level, tmp_path_factory) -> Path:
+    return save(byte_level, tmp_path_factory.mktemp("decoder"))
+
+
+def save(tokenizer, path: Path) -> Path:
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def write_jsonl(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_csv(path: Path, rows: list[dict]) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def prepare(model: Path, source: Path | tuple[Path, ...], output: Path, **options) -> TokenizedData:
+    """What process_data.py makes of the source, read back."""
+    sources = source if isinstance(source, tuple) else (source,)
+    process_data(
+        ProcessDataOptions(
+            input_file=tuple(map(str, sources)),
+            output_file=str(output),
+            model_name_or_path=str(model),
+            format="classification",
+            **{"num_proc": 1, "preview": 0} | options,
+        )
+    )
+    return TokenizedData(output)
+
+
+def read_all(data: TokenizedData) -> list[tuple]:
+    rows = [data.read(row) for row in range(len(data.lengths))]
+    return [tuple(None if part is None else part.tolist() for part in row) for row in rows]
+
+
+def find_task(path: Path, **options) -> Task:
+    """What the labels of a file are taken for, without anything being tokenized."""
+    given = ProcessDataOptions(input_file=(), output_file="", model_name_or_path="", format="classification", **options)
+    return survey_rows(find_sources([str(path)]), FieldNames(), given, num_workers=1).labels.task
+
+
+# --- what is right
+
+
+def test_texts_and_labels_as_the_tokenizer_gives_them_from_every_kind_of_file(encoder, word_pieces, tmp_path):
+    expected = [(word_pieces(row["text"])["input_ids"], [float(row["label"] == "pos")], None) for row in REVIEWS]
+    write_jsonl(tmp_path / "a.jsonl", REVIEWS)
+    (tmp_path / "a.json").write_text(json.dumps(REVIEWS, indent=1))
+    write_csv(tmp_path / "a.csv", REVIEWS)
+    write_csv(tmp_path / "a.tsv", REVIEWS)
+    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.csv").read_bytes())
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    pq.write_table(pa.Table.from_pylist(REVIEWS), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.json", "a.csv", "a.tsv", "bom.csv", "a.csv.gz", "a.parquet"):
+        data = prepare(encoder, tmp_path / name, tmp_path / "out.arrow")
+        assert data.task == Task(SEQUENCES, "single", ("neg", "pos"), 2)
+        assert read_all(data) == expected, name
+        assert data.sidecar["label_counts"] == {"neg": 2, "pos": 2}
+        assert data.num_loss_tokens.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("ending", [".arrow", ".parquet", ".jsonl"])
+def test_pairs_have_token_types_where_the_tokenizer_gives_them(ending, encoder, word_pieces, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"premise": TEXTS[i], "other": TEXTS[i - 1], "y": i % 2} for i in range(4)]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    fields = dict(text_field="premise", text_pair_field="other", label_field="y")
+    data = prepare(encoder, source, tmp_path / f"pairs{ending}", **fields)
+    expected = [word_pieces(row["premise"], row["other"], return_token_type_ids=True) for row in rows]
+    assert data.task.label_names == ("0", "1")
+    assert read_all(data) == [
+        (row["input_ids"], [float(i % 2)], row["token_type_ids"]) for i, row in enumerate(expected)
+    ]
+
+
+def test_a_decoder_has_no_token_types_and_is_told_of_pairs_without_a_border(decoder, byte_level, tmp_path, capsys):
+    rows = [{"text": a, "text_pair": b, "label": label} for a, b, label in (("ab", "c", "x"), ("a", "bc", "y"))]
+    data = prepare(decoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow")
+    assert read_all(data) == [
+        (byte_level(r["text"], r["text_pair"])["input_ids"], [i], None) for i, r in enumerate(rows)
+    ]
+    assert "note: the tokenizer puts nothing between the two texts of a pair" in capsys.readouterr().out
+
+
+WORDS = [
+    {"tokens": ["Angela", "Merkel", "lives", "in", "Berlin!"], "labels": ["B-PER", "I-PER", "O", "O", "B-LOC"]},
+    {"tokens": ["terrible", "film,", "bad"], "labels": ["O", -100, "O"]},
+]
+
+
+def test_a_words_first_token_has_its_label(encoder, word_pieces, tmp_path):
+    data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", WORDS), tmp_path / "out.arrow")
+    names = ("B-LOC", "B-PER", "I-PER", "O")
+    assert data.task == Task(TOKENS, "single", names, 4)
+    for row, (input_ids, labels, types) in zip(WORDS, read_all(data), strict=True):
+        encoding = word_pieces(row["tokens"], is_split_into_words=True)
+        expected, before = [], None
+        for word in encoding.word_ids():
+            is_first = word is not None and word != before
+            label = row["labels"][word] if is_first else IGNORED
+            expected.append(label if label == IGNORED else names.index(label))
+            before = word
+        assert (input_ids, labels, types) == (encoding["input_ids"], expected, None)
+    assert data.num_loss_tokens.tolist() == [5, 2]
+    assert data.sidecar["label_counts"] == {"B-LOC": 1, "B-PER": 1, "I-PER": 1, "O": 4}
+
+
+def test_words_of_a_byte_level_vocabulary_are_those_of_the_text(decoder, byte_level, tmp_path):
+    data = prepare(decoder, write_jsonl(tmp_path / "a.jsonl", WORDS), tmp_path / "out.arrow")
+    for row, (input_ids, labels, _) in zip(WORDS, read_all(data), strict=True):
+        text = " ".join(row["tokens"])
+        encoding = byte_level(text)
+        assert input_ids == encoding["input_ids"]
+        starts = [len(" ".join(row["tokens"][:i])) + (i > 0) for i in range(len(row["tokens"]))]
+        firsts = {encoding.char_to_token(max(start - 1, 0)) for start in starts}  # the space is the word's
+        assert {i for i, label in enumerate(labels) if label != IGNORED} <= firsts
+        assert sum(label != IGNORED for label in labels) == sum(label != IGNORED for label in row["labels"])
+
+
+def test_a_chat_is_rendered_by_its_template(decoder, byte_level, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "no"}], "label": label}
+        for text, label in zip(TEXTS, "abab", strict=True)
+    ]
+    data = prepare(decoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow")
+    expected = [byte_level.apply_chat_template(row["messages"], return_dict=True)["input_ids"] for row in rows]
+    assert [row[0] for row in read_all(data)] == expected
+
+
+def test_several_labels_and_values(encoder, tmp_path):
+    rows = [{"text": "a", "label": ["x", "z"]}, {"text": "b", "label": []}, {"text": "c", "label": ["y"]}]
+    data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow")
+    assert data.task == Task(SEQUENCES, "multi", ("x", "y", "z"), 3)
+    assert [target for _, target, _ in read_all(data)] == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    write_csv(
+        tmp_path / "a.csv", [{"text": "a", "label": 0.5}, {"text": "b", "label": -3}, {"text": "c", "label": 1e3}]
+    )
+    data = prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
+    assert data.task == Task(SEQUENCES, "regression", (), 1)
+    assert [target for _, target, _ in read_all(data)] == [[0.5], [-3], [1000]]
+    assert data.sidecar["label_values"] == {"mean": pytest.approx(997.5 / 3), "min": -3, "max": 1000}
+    rows = [{"text": "a", "label": [1, 0.5]}, {"text": "b", "label": [0, 2]}]
+    data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow", label_type="regression")
+    assert data.task.num_labels == 2 and [target for _, target, _ in read_all(data)] == [[1, 0.5], [0, 2]]
+
+
+def test_a_table_holds_what_datasets_reads(encoder, tmp_path, monkeypatch):
+    """Quotes, commas, line breaks, spaces and other scripts; also rows of other formats than labels."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    random = np.random.default_rng(0)
+    alphabet = [*"ab ,\"\n';:|éü你\u2028\t", '""', "\r\n"]
+    rows = [
+        {
+            "text": "x" + "".join(random.choice(alphabet, 12)),
+            "prompt": f"{i}",
+            "completion": "".join(random.choice(alphabet, 5)) + "y",
+        }
+        for i in range(300)
+    ]
+    write_csv(tmp_path / "a.csv", rows)
+    theirs = datasets.Dataset.from_csv(str(tmp_path / "a.csv"), cache_dir=str(tmp_path / "cache"), dtype=str)
+    from corpus.files import iterate_rows, read_chunks
+
+    (source,) = find_sources([str(tmp_path / "a.csv")])
+    ours = [row.value for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+    assert ours == [dict(row) for row in theirs] == rows
+
+
+# --- labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["b", "a", "B"], ("single", ("B", "a", "b"))),
+        ([10, 9, -1], ("single", ("-1", "9", "10"))),
+        ([True, False], ("single", ("false", "true"))),
+        ([0.5, 2], ("regression", ())),
+        (["10", "9"], ("single", ("9", "10"))),
+        ([["b", "a"], [], [3]], ("multi", ("3", "a", "b"))),
+        ([" a", "a ", "b"], ("single", ("a", "b"))),
+    ],
+)
+def test_what_labels_are_shows_in_them(labels, expected, tmp_path):
+    rows = [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)]
+    task = find_task(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert (task.label_type, task.label_names) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "reason"),
+    [
+        (["a", 1], {}, r"several kinds: a name \(a.jsonl:1\) and an integer \(a.jsonl:2\)"),
+        (["a", ["b"]], {}, r"several kinds: a list of labels \(a.jsonl:2\) and a name"),
+        ([1.0, 2.0], {}, "whole numbers written with a point"),
+        ([[0.0, 1.0], [1.0, 0.0]], {}, "labels are lists of numbers: give --label-type regression"),
+        ([f"text {i}" for i in range(30)], {}, "30 different labels in 30 rows"),
+        (["a", "a"], {}, "all labels are 'a': there is nothing to tell apart"),
+        (["a", "b"], {"label_type": "multi"}, r"one label where a list is needed \(a.jsonl:1\)"),
+        ([["a"], ["b"]], {"label_type": "single"}, r"a row has a list of labels \(a.jsonl:1\)"),
+        ([0.5, 1.5], {"label_names": ("a", "b")}, "--label-names has no effect: the labels are numbers"),
+    ],
+)
+def test_labels_that_can_mean_two_things_are_refused(labels, options, reason, tmp_path):
+    rows = [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)]
+    with pytest.raises(ValueError, match=reason):
+        find_task(write_jsonl(tmp_path / "a.jsonl", rows), **options)
+
+
+def test_names_can_be_given_and_those_of_another_data_set_taken(encoder, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", REVIEWS)
+    train = prepare(encoder, source, tmp_path / "train.arrow", label_names=("pos", "neg", "neutral"))
+    assert train.task.label_names == ("pos", "neg", "neutral")
+    assert [target for _, target, _ in read_all(train)] == [[0], [1], [0], [1]]
+    assert train.sidecar["label_counts"] == {"pos": 2, "neg": 2, "neutral": 0}
+    few = write_jsonl(tmp_path / "b.jsonl", [{"text": "a", "label": "neg"}, {"text": "b", "label": 2}])
+    for known in ("train.arrow", "train.arrow.meta.json"):
+        other = prepare(encoder, few, tmp_path / "few.arrow", labels_from=str(tmp_path / known))
+        assert other.task == train.task
+        assert [target for _, target, _ in read_all(other)] == [[1], [2]], "an integer is the number of a class"
+    with pytest.raises(ValueError, match=r"c\.jsonl:2: the label 'bad' is not among pos, neg, neutral"):
+        unseen = write_jsonl(tmp_path / "c.jsonl", [REVIEWS[0], {"text": "a", "label": "bad"}])
+        prepare(encoder, unseen, tmp_path / "c.arrow", labels_from=str(tmp_path / "train.arrow"))
+    assert not (tmp_path / "c.arrow").exists()
+
+
+def test_the_names_that_datasets_writes_into_parquet_are_taken(encoder, tmp_path):
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    data = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    data.to_parquet(str(tmp_path / "a.parquet"))
+    prepared = prepare(encoder, tmp_path / "a.parquet", tmp_path / "out.arrow")
+    assert prepared.task.label_names == ("bad", "good")
+    assert [target for _, target, _ in read_all(prepared)] == [[1], [0]]
+    names = datasets.ClassLabel(names=["O", "B-PER"])
+    features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "tags": datasets.List(names)})
+    data = datasets.Dataset.from_dict({"tokens": [["Angela", "lives"]], "tags": [[1, 0]]}, features=features)
+    data.to_parquet(str(tmp_path / "b.parquet"))
+    prepared = prepare(encoder, tmp_path / "b.parquet", tmp_path / "out.arrow", label_field="tags")
+    assert prepared.task == Task(TOKENS, "single", ("O", "B-PER"), 2)
+
+
+def test_repeated_texts_and_labels_that_contradict_each_other_are_told(encoder, tmp_path, capsys):
+    first = write_jsonl(tmp_path / "a.jsonl", [*REVIEWS, {"text": "bad film", "label": "pos"}, REVIEWS[0]])
+    second = write_csv(tmp_path / "b.csv", [{"text": "new", "label": "neg"}, REVIEWS[1]])
+    prepare(encoder, (first, second), tmp_path / "out.arrow")
+    told = capsys.readouterr().out
+    assert "note: 1 text has several labels, the first of them at a.jsonl:4 and a.jsonl:5" in told
+    assert "note: 2 rows repeat an earlier text with its label, the first of them a.jsonl:6 that of a.jsonl:1" in told
+
+
+def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(encoder, tmp_path):
+    rows = [{"text": f"film {i % 150}", "label": "abc"[i % 3 if i < 150 else (i + 1) % 3]} for i in range(300)]
+    train = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow", validation_share=0.2)
+    held_out = TokenizedData(tmp_path / "out.validation.arrow")
+    assert train.task == held_out.task == Task(SEQUENCES, "single", ("a", "b", "c"), 3)
+    assert len(train.lengths) + len(held_out.lengths) == 300
+    texts = [{tuple(input_ids) for input_ids, _, _ in read_all(data)} for data in (train, held_out)]
+    assert not texts[0] & texts[1], "a text with two labels is on one side"
+
+
+def test_workers_do_not_matter(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr("process_data.BYTES_PER_WORKER", 1 << 10)
+    rows = [{"text": f"film {i % 997}" + " good" * (i % 9), "label": i % 5} for i in range(3000)]
+    source = write_csv(tmp_path / "a.csv", rows)
+    written = []
+    for num_proc in (1, 2):
+        prepare(encoder, source, tmp_path / "out.arrow", num_proc=num_proc)
+        written.append([(tmp_path / f"out.arrow{end}").read_bytes() for end in ("", ".meta.json")])
+    assert written[0] == written[1]
+
+
+# --- length
+
+
+def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_pieces, decoder, tmp_path, capsys):
+    rows = [{"text": TEXTS[0] * 3, "text_pair": TEXTS[1], "label": "a"}, {"text": "a", "text_pair": "b", "label": "b"}]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = prepare(encoder, source, tmp_path / "out.arrow", max_sample_num_tokens=12)
+    assert len(data.lengths) == 1 and data.sidecar["rows"]["too_long"] == 1
+    data = prepare(encoder, source, tmp_path / "out.arrow", max_sample_num_tokens=12, truncate=True)
+    expected = word_pieces(rows[0]["text"], rows[0]["text_pair"], truncation=True, max_length=12)["input_ids"]
+    assert read_all(data)[0][0] == expected and len(expected) == 12
+    assert (data.sidecar["rows"]["too_long"], data.sidecar["rows"]["truncated"]) == (0, 1)
+    assert "truncated                            1" in capsys.readouterr().out
+    words = write_jsonl(tmp_path / "b.jsonl", [{"tokens": ["good", "bad"] * 20, "labels": ["x", "y"] * 20}])
+    data = prepare(encoder, words, tmp_path / "words.arrow", max_sample_num_tokens=7, truncate=True)
+    assert (data.lengths.tolist(), data.num_loss_tokens.tolist()) == ([7], [5])
+    chat = {"messages": [{"role": "user", "content": "good " * 30}], "label": "x"}
+    source = write_jsonl(tmp_path / "c.jsonl", [chat, {**chat, "label": "y"}])
+    assert prepare(decoder, source, tmp_path / "c.arrow", max_sample_num_tokens=9, truncate=True).lengths.tolist() == [
+        9,
+        9,
+    ]
+
+
+# --- what is refused
+
+ROW = b'{"text": "good film", "label": "pos"}\n{"text": "bad film", "label": "neg"}\n'
+TABLE = b"text,label\ngood film,pos\nbad film,neg\n"
+BROKEN = {  # file, what follows two good rows (or a whole file), the message
+    "no_label.jsonl": (ROW + b'{"text": "x"}\n', r"no_label.jsonl:3: no label: 'label' or 'labels' is missing"),
+    "null.jsonl": (ROW + b'{"text": "x", "label": null}\n', r"null.jsonl:3: no label: .* is missing"),
+    "blank.jsonl": (ROW + b'{"text": "x", "label": " "}\n', r"blank.jsonl:3: 'label' is ' ': the row has no label"),
+    "nan.jsonl": (ROW + b'{"text": "x", "label": NaN}\n', r"nan.jsonl:3: not JSON"),
+    "nan_cell.csv": (TABLE + b"x,nan\n", r"nan_cell.csv:4: 'label' is 'nan': the row has no label"),
+    "empty_cell.csv": (TABLE + b"x,\n", r"empty_cell.csv:4: no label: 'label' or 'labels' is missing"),
+    "no_text.csv": (TABLE + b",pos\n", r"no_text.csv:4: no text: .* is missing or empty; the row has \['label'\]"),
+    "blank_text.jsonl": (
+        ROW + b'{"text": "  ", "label": "pos"}\n',
+        r"blank_text.jsonl:3: 'text' is '  ', expected text",
+    ),
+    "object.jsonl": (ROW + b'{"text": "x", "label": {"a": 1}}\n', r"object.jsonl:3: 'label' is {'a': 1}, expected"),
+    "half.jsonl": (ROW + b'{"text": "\\ud800", "label": "pos"}\n', r"half.jsonl:3: contains half a character"),
+    "two.jsonl": (
+        ROW + b'{"text": "x", "tokens": ["x"], "label": "pos"}\n',
+        r"two.jsonl:3: has both 'text' and 'tokens'",
+    ),
+    "columns.csv": (TABLE + b"a,b,c\n", r"columns.csv:4: 3 cells where the header has 2 columns"),
+    "too_few.csv": (TABLE + b"only\n", r"too_few.csv:4: 1 cells where the header has 2 columns"),
+    "latin.csv": (TABLE + b"caf\xe9,pos\n", r"latin.csv:4: not UTF-8: b'\\xe9'; save the table as UTF-8"),
+    "nul.csv": (TABLE + b"a\0b,pos\n", r"nul.csv:4: has the character NUL"),
+    "quote.csv": (TABLE + b'"a"b,pos\ngood,pos\n', r"quote.csv:4: text follows a closing quote"),
+    "open.csv": (TABLE + b'"a,pos\nb,neg\n', r"open.csv: .* a quote in line 4 opens a cell that does not end"),
+    "mac.csv": (b"text,label\ra,pos\rb,neg\r", r"mac.csv: .* a carriage return within the line"),
+    "utf16.csv": ("text,label\na,pos\n".encode("utf-16"), r"utf16.csv: .* its first line names no columns; .*UTF-16"),
+    "semicolon.csv": (b"text;label\na;pos\n", r"semicolon.csv: .* is one column, 'text;label', with semicolons"),
+    "twice.csv": (b"text,label,text\na,pos,b\n", r"twice.csv: .* names the column 'text' twice"),
+    "other.csv": (b"review,stars\na,1\nb,2\n", r"other.csv:2: no text: .* the row has .*'stars'\] \(--text-field\)"),
+    "header.csv": (b"text,label\n", r"header.csv: has no rows"),
+    "words.jsonl": (b'{"tokens": ["a", "b"], "labels": ["O"]}\n', r"words.jsonl:1: 1 labels for 2 words"),
+    "null_word.jsonl": (
+        b'{"tokens": ["a", "b"], "labels": ["O", null]}\n',
+        r"null_word.jsonl:1: 'labels', word 2 is missing or null",
+    ),
+    "empty_word.jsonl": (
+        b'{"tokens": ["a", " "], "labels": ["O", "B"]}\n',
+        r"empty_word.jsonl:1: 'tokens, word 2' is ' '",
+    ),
+    "lost_word.jsonl": (
+        '{"tokens": ["a", "\u200b\u0301"], "labels": ["O", "B"]}\n'.encode(),
+        r"lost_word.jsonl:1: word 2, '.*', gives no token",
+    ),
+    "mixed.jsonl": (ROW + b'{"tokens": ["x"], "labels": ["pos"]}\n', r"labels are of several kinds: .*mixed.jsonl:3"),
+    "one_hot.jsonl": (
+        b'{"text": "a", "label": [0, 1, 0]}\n{"text": "b", "label": [1, 2]}\n',
+        r"one_hot.jsonl:1: the label 0 is there twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_named_with_its_line(name, encoder, tmp_path):
+    content, reason = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        prepare(encoder, tmp_path / name, tmp_path / "out.arrow")
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is left"
+
+
+def test_a_quote_that_is_not_closed_does_not_fill_memory(tmp_path, encoder, monkeypatch):
+    monkeypatch.setattr("corpus.tables.MAX_ROW_BYTES", 1 << 10)
+    (tmp_path / "a.csv").write_bytes(TABLE + b'"x,pos\n' + b"good film,pos\n" * 1000)
+    with pytest.raises(ValueError, match="the row that begins in line 4 is longer than 1,024 bytes: perhaps a quote"):
+        prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
+
+
+def test_rows_that_cannot_be_used_can_be_left_out(encoder, tmp_path):
+    (tmp_path / "a.csv").write_bytes(TABLE + b"a,b,c\n" + b"x,\n" + b"fine,pos\n")
+    data = prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow", skip_invalid=True)
+    assert (data.sidecar["rows"]["kept"], data.sidecar["rows"]["invalid"]) == (3, 2)
+    rejected = [json.loads(line) for line in (tmp_path / "out.arrow.rejected.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["row"]) for row in rejected] == [(4, "a,b,c..."), (5, '{"text": "x"}')]
+
+
+def test_the_script_ends_with_one_message(encoder, tmp_path):
+    (tmp_path / "a.csv").write_bytes(TABLE + b"x,\n")
+    script = [sys.executable, str(ROOT / "process_data.py"), "--format", "classification", "--input-file"]
+    output = ["--output-file", str(tmp_path / "out.arrow"), "--model-name-or-path", str(encoder)]
+    result = subprocess.run([*script, str(tmp_path / "a.csv"), *output], capture_output=True, text=True, timeout=300)
+    assert result.returncode != 0
+    assert "a.csv:4: no label" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_options_without_effect_are_refused():
+    options = ProcessDataOptions(input_file=("a",), output_file="o.arrow", model_name_or_path="m")
+    assert find_problems(dataclasses.replace(options, label_field="y", truncate=True)) == [
+        "--truncate, --label-field: no effect without --format classification",
+        "--truncate needs --max-sample-num-tokens, which says to how many tokens",
+    ]
+    options = dataclasses.replace(options, format="classification")
+    assert find_problems(options) == []
+    problems = find_problems(dataclasses.replace(options, label_names=("a", "a"), labels_from="t.arrow", block_size=9))
+    assert len(problems) == 3 and "--label-names and --labels-from" in " ".join(problems)
+
+
+# --- what training reads
+
+
+def test_sets_that_are_trained_together_have_the_same_labels(encoder, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", REVIEWS)
+    paths = [tmp_path / f"{i}.arrow" for i in range(2)]
+    sets = [prepare(encoder, source, path, label_names=("pos", "neg")) for path in paths]
+    assert Mixture(sets).task.label_names == ("pos", "neg")
+    sets[1] = prepare(encoder, source, paths[1])
+    with pytest.raises(ValueError, match=r"0\.arrow is for .* labels pos, neg, and .*1\.arrow .* labels neg, pos"):
+        Mixture(sets)
+
+
+def test_sets_with_and_without_pairs_agree_on_token_types(encoder, tmp_path):
+    pairs = [{"text": "a", "text_pair": "b", "label": i} for i in range(2)]
+    one = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", pairs), tmp_path / "a.arrow")
+    texts = [{"text": "a b", "label": i} for i in range(2)]
+    other = prepare(encoder, write_jsonl(tmp_path / "b.jsonl", texts), tmp_path / "b.arrow")
+    mixture = Mixture([one, other])
+    assert other.read(0)[2] is None
+    assert mixture.read(2)[2].tolist() == [0] * int(other.lengths[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target": [2.0]}, "the class is 2; allowed are 0 to 1"),
+        ({"target": [0.5]}, "the class is 0.5"),
+        ({"target": []}, "expected 1 finite numbers"),
+        ({"target": [float("nan")]}, "expected 1 finite numbers"),
+        ({"num_loss_counted_tokens": 2}, "a sequence has one target"),
+        ({"token_type_ids": [0]}, "token_type_ids has to hold 4 numbers from 0"),
+    ],
+)
+def test_a_row_that_breaks_the_contract_is_named(change, reason, encoder, tmp_path):
+    data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", REVIEWS), tmp_path / "out.arrow")
+    rows = pa.Table.from_batches([pa.ipc.open_file(tmp_path / "out.arrow").get_batch(0)]).to_pylist()
+    short = next(i for i, length in enumerate(data.lengths) if length == 4)
+    rows[short] |= change
+    with pa.OSFile(str(tmp_path / "out.arrow"), "wb") as file, pa.ipc.new_file(file, data.task.schema) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=data.task.schema))
+    with pytest.raises(ValueError, match=rf"out\.arrow: row {short + 1}: .*{reason}"):
+        TokenizedData(tmp_path / "out.arrow").read(short)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"objective": "poetry"}, "made for the objective 'poetry'; known are causal-lm"),
+        ({"label_type": "some"}, "label_type is 'some'; allowed"),
+        ({"label_names": ["a", 1]}, "expected a list of names"),
+        ({"label_names": ["a", "a"]}, "single labels with the names"),
+        ({"label_names": []}, "single labels with the names"),
+    ],
+)
+def test_a_sidecar_that_says_what_cannot_be_is_refused(change, reason, encoder, tmp_path):
+    prepare(encoder, write_jsonl(tmp_path / "a.jsonl", REVIEWS), tmp_path / "out.arrow")
+    sidecar = tmp_path / "out.arrow.meta.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | change))
+    with pytest.raises(ValueError, match=reason):
+        TokenizedData(tmp_path / "out.arrow")
+
+
+def test_samples_and_labels_are_shown(encoder, tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", REVIEWS)
+    prepare(encoder, source, tmp_path / "out.arrow", preview=4, preview_html=str(tmp_path / "page.html"))
+    told = capsys.readouterr().out
+    assert "sequence-classification: one of 2 labels" in told
+    assert "    pos                                2  50.0%" in told
+    assert "--- a.jsonl:4: 4 tokens, label: neg" in told
+    page = (tmp_path / "page.html").read_text()
+    assert "<h2>Labels</h2>" in page and "label: pos" in page
+    prepare(encoder, write_jsonl(tmp_path / "w.jsonl", WORDS), tmp_path / "out.arrow", preview=2)
+    assert "words with labels: Angela B-PER, Merkel I-PER, Berlin! B-LOC" in capsys.readouterr().out

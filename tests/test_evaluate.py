@@ -1,0 +1,406 @@
+"""Models measured side by side: every score against its library or a plain loop, and what is said of differences."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from browser import Browser, needs_browser
+from forked import run_forked
+from in_process import train_here
+from processes import flags
+from scipy import stats
+from sklearn.metrics import f1_score
+from small_runs import OPTIONS
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from command_line import find_problems
+from evaluate_model import evaluate
+from evaluation.comparison import Scores, adjust_by_holm, compare
+from evaluation.metrics import MEASURES, choose_measures, extract_number, read_label, score_corpus
+from evaluation.models import list_models, make_labels, name_files
+from evaluation.page import make_results_page
+from options import EvaluateOptions, group_options
+
+QUESTIONS = [("Hi", "Ho"), ("Who are you?", "Me"), ("12 and 30?", "12 + 30 = 42\n#### 42"), ("a b c", "d")]
+NEW = 8
+
+
+@pytest.mark.parametrize(
+    ("measure", "answer", "reference", "score"),
+    [
+        ("exact_match", " Paris\n", "Paris", 1.0),
+        ("exact_match", "paris", "Paris", 0.0),
+        ("normalised_match", "The  answer, is: PARIS!", "answer is paris", 1.0),
+        ("normalised_match", "A.", "a", 1.0),  # one of the letters A to D, and no article
+        ("normalised_match", "The", "A", 0.0),
+        ("contains", "I think it is New York, in fact.", "the new york", 1.0),
+        ("contains", "Newer Yorkshire", "new york", 0.0),
+        ("number", "so 12 + 30 = 42.", "#### 42", 1.0),
+        ("number", "so it is $1,042.50", "1042.5", 1.0),
+        ("number", "#### 7 or 42", "#### 42", 0.0),
+        ("number", "none", "#### 42", 0.0),
+        ("number", "-3", "3", 0.0),
+        ("token_f1", "the cat sat", "a cat sat down", 0.8),
+        ("token_f1", "", "x", 0.0),
+        ("rouge_l", "a b c d", "a x c d", 0.75),
+        ("bleu", "the cat is on the mat", "the cat is on the mat", 1.0),
+        ("chrf", "abc", "abc", 1.0),
+    ],
+)
+def test_scores_of_answers(measure, answer, reference, score):
+    assert MEASURES[measure](answer, reference) == pytest.approx(score)
+
+
+def test_numbers_are_found_as_gsm8k_writes_them():
+    numbers = {
+        "#### 1,234": 1234,
+        "#### -5": -5,
+        "in 2024 .5": 0.5,
+        "x": None,
+        "####": None,
+        "5.": 5,
+        "#### $3.50": 3.5,
+    }
+    assert {text: value and float(value) for text, value in map(lambda t: (t, extract_number(t)), numbers)} == numbers
+
+
+def test_measures_suit_the_references():
+    assert choose_measures([], [("1\n#### 2",), ("#### 3",)]) == ["number", "exact_match"]
+    assert choose_measures([], [("1.5",)]) == ["number", "exact_match"]
+    assert "token_f1" in choose_measures([], [("Paris in 1900",)])
+    assert choose_measures(["bleu"], [("1",)]) == ["bleu"]
+
+
+def test_labels_are_read_out_of_answers_and_counted_by_scikit_learn():
+    labels = ["New York", "New", "York"]
+    assert [read_label(text, labels) for text in ("new york!", "New Yorks", "York, I think", "Old York")] == [
+        "New York", "New", "York", "(none of the labels)",
+    ]  # fmt: skip
+    wanted, said = ["a", "b", "c", "a", "b"], ["a", "c", "c", "x", "b"]
+    report = score_corpus(["label"], said, [(label,) for label in wanted])["label"]
+    padded = [label if label in "abc" else "none" for label in said]
+    assert report["macro_f1"] == pytest.approx(f1_score(wanted, padded, labels=["a", "b", "c"], average="macro"))
+    assert report["accuracy"] == pytest.approx(0.6)
+
+
+def make_scores(sums: list[list[float]], divisors: list[float] | None = None) -> Scores:
+    return Scores("s", np.array(sums), np.array(divisors or [1.0] * len(sums[0])))
+
+
+def test_intervals_are_scipys_and_the_same_each_time():
+    random = np.random.default_rng(0)
+    values, sizes = random.normal(2, 1, 60) * 5, random.integers(1, 9, 60).astype(float)
+    scores = make_scores([values.tolist(), (values + 1).tolist()], sizes.tolist())
+    found = compare(scores, seed=0, num_resamples=4000)
+    assert found == compare(scores, seed=0, num_resamples=4000)
+    expected = stats.bootstrap(
+        (values, sizes), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, vectorized=True,
+        n_resamples=4000, method="percentile", rng=1,
+    ).confidence_interval  # fmt: skip
+    width = expected.high - expected.low
+    value = found["values"][0]
+    assert value["mean"] == pytest.approx(values.sum() / sizes.sum())
+    assert abs(value["low"] - expected.low) < 0.1 * width and abs(value["high"] - expected.high) < 0.1 * width
+
+
+def test_right_and_wrong_answers_are_compared_by_mcnemars_exact_test():
+    first = [1.0] * 10 + [0.0] * 8 + [1.0] * 2
+    second = [1.0] * 10 + [1.0] * 8 + [0.0] * 2
+    (pair,) = compare(make_scores([first, second]), seed=0, num_resamples=200)["pairs"]
+    assert (pair["num_better"], pair["num_worse"]) == (8, 2)
+    assert pair["p"] == pytest.approx(2 * sum(math.comb(10, k) for k in range(3)) / 2**10)
+    assert pair["difference"] == pytest.approx(0.3)
+
+
+def test_other_scores_are_compared_by_permuting_signs():
+    changes = [0.5, 0.3, -0.1, 0.7, 0.2, 0.4, 0.05, 0.6]
+    zeros = [0.0] * 8
+    (pair,) = compare(make_scores([zeros, changes]), seed=0, num_resamples=9999)["pairs"]
+    sums = [sum(s * c for s, c in zip(signs, changes, strict=True)) for signs in itertools.product((1, -1), repeat=8)]
+    assert pair["p"] == pytest.approx(sum(abs(value) >= sum(changes) - 1e-9 for value in sums) / 2**8)
+    (same,) = compare(make_scores([changes, changes]), seed=0, num_resamples=200)["pairs"]
+    assert (same["p"], same["difference"], same["low"], same["high"]) == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_p_values_of_several_pairs_are_adjusted_by_holm():
+    assert adjust_by_holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert adjust_by_holm([0.9, 0.5]) == [1.0, 1.0] and adjust_by_holm([]) == []
+
+
+def test_models_and_files_have_short_names_of_their_own(tmp_path):
+    assert make_labels(["a/run/hf_format/samples_3", "b/run/hf_format/samples_3", "Qwen/Q 2"]) == [
+        "a_run_samples_3", "b_run_samples_3", "Qwen_Q_2",
+    ]  # fmt: skip
+    assert make_labels(["x/base", "x/run/hf_format/samples_3"]) == ["base", "samples_3"]
+    assert name_files(["a/x.jsonl", "b/y.jsonl", "b/x.arrow"]) == {
+        "a/x.jsonl": "x.jsonl", "b/y.jsonl": "y", "b/x.arrow": "x.arrow",
+    }  # fmt: skip
+    for name in ("samples_20", "samples_3", "best", ".writing_samples_9"):
+        (tmp_path / "hf_format" / name).mkdir(parents=True)
+        (tmp_path / "hf_format" / name / "config.json").write_text("{}")
+    assert [model.label for model in list_models((), str(tmp_path))] == ["samples_3", "samples_20", "best"]
+    with pytest.raises(ValueError, match="has no hf_format"):
+        list_models((), str(tmp_path / "hf_format"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("evaluate")
+
+
+@pytest.fixture(scope="module")
+def files(root) -> dict[str, str]:
+    """Two models, a task, one with choices, and a tokenized set."""
+    (root / "task.jsonl").write_text("".join(json.dumps(dict(question=q, answer=a)) + "\n" for q, a in QUESTIONS))
+    choices = [
+        dict(question="Hi", choices=["Ho", "Hello there", "x"], answer=2),
+        dict(prompt="One, two,", choices=[" three", " four and five"], answer=0),
+    ]
+    (root / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in choices))
+    data = write_samples(root / "data.arrow", make_samples(13, vocab_size=VOCAB_SIZE))
+    base = save_tokenizer(save_model(FAMILIES["llama"], root / "base"))
+    other = save_tokenizer(save_model(FAMILIES["llama"], root / "other", seed=1))
+    return dict(
+        base=str(base), other=str(other), task=str(root / "task.jsonl"), choices=str(root / "choices.jsonl"),
+        data=str(data),
+    )  # fmt: skip
+
+
+def run(world, output_dir: Path, **changes) -> dict:
+    """results.json of an evaluation."""
+    given = dict(output_dir=str(output_dir), max_new_tokens=NEW, num_resamples=200) | changes
+    options = group_options(EvaluateOptions, **given)
+    assert find_problems(options) == []
+    evaluate(options, world)
+    return json.loads((output_dir / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def results(world, root, files) -> dict:
+    models = (files["base"], files["other"])
+    return run(world, root / "results", model=models, task=(files["task"], files["choices"]), data=files["data"])
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_kept_scored_and_added_up(results, root, files):
+    measured = results["sets"][0]
+    names = [metric["name"] for metric in measured["metrics"]]
+    assert names == ["exact_match", "normalised_match", "contains", "token_f1"]
+    lines = read_lines(root / "results" / "samples" / "base" / "task.scores.jsonl")
+    assert [(line["prompt"], line["references"]) for line in lines] == [(q, [a]) for q, a in QUESTIONS]
+    for metric in measured["metrics"]:
+        scores = [line["scores"][metric["name"]] for line in lines]
+        assert metric["values"][0]["mean"] == pytest.approx(sum(scores) / len(scores))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(files["base"]), AutoTokenizer.from_pretrained(files["base"])
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**prompt, do_sample=False, max_new_tokens=NEW)[0, prompt["input_ids"].shape[1] :]
+    assert lines[0]["answer"] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def test_choices_are_those_that_a_plain_loop_finds_likeliest(results, root, files):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(files["base"]), AutoTokenizer.from_pretrained(files["base"])
+    texts = ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "One, two,"]
+    lines = read_lines(root / "results" / "samples" / "base" / "choices.scores.jsonl")
+    rows = [json.loads(line) for line in Path(files["choices"]).read_text().splitlines()]
+    right = []
+    for line, text, row in zip(lines, texts, rows, strict=True):
+        given = tokenizer(text)["input_ids"]
+        expected = []
+        for choice in row["choices"]:
+            ids = given + tokenizer(choice)["input_ids"]
+            logs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            expected.append(sum(logs[i - 1, ids[i]].item() for i in range(len(given), len(ids))))
+        assert line["log_probabilities"] == pytest.approx(expected, abs=1e-4)
+        assert line["answer"] == row["choices"][expected.index(max(expected))]
+        by_length = [value / len(choice) for value, choice in zip(expected, row["choices"], strict=True)]
+        right.append(by_length.index(max(by_length)) == row["answer"])
+    metric = next(m for m in results["sets"][1]["metrics"] if m["name"] == "choice_normalised")
+    assert metric["values"][0]["mean"] == pytest.approx(sum(right) / 2)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_losses_of_an_export_are_those_of_the_runs_validation(method, world, root, files):
+    adapter = dict(lora=True, lora_rank=2) if method == "lora" else {}
+    output_dir = root / f"run_{method}"
+    train_here(
+        world, **OPTIONS, **adapter, model_name_or_path=files["base"], data_path=files["data"], max_steps=3,
+        validation_data_path=files["data"], output_dir=str(output_dir), export_best=False,
+    )  # fmt: skip
+    last = read_lines(output_dir / "validation_metrics_0.jsonl")[-1]
+    (measured,) = run(world, root / f"of_{method}", run=str(output_dir), data=files["data"])["sets"]
+    loss, accuracy = (metric["values"][0]["mean"] for metric in measured["metrics"])
+    assert loss == pytest.approx(last["loss"], rel=1e-6)
+    assert accuracy == pytest.approx(last["token_accuracy"])
+    assert measured["extras"][0]["perplexity"] == pytest.approx(last["perplexity"], rel=1e-6)
+    assert measured["extras"][0]["num_loss_counted_tokens"] == last["num_loss_counted_tokens"]
+    # an adapter answers, too, beside the model that it belongs to
+    both = run(world, root / f"both_{method}", model=files["base"], run=str(output_dir), task=files["task"])
+    assert [model["label"] for model in both["models"]] == ["base", "samples_24"]
+    assert ("adapter" in both["models"][1]) == (method == "lora")
+
+
+def test_what_is_there_is_not_computed_again_and_one_more_model_costs_that_model(results, world, root, files):
+    folder = root / "results" / "samples"
+    kept = [path for path in folder.rglob("*") if path.name.endswith((".answers.jsonl", ".losses.jsonl"))]
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    assert len(before) == 4
+    sets = dict(task=(files["task"], files["choices"]), data=files["data"])
+    again = run(world, root / "results", model=(files["base"], files["other"]), **sets)
+    assert again == results and {path: path.stat().st_mtime_ns for path in kept} == before
+    third = save_tokenizer(save_model(FAMILIES["llama"], root / "third", seed=2))
+    more = run(world, root / "results", model=(files["base"], files["other"], str(third)), **sets)
+    assert {path: path.stat().st_mtime_ns for path in kept} == before
+    assert len(more["sets"][0]["metrics"][0]["pairs"]) == 3
+    with pytest.raises(ValueError, match=r"max_new_tokens 8, now 9"):
+        run(world, root / "results", model=files["base"], task=files["task"], max_new_tokens=9)
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(results, root, files):
+    words = flags(
+        output_dir=root / "two", model=(files["base"], files["other"]), task=(files["task"], files["choices"]),
+        data=files["data"], max_new_tokens=NEW, num_resamples=200,
+    )  # fmt: skip
+    done = run_forked(2, "evaluate_model.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert "page to look at: file://" in done.stdout and "* " in done.stdout
+    two = json.loads((root / "two" / "results.json").read_text())
+    for one, other in zip(results["sets"], two["sets"], strict=True):
+        for metric, its in zip(one["metrics"], other["metrics"], strict=True):
+            means, theirs = ([value["mean"] for value in m["values"]] for m in (metric, its))
+            assert theirs == pytest.approx(means, rel=1e-6), metric["name"]
+
+
+def test_the_harness_is_used_as_it_is(world, root, files):
+    (root / "lm").mkdir()
+    rows = [dict(q="1 2 3", c=[" 4", " x y"], a=0), dict(q="a b c", c=[" z", " d"], a=1)]
+    (root / "lm" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "lm" / "tiny_choice.yaml").write_text(
+        f"task: tiny_choice\ndataset_path: json\ndataset_kwargs:\n  data_files: {root}/lm/rows.jsonl\n"
+        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{c}}'\n"
+        "doc_to_target: a\ntarget_delimiter: ''\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n"
+    )
+    ours = [dict(prompt=row["q"], choices=row["c"], answer=row["a"]) for row in rows]
+    (root / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ours))
+    found = run(
+        world, root / "harness", model=(files["base"], files["other"]), task=str(root / "same.jsonl"),
+        lm_eval=str(root / "lm" / "tiny_choice.yaml"), num_resamples=200,
+    )  # fmt: skip
+    same, harness = found["sets"]
+    assert (harness["name"], harness["num_samples"]) == ("tiny_choice", 2)
+    by_name = {metric["name"]: [value["mean"] for value in metric["values"]] for metric in harness["metrics"]}
+    own = {metric["name"]: [value["mean"] for value in metric["values"]] for metric in same["metrics"]}
+    assert (by_name["acc"], by_name["acc_norm"]) == (own["choice"], own["choice_normalised"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(task="t"), "no model is given"),
+        (dict(model="m"), "nothing to measure"),
+        (dict(model=("m", "m"), task="t"), "--model: one is named twice"),
+        (dict(model="m", data="d", metrics="bleu"), "--metrics has no effect without --task"),
+        (dict(model="m", data="d", engine="vllm"), "--data and --lm-eval need --engine hf"),
+        (dict(model="m", task="t", num_samples=3, temperature=1.0), "--num-samples: one answer"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(changes, reason):
+    problems = find_problems(group_options(EvaluateOptions, **dict(output_dir="o") | changes))
+    assert any(reason in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([dict(question="Hi")], "task.jsonl:1 has no reference"),
+        ([dict(question="Hi", choices=["a", "b"], answer=0), dict(question="Hi", answer="a")], "make two tasks"),
+    ],
+)
+def test_tasks_without_what_is_right_are_refused(rows, reason, world, root, files, tmp_path):
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=reason):
+        run(world, tmp_path / "out", model=files["base"], task=str(tmp_path / "task.jsonl"))
+
+
+def test_data_of_another_tokenizer_is_refused(world, root, files, tmp_path):
+    data = write_samples(tmp_path / "data.arrow", make_samples(3, vocab_size=VOCAB_SIZE))
+    (tmp_path / "data.arrow.meta.json").write_text(json.dumps(dict(tokenizer_fingerprint="0" * 64)))
+    with pytest.raises(ValueError, match="made with another tokenizer than that of"):
+        run(world, tmp_path / "out", model=files["base"], data=str(data))
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> $SCRIPT$ & \u2028"
+
+
+@pytest.fixture(scope="module")
+def page(root, results) -> Path:
+    """A page of made-up samples: 30 that two models answer alike, and among them three that they do not."""
+    differing = {7: (1.0, 0.0), 13: (0.0, 1.0), 21: (1.0, 0.0)}
+    scores = [differing.get(i, (1.0, 1.0)) for i in range(30)]
+    metric = compare(Scores("exact_match", np.array(scores).T, np.ones(30)), seed=0, num_resamples=200)
+    shown = [dict(place=f"rows:{i}", prompt=f"question {i} {HOSTILE}", references=["the answer"]) for i in range(30)]
+    samples = [
+        [dict(answer=f"{name} says {i}", finish_reason="stop", scores=dict(exact_match=pair[k]))
+         for i, pair in enumerate(scores)]
+        for k, name in enumerate(("first", "second"))
+    ]  # fmt: skip
+    models = [dict(label="first", name="runs/first"), dict(label=HOSTILE, name="runs/second")]
+    result = dict(
+        models=models, sets=[dict(name="rows", kind="answers", metrics=[metric], extras=[{}, {}]), *results["sets"][2:]]
+    )
+    losses = [[dict(scores=dict(loss=loss, token_accuracy=0))] for loss in (1.0, 2.0)]
+    both = [dict(shown=shown, samples=samples), dict(shown=[dict(place="a", prompt="", references=[])], samples=losses)]
+    path = root / "page.html"
+    path.write_text(make_results_page(result, both), encoding="utf-8")
+    return path
+
+
+@needs_browser
+def test_the_page_lays_models_side_by_side_and_differences_come_first(page, tmp_path):
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(page.as_uri())
+        places = "[...document.querySelectorAll('.place')].map(node => node.textContent)"
+        assert browser.ask(places)[:4] == ["rows:7", "rows:13", "rows:21", "rows:0"]
+        assert browser.ask("byId('position').textContent") == "1–20 of 30"
+        sides = "[...document.querySelector('.sample').querySelectorAll('.answer')].map(node => node.className)"
+        assert browser.ask(sides) == ["answer right", "answer wrong"]
+        assert browser.ask("document.querySelector('.mean.best span').textContent") == "first"
+        row = "[...byId('pairs-table').rows[1].cells].map(cell => cell.textContent)"
+        first, second, difference, _, better, worse, p = browser.ask(row)
+        assert (first, second, difference, better, worse, p) == ("first", HOSTILE, "−0.0333", "1", "2", "1.0000")
+        # searching, filters, pages
+        browser.ask("byId('search').value = 'SECOND says 21'; byId('search').dispatchEvent(new Event('input'))")
+        assert browser.ask(places) == ["rows:21"]
+        assert browser.ask("document.querySelector('mark').textContent") == "second says 21"
+        browser.ask("byId('search').value = ''; byId('filter').value = 'differ'; find()")
+        assert browser.ask("found.length") == 30  # none of them said the same
+        browser.ask("byId('filter').value = 'low 0'; byId('filter').dispatchEvent(new Event('change'))")
+        assert browser.ask(places) == ["rows:13"]
+        browser.ask("byId('filter').value = 'all'; byId('order').value = 'file'")
+        browser.ask("byId('order').dispatchEvent(new Event('change'))")
+        browser.ask("byId('next').click()")
+        assert browser.ask(places) == [f"rows:{i}" for i in range(20, 30)]
+        # the other set
+        browser.ask("byId('sets').children[1].click()")
+        assert browser.ask("byId('set').textContent") == "data"
+        for width, is_dark in ((1280, True), (400, False)):
+            browser.open(page.as_uri(), width=width, is_dark=is_dark)
+            assert browser.ask("document.documentElement.scrollWidth") <= width
+            browser.photograph(tmp_path / f"{width}.png")
+        assert browser.list_complaints() == []
+        assert browser.list_requests() == [page.as_uri()]
+    finally:
+        browser.close()

@@ -1,0 +1,179 @@
+"""Other trainers' configurations: what becomes of their keys, and that nothing is left out without a word."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from command_line import parse_options
+from import_config import DEFAULTS, DEFAULTS_OF_LORA, MISSING, TRAINERS, convert, recognize
+from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
+
+ROOT = Path(__file__).parent.parent
+AXOLOTL = """
+base_model: meta-llama/Llama-3.2-1B
+load_in_4bit: true
+datasets:
+  - path: chats.jsonl
+    type: chat_template
+    field_messages: conversations
+val_set_size: 0.05
+output_dir: out
+adapter: qlora
+sequence_len: 2048
+sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+wandb_project: mine
+mystery: 3
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+finetuning_type: lora
+lora_target: all
+dataset: identity
+template: llama3
+cutoff_len: 4096
+output_dir: out
+save_steps: 500
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: trl-lib/Capybara
+output_dir: out
+packing: true
+use_peft: true
+"""
+
+
+def run_import(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess:
+    (tmp_path / "theirs.yaml").write_text(text)
+    command = [sys.executable, "import_config.py", str(tmp_path / "theirs.yaml"), "--output-dir", str(tmp_path), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def read_options(tmp_path: Path) -> tuple[dict, dict]:
+    """What the scripts read of the files that were written."""
+    train = parse_options(TrainOptions, ["--config", str(tmp_path / "train.yaml")])
+    data = ["--config", str(tmp_path / "data.yaml")]
+    if "input_file" not in yaml.safe_load((tmp_path / "data.yaml").read_text()):
+        data += ["--input-file", "chats.jsonl"]
+    return flatten_options(train), flatten_options(parse_options(ProcessDataOptions, data))
+
+
+def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
+    done = run_import(tmp_path, AXOLOTL, "--num-gpus", "8")
+    assert done.returncode == 0, done.stderr
+    assert "read as axolotl's, for 8 GPUs" in done.stdout
+    assert all(f"  {key} " in done.stdout for key in yaml.safe_load(AXOLOTL))
+    assert "no counterpart: evals_per_epoch, mystery\n" in done.stdout
+    assert "field_messages have no counterpart" in done.stdout
+    train, data = read_options(tmp_path)
+    assert train.items() >= dict(
+        model_name_or_path="meta-llama/Llama-3.2-1B", lora=True, base_quantization="nf4", lora_rank=32, lora_alpha=16,
+        lora_target_modules=(), batch_size=64, max_tokens_per_gpu=4096, max_epochs=1, optimizer="adamw8bit",
+        learning_rate=2e-4, warmup_ratio=0.1, checkpoint_at_epoch=True, track=("wandb",), track_project="mine",
+        validation_data_path=("data.validation.arrow",), adam_beta2=0.999,
+    ).items()  # fmt: skip
+    assert data.items() >= dict(input_file=("chats.jsonl",), max_sample_num_tokens=2048, validation_share=0.05).items()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            LLAMA_FACTORY,
+            dict(lora=True, lora_rank=8, batch_size=8, max_tokens_per_gpu=4096, max_epochs=3, adam_beta2=0.999,
+                 checkpoint_every_steps=500, lr_scheduler="cosine", learning_rate=1e-4),
+        ),
+        (
+            TRL,
+            dict(lora=True, lora_rank=16, lora_alpha=32, lora_dropout=0.05, lora_target_modules=("q_proj", "v_proj"),
+                 batch_size=8, max_tokens_per_gpu=8192, max_epochs=3, adam_beta2=0.999, lr_scheduler="linear",
+                 learning_rate=2e-5),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_keeps_the_other_trainers_default(text, expected, tmp_path):
+    done = run_import(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    assert "default)" in done.stdout
+    train, data = read_options(tmp_path)
+    assert train.items() >= expected.items()
+    assert "# input_file: has to be given\n" in (tmp_path / "data.yaml").read_text()
+    assert data["max_sample_num_tokens"] in (4096, 1024)
+
+
+def test_trls_defaults_are_those_of_its_package():
+    from trl import ModelConfig, SFTConfig
+
+    config, model = SFTConfig(output_dir="unused", bf16=False, report_to="none"), ModelConfig()
+    theirs = {key: getattr(config, key) for key in DEFAULTS["trl"]} | {
+        key: getattr(model, key) for key in DEFAULTS_OF_LORA["trl"] if key != "lora_target_modules"
+    }
+    theirs["lr_scheduler_type"] = str(theirs["lr_scheduler_type"].value)
+    ours = DEFAULTS["trl"] | DEFAULTS_OF_LORA["trl"]
+    assert {key: ours[key] for key in theirs} == theirs
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_key_gives_options_that_there_are(trainer):
+    """Each rule alone, with a value of each type that it might be given."""
+    train = {option.name for option, _ in iterate_fields(TrainOptions)}
+    data = {option.name for option, _ in iterate_fields(ProcessDataOptions)}
+    num_said = 0
+    for key in TRAINERS[trainer][0]:
+        for value in (True, 2, 0.5, "all", "lora", "x.jinja", "steps", "epoch", ["a"], [{"path": "p", "type": "t"}]):
+            try:
+                to = convert({key: value}, trainer, num_gpus=2)
+            except TypeError:
+                continue  # another type than this key has
+            assert to.train.keys() <= train and to.data.keys() <= data, key
+            num_said += to.told[key] != "" and not to.told[key].startswith(MISSING)
+    assert num_said > len(TRAINERS[trainer][0])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- 1", "expected 'key: value' lines, got list"),
+        ("a: [", "not valid YAML"),
+        ("nothing: 1", "its keys are of no trainer that is known"),
+    ],
+)
+def test_what_cannot_be_read_gets_one_message(text, reason, tmp_path):
+    done = run_import(tmp_path, text)
+    assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "train.yaml").exists()
+
+
+def test_files_that_are_there_stay(tmp_path):
+    (tmp_path / "train.yaml").write_text("mine")
+    done = run_import(tmp_path, TRL)
+    assert done.returncode == 2 and "train.yaml: there already" in done.stderr
+    assert (tmp_path / "train.yaml").read_text() == "mine" and not (tmp_path / "data.yaml").exists()
+
+
+def test_each_file_is_recognized_by_its_own_keys():
+    assert recognize(yaml.safe_load(AXOLOTL)) == "axolotl"
+    assert recognize(yaml.safe_load(LLAMA_FACTORY)) == "llama-factory"
+    assert recognize(yaml.safe_load(TRL)) == "trl"
