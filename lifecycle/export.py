@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from disk import commit, describe_failed_write, hash_file, make_aside, remove_directory, sync_dir, sync_file
+from disk import describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
 from lifecycle.checkpoint_files import FORMAT, write_manifest
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
 from model.config import ModelSource
@@ -106,9 +106,7 @@ def write_export(
             sync_dir(directory)
         entries = {str(file.relative_to(aside)): hash_file(file) for file in files}
         write_manifest(aside, {"format": FORMAT, "files": entries})
-        if export_dir.exists():
-            remove_directory(export_dir)
-        commit(aside, export_dir)
+        put_in_place(aside, export_dir)
     except (OSError, SafetensorError) as error:
         raise OSError(describe_failed_write(f"the export {export_dir}", error, aside, needed_bytes)) from None
     finally:

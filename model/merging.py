@@ -144,7 +144,7 @@ def list_sizes(model: StoredModel) -> Iterator[tuple[str, int]]:
 
 def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None) -> Tensor:
     """One tensor of the new model, in the first model's type, from a few rows of all models at a time."""
-    rows = next(read_rows(models[0], name, 0, 1))
+    rows = read_rows(models[0], name, 0, 1)
     shape = models[0].tensors[name][1]
     if not rows.is_floating_point():
         return copy_equal(name, [*models, *([] if base is None else [base])])
@@ -153,20 +153,20 @@ def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float
     at_once = max(1, ROW_BYTES // (4 * max(1, mixed.numel() // max(num_rows, 1))))
     for start in range(0, num_rows, at_once):
         end = min(start + at_once, num_rows)
-        origin = None if base is None else next(read_rows(base, name, start, end)).float()
+        origin = None if base is None else read_rows(base, name, start, end).float()
         total = torch.zeros(()) if origin is None else origin.clone()
         for model, weight in zip(models, weights, strict=True):
-            own = next(read_rows(model, name, start, end)).float()
+            own = read_rows(model, name, start, end).float()
             total = total + weight * (own if origin is None else own - origin)
         (mixed[start:end] if shape else mixed).copy_(total)
     return mixed
 
 
-def read_rows(model: StoredModel, name: str, start: int, end: int) -> Iterator[Tensor]:
+def read_rows(model: StoredModel, name: str, start: int, end: int) -> Tensor:
     """Some rows of a tensor, as they are stored; a number is a row."""
     path, shape = model.tensors[name]
     with safe_open(path, framework="pt") as file:
-        yield file.get_slice(name)[start:end] if shape else file.get_tensor(name)
+        return file.get_slice(name)[start:end] if shape else file.get_tensor(name)
 
 
 def copy_equal(name: str, models: Sequence[StoredModel]) -> Tensor:

@@ -17,10 +17,15 @@ from transformers import AutoConfig, PreTrainedModel
 
 from model.config import ModelSource
 from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
-from model.stored import Reader, Stored, find_stored
+from model.stored import Reader, Stored, StoredFiles, find_stored
 from objectives.objective import Objective
 from objectives.text_tower import keep_text_tower, text_config
 from ranks.ending import log
+
+# transformers' conversions that change no number: what is stored in bf16 stays so, at half the memory of fp32.
+MOVING_OPERATIONS = {
+    "Chunk", "Split", "Concatenate", "Interleave", "MergeModulelist", "SplitModulelist", "Transpose", "PermuteForRope",
+}  # fmt: skip
 
 # What transformers' internals, which change from version to version, and torch on stand-ins without data may raise.
 NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
@@ -89,7 +94,8 @@ def plan_reading(
     own_dtype = choose_dtype(config)  # which the model made of it overwrites
     with torch.device("meta"):
         model = objective.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    stored = find_stored(Path(model_dir))
+    files = StoredFiles(Path(model_dir))
+    stored = files.find()
     if (settings := find_quantization(model_dir)) is not None:
         check_modules(settings, model)
         stored = open_dequantized(stored, settings, own_dtype)
@@ -136,7 +142,17 @@ def plan_reading(
         return {target: value[0] if isinstance(value, list) else value for target, value in values.items()}
 
     def read_converted(name: str, target: str) -> Tensor:
-        return convert(name, lambda key: stored[key].read().to(wanted[target].dtype))[target]
+        operations = by_pattern[sources[name][0][1]].operations
+        is_moved = all(type(operation).__name__ in MOVING_OPERATIONS for operation in operations)
+        is_one_type = len({stored[key].dtype for key, _ in sources[name]}) == 1
+        keeps_type = is_moved and is_one_type
+
+        def read(key: str) -> Tensor:
+            tensor = stored[key].read()
+            return tensor if keeps_type else tensor.to(wanted[target].dtype)
+
+        with files.kept_open():
+            return convert(name, read)[target]
 
     readers: dict[str, Reader] = {name: functools.partial(model.get_buffer, name) for name in computed}
     for name, keys in sources.items():

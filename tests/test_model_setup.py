@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CohereCompassTextConfig,
-    DeepseekV32Config,
     DiffLlamaConfig,
     ElectraConfig,
     Florence2Config,
@@ -101,11 +100,6 @@ OTHERS = {
     "gptj_is_told_positions": GPTJConfig(
         vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, initializer_range=0.2, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-    ),
-    "deepseek_v32_chooses_keys": DeepseekV32Config(
-        **SHAPE | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-        v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16, n_routed_experts=4, moe_intermediate_size=24,
-        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
     ),
 }  # fmt: skip
 
