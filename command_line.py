@@ -545,10 +545,13 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
 
 def find_classification_problems(o: ProcessDataOptions) -> list[str]:
     """Options that are for classifiers only, or for all others only; labels that are said twice."""
-    only_classification = ("truncate", "text_field", "text_pair_field", "label_field", "label_type", "label_names")
+    only_classification = (
+        *("truncate", "text_field", "text_pair_field", "label_field", "label_separator"),
+        *("label_type", "label_names", "labels_from"),
+    )
     only_others = ("allow_missing_stop_token", "string_for_printing_masks")
     is_classification = o.format == "classification"
-    useless = only_others if is_classification else (*only_classification, "labels_from")
+    useless = only_others if is_classification else only_classification
     given = [flag_name(name) for name in useless if getattr(o, name)]
     problems = []
     if given:
@@ -560,6 +563,8 @@ def find_classification_problems(o: ProcessDataOptions) -> list[str]:
         problems.append("--label-names and --labels-from both say which labels there are: give one")
     if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
         problems.append(f"--label-names {' '.join(o.label_names)}: has a name twice, or one that is blank")
+    if o.label_separator is not None and o.label_type == "single":
+        problems.append("--label-separator has no effect with --label-type single: each row has one label")
     if o.label_names and o.label_type == "regression":
         problems.append("--label-names has no effect with --label-type regression")
     return problems

@@ -435,6 +435,8 @@ class ProcessDataOptions:
     """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
     label_field: str | None = None
     """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
+    label_separator: str | None = None
+    """Classification: what stands between several labels in one text, such as ; in a table."""
     label_type: Literal["single", "multi", "regression"] | None = None
     """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
     label_names: tuple[str, ...] = ()

@@ -82,9 +82,8 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     matrices = 0.0  # FLOPs per token
     for _, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice computes twice (Zamba)
         for name, param in module.named_parameters(recurse=False):
-            if (
-                param.ndim < 2 or id(param) in outside or name == "A_log"
-            ):  # Mamba's has two dimensions, and is no matrix
+            is_state = name == "A_log"  # Mamba 1's has two dimensions, and is no matrix
+            if param.ndim < 2 or id(param) in outside or is_state:
                 continue
             is_grouped = param.ndim == 3 and not isinstance(module, nn.Conv1d)  # experts are stored as one 3-D tensor
             matrices += param.numel() * (active if is_grouped else 1) * (6 if param.requires_grad else 4)

@@ -78,7 +78,7 @@ class Task:
 
 def describe_names(names: Sequence[str], *, most: int = 12) -> str:
     more = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:most]) + more
 
 
 def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:

@@ -49,7 +49,9 @@ def word_pieces():
     tokenizer.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     names = ["input_ids", "token_type_ids", "attention_mask"]
     backend = tokenizer.backend_tokenizer
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **tokenizer.special_tokens_map)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_input_names=names, model_max_length=20, **tokenizer.special_tokens_map
+    )
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +213,10 @@ def test_several_labels_and_values(encoder, tmp_path):
     assert data.task == Task(SEQUENCES, "regression", (), 1)
     assert [target for _, target, _ in read_all(data)] == [[0.5], [-3], [1000]]
     assert data.sidecar["label_values"] == {"mean": pytest.approx(997.5 / 3), "min": -3, "max": 1000}
+    write_csv(tmp_path / "b.csv", [{"text": "a", "label": "x;z"}, {"text": "b", "label": "y"}])
+    data = prepare(encoder, tmp_path / "b.csv", tmp_path / "out.arrow", label_separator=";")
+    assert data.task == Task(SEQUENCES, "multi", ("x", "y", "z"), 3)
+    assert [target for _, target, _ in read_all(data)] == [[1, 0, 1], [0, 1, 0]]
     rows = [{"text": "a", "label": [1, 0.5]}, {"text": "b", "label": [0, 2]}]
     data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow", label_type="regression")
     assert data.task.num_labels == 2 and [target for _, target, _ in read_all(data)] == [[1, 0.5], [0, 2]]
@@ -251,7 +257,7 @@ def test_a_table_holds_what_datasets_reads(encoder, tmp_path, monkeypatch):
         ([0.5, 2], ("regression", ())),
         (["10", "9"], ("single", ("9", "10"))),
         ([["b", "a"], [], [3]], ("multi", ("3", "a", "b"))),
-        ([" a", "a ", "b"], ("single", ("a", "b"))),
+        ([" a", "a ", "b\u00a0c"], ("single", ("a", "b\u00a0c"))),
     ],
 )
 def test_what_labels_are_shows_in_them(labels, expected, tmp_path):
@@ -357,6 +363,8 @@ def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_
     assert read_all(data)[0][0] == expected and len(expected) == 12
     assert (data.sidecar["rows"]["too_long"], data.sidecar["rows"]["truncated"]) == (0, 1)
     assert "truncated                            1" in capsys.readouterr().out
+    prepare(encoder, source, tmp_path / "out.arrow")
+    assert "note: 1 of the samples have more than 20 tokens, which the tokenizer says" in capsys.readouterr().out
     words = write_jsonl(tmp_path / "b.jsonl", [{"tokens": ["good", "bad"] * 20, "labels": ["x", "y"] * 20}])
     data = prepare(encoder, words, tmp_path / "words.arrow", max_sample_num_tokens=7, truncate=True)
     assert (data.lengths.tolist(), data.num_loss_tokens.tolist()) == ([7], [5])
