@@ -25,6 +25,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
+from chat.templates import load_tokenizer
 from lifecycle.tower_files import add_tensors, find_tensors
 from methods.full import Full
 from model.build import build_model
@@ -249,3 +250,11 @@ def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
     save_file({"z": torch.zeros(2)}, again / "model.safetensors")
     add_tensors(again, {name: find_stored(tmp_path)[name] for name in own}, find_tensors(tmp_path), max_bytes=10**9)
     assert all(torch.equal(load_file(again / "model-00002-of-00002.safetensors")[key], own[key]) for key in own)
+
+
+def test_a_template_that_only_the_processor_has_is_the_tokenizers(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
