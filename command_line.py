@@ -36,6 +36,7 @@ from options import (
     flatten_options,
     iterate_fields,
     parse_duration,
+    parse_steps,
 )
 from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
 
@@ -131,27 +132,7 @@ def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
 
 def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
     """By option, what a YAML file says of it, as command-line words."""
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            if len(set(keys)) < len(keys):
-                raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
-            return super().construct_mapping(node, deep)
-
-    # YAML 1.1 reads 1:30:00 as the number 5400
-    times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
-    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
-    UniqueKeyLoader.yaml_implicit_resolvers = resolvers | {d: [times, *resolvers[d]] for d in "0123456789"}
-    try:
-        config = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path}: not valid YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--config {path}: expected 'option: value' lines, got {type(config).__name__}")
+    config = read_yaml(path, named=f"--config {path}")
     fields = {option.name: option.type for option, _ in iterate_fields(options_class)}
     flags, problems = {}, []
     for key, value in config.items():
@@ -167,6 +148,32 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
     if problems:
         raise ValueError("\n  ".join(problems))
     return flags
+
+
+def read_yaml(path: Path, *, named: str) -> dict[Any, Any]:
+    """The keys and values of a YAML file; ValueError, which calls the file `named`, for anything else."""
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if len(set(keys)) < len(keys):
+                raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
+            return super().construct_mapping(node, deep)
+
+    # YAML 1.1 reads 1:30:00 as the number 5400
+    times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+    UniqueKeyLoader.yaml_implicit_resolvers = resolvers | {d: [times, *resolvers[d]] for d in "0123456789"}
+    try:
+        content = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{named}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{named}: not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{named}: expected 'option: value' lines, got {type(content).__name__}")
+    return content
 
 
 def fill_in_environment(name: str, value: Any) -> Any:
@@ -244,7 +251,7 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
-                 "early_stopping_patience", "num_cycles"):  # fmt: skip
+                 "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
@@ -253,6 +260,10 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    try:
+        parse_steps(values["profile_steps"] or "1")
+    except ValueError as error:
+        problems.append(f"--profile-steps {error}")
     power = values["lr_power"]
     require(power is None or 0 < power < math.inf, "lr_power", "must be above 0, and finite")
     norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
@@ -394,6 +405,13 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
     if given and not plan.dry_run:
         problems.append(f"{', '.join(given)}: no effect without --dry-run")
+    name = exports.export_name
+    if name is not None and (name in ("", "best") or name.startswith((".", "samples_")) or "/" in name):
+        problems.append(
+            f"--export-name {name!r}: must be the name of a directory, other than best, samples_N and .NAME"
+        )
+    if name is not None and exports.keep_exports is not None:
+        problems.append("--keep-exports has no effect with --export-name, of which there is one")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"

@@ -26,7 +26,8 @@ from evaluation.losses import check_set, collect_losses, measure_losses, open_se
 from evaluation.models import Named, list_models, name_files
 from evaluation.results import Measured, write_results
 from evaluation.tasks import Task, collect_task, measure_task, open_task
-from inference.engine import open_engine, require
+from inference.choice import open_engine
+from inference.engine import require
 from inference.models import FoundModel, find_answering_model
 from ranks.ending import ExitCode, RunError
 from ranks.world import World, init_world, setup_logging

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from inference.answers import AnswerFile, describe_making
 from inference.batch import answer_all
-from inference.engine import Engine, open_engine
+from inference.choice import open_engine
+from inference.engine import Engine
 from inference.models import find_answering_model
 from inference.prompts import read_prompts
 from inference.terminal import chat

@@ -22,6 +22,7 @@ from model.files import find_model, find_weights
 from model.method import MetaModel
 from model.weights import read_weights
 from objectives.causal_lm import CausalLM
+from objectives.text_tower import keep_text_tower, text_config
 from options import LoRAOptions, MergeAdapterOptions
 from ranks.ending import RunError
 from ranks.world import World, init_world, setup_logging
@@ -54,13 +55,15 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     tokenizer = load_tokenizer(
         str(with_tokenizer[0] if with_tokenizer else model_dir), trust_remote_code=options.trust_remote_code
     )
-    model_config.vocab_size = max(model_config.vocab_size, len(tokenizer))
+    text = text_config(model_config)
+    text.vocab_size = max(text.vocab_size, len(tokenizer))
 
     # Its layers with adapters, without memory; then each tensor of the sum.
     source = ModelSource(model_dir, model_config, options.trust_remote_code, name=name)
     with torch.device("meta"):
         model = objective.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
-    meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, objective)
+    left_out = keep_text_tower(model)
+    meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, objective, left_out)
     method = LoRA(LoRAOptions(lora=True, lora_adapter=options.adapter), seed=0)
     method.given = config
     method.choose_layers(meta)
@@ -72,7 +75,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         dict(method.merger.merge(trained, dtype)),
         output_dir,
         model_config,
-        ExportParts(objective, Full(), generation_config, tokenizer, dtype),
+        ExportParts(objective, Full(), generation_config, tokenizer, dtype, source),
     )
     print(f"{method.describe()}; merged into {name}: {output_dir}")
 

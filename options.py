@@ -195,6 +195,10 @@ class ExportOptions:
     """Export the model at the end of the run."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
+    keep_exports: int | None = None
+    """Exports to keep, the newest ones, beside hf_format/best; None: all."""
+    export_name: str | None = None
+    """Name in hf_format that every export has, each in the place of the one before, such as last; None: samples_N."""
 
     @property
     def on_the_way(self) -> bool:
@@ -334,6 +338,15 @@ class ShardingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfilingOptions:
+    """Where the time goes (docs/performance.md)."""
+
+    profile_steps: str | None = None
+    """Steps to record with torch.profiler, the first and the last one (10:13): a Chrome trace a rank and a table of the
+    slowest operations in output-dir/profile. The other steps are as fast as without."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What a run would need, before it is started."""
 
@@ -372,6 +385,7 @@ class TrainOptions:
     lora: LoRAOptions = field(default_factory=LoRAOptions)
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    profiling: ProfilingOptions = field(default_factory=ProfilingOptions)
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
@@ -693,6 +707,15 @@ def parse_duration(text: str | None) -> float | None:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{text}: must be minutes (90) above 0, or hours, minutes and seconds (1:30:00)")
     return seconds
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """First and last step, counted from 1, in '10:13' or '10'; ValueError if it is neither."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text}: must be a step (10), or the first and the last one (10:13), counted from 1")
+    return first, last
 
 
 def flag_name(field_name: str) -> str:

@@ -95,7 +95,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         run.validate(state, position, inputs, training_log, attention_cost=flops.attention_cost)
     run.start_loop()
     step_end = time.monotonic()
-    for batch in collect_garbage_between(prefetch(batches)):
+    for batch in run.profile(collect_garbage_between(prefetch(batches))):
         step_start = time.monotonic()
         lr = learning_rate_at(batch.step, options.optimization, num_steps=inputs.num_steps)
         waited = step_start - step_end

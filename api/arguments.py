@@ -121,6 +121,7 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     num_epochs: int | Given = NOTHING
     effective_batch_size: int | Given = NOTHING
     save_samples: int | Given = NOTHING
+    keep_last_checkpoint_only: bool = False
     warmup_steps: int | Given = NOTHING
     random_seed: int | Given = NOTHING
     adamw_weight_decay: float | Given = NOTHING

@@ -104,6 +104,8 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     give_methods(values, given)
     give_sharding(values, args)
     give_validation(values, args)
+    if args.keep_last_checkpoint_only:
+        values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
     if args.disable_flash_attn:
         values.give("attention", "sdpa", by="disable_flash_attn")
     own = {option.name for option, _ in iterate_fields(TrainOptions)}

@@ -11,6 +11,7 @@ or hangs costs nothing but its own line, since each has a process of its own. Wi
 
 import argparse
 import collections
+import functools
 import multiprocessing
 import os
 import signal
@@ -18,11 +19,12 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,24 +148,61 @@ def shrink_config(config: PreTrainedConfig, variant: dict[str, object]) -> dict[
             given[name] = INITIALIZER_RANGE
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             given[name] = 0.0
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope and "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
+        given["rope_parameters"] = rope | {"mrope_section": split_rotary(rope.get("partial_rotary_factor", 1.0))}
     return given
 
 
-def make_tiny_model(model_type: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
+def split_rotary(share: float) -> list[int]:
+    """How many of a tiny head's frequencies turn with time, height and width; `share` of the head turns at all."""
+    total = int(SIZE_OF["head_dim"] * share) // 2
+    return [total - 2 * (total // 3), total // 3, total // 3]
+
+
+def merge_settings(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`given` with `changes`, also of the configs in it."""
+    nested = {
+        name: merge_settings(given[name], value)
+        for name, value in changes.items()
+        if isinstance(value, dict) and isinstance(given.get(name), dict)
+    }
+    return given | changes | nested
+
+
+def make_tiny_model(
+    model_type: str,
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    sizes: dict[str, object] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """`sizes` are more names with their values, `changes` arguments of this type's config."""
     config_class = CONFIG_MAPPING[model_type]
     for variant in VARIANTS:
         try:
-            config = config_class(**shrink_config(config_class(), variant))
+            given = shrink_config(config_class(), (sizes or {}) | variant)
+            config = config_class(**merge_settings(given, changes or {}))
+            is_encoder_decoder = config.is_encoder_decoder
             torch.manual_seed(0)
-            return config, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = auto_class.from_config(config, dtype=torch.float32)
+            config.is_encoder_decoder = is_encoder_decoder  # BART's decoder takes it for its own, and says no
+            return config, model
         except Exception as error:  # other people's models and configs may raise anything
             reason = error
     raise reason
 
 
-def save_tiny_model(model_type: str, path: Path) -> None:
+def save_tiny_model(
+    model_type: str,
+    path: Path,
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    sizes: dict[str, object] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> None:
     """Writes a random fp32 model of the type; norms and biases are random, too."""
-    config, model = make_tiny_model(model_type)
+    config, model = make_tiny_model(model_type, auto_class, sizes=sizes, changes=changes)
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim < 2:
@@ -203,7 +242,7 @@ def run_packed(path: Path, activation_checkpointing: str, num_vocab: int) -> tup
     return loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}
 
 
-def judge(model_type: str, path: Path, activation_checkpointing: str) -> Result:
+def judge(model_type: str, path: Path, *, activation_checkpointing: str) -> Result:
     """Makes the type's model, runs it both ways, and says what became of it."""
     try:
         save_tiny_model(model_type, path)
@@ -248,19 +287,19 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({Path(where.filename).name}:{where.lineno})"
 
 
-def run_child(connection: Connection, model_type: str, activation_checkpointing: str) -> None:
+def run_child(connection: Connection, judge_type: Callable[[Path], Result]) -> None:
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     with tempfile.TemporaryDirectory() as directory:
-        connection.send(judge(model_type, Path(directory), activation_checkpointing))
+        connection.send(judge_type(Path(directory)))
 
 
-def judge_apart(model_type: str, activation_checkpointing: str, *, seconds: float) -> Result:
-    """`judge` in a process forked from this one."""
+def judge_apart(judge_type: Callable[[Path], Result], *, seconds: float) -> Result:
+    """What `judge_type` says, given an empty directory, in a process forked from this one."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_child, args=(sender, model_type, activation_checkpointing))
+    process = context.Process(target=run_child, args=(sender, judge_type))
     process.start()
     sender.close()
     try:
@@ -310,7 +349,8 @@ def main() -> None:
     results = {}
 
     def judge_one(model_type: str) -> tuple[str, Result]:
-        return model_type, judge_apart(model_type, args.activation_checkpointing, seconds=args.seconds)
+        judge_type = functools.partial(judge, model_type, activation_checkpointing=args.activation_checkpointing)
+        return model_type, judge_apart(judge_type, seconds=args.seconds)
 
     with ThreadPoolExecutor(args.processes) as pool:
         for model_type, result in pool.map(judge_one, model_types):

@@ -44,7 +44,7 @@ from methods.lora import LoRA
 from methods.osft_calibration import prepare_statistics
 from methods.osft_subspaces import find_targets
 from model.blocks import find_blocks
-from model.config import load_generation_config
+from model.config import ModelSource, load_generation_config
 from objectives.causal_lm import CausalLM
 from objectives.objective import PackedModel
 from optim.optimizers import build_optimizer
@@ -118,7 +118,8 @@ def save(state: TrainState, export_dir: Path, model_dir: Path) -> None:
     """Writes the model as an ordinary one."""
     generation_config = load_generation_config(str(model_dir), state.model.model.config)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    parts = ExportParts(CausalLM(), state.method, generation_config, tokenizer, torch.float32)
+    source = ModelSource(str(model_dir), state.model.model.config)
+    parts = ExportParts(CausalLM(), state.method, generation_config, tokenizer, torch.float32, source)
     export_model(state.model, export_dir, parts, world=state.world)
 
 

@@ -23,9 +23,9 @@ from chat.labels import IGNORED
 from chat.learning import SkeletonLearner
 from chat.placeholders import PLACEHOLDER, Outline, is_text, make_outline
 from chat.placing import check_names
-from chat.rendering import catch_error, prepare_messages, template_errors
+from chat.rendering import as_parts, catch_error, prepare_messages, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
-from chat.template_check import MISSING_STOP_TOKEN, TemplateChecker
+from chat.template_check import ANSWER, MISSING_STOP_TOKEN, QUESTION, TemplateChecker
 from chat.token_bytes import ByteEncoder
 from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
 from chat.turns import find_stops
@@ -112,6 +112,26 @@ class ChatMasker:
     @cached_property
     def template_tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes contents only where they are lists of parts, as some of multi-modal models do."""
+
+        def writes(messages: list[Message]) -> bool:
+            try:
+                with template_errors():
+                    text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            except ValueError:
+                return False
+            return all(message["content"] in text for message in exchange)
+
+        exchange = [QUESTION, ANSWER]
+        return not writes(exchange) and writes([as_parts(message) for message in exchange])
+
+    def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """What the template is given."""
+        prepared = prepare_messages(messages)
+        return [as_parts(message) for message in prepared] if self.takes_parts else prepared
 
     def mask(self, rows: Sequence[Example]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or why it cannot be used.
@@ -308,7 +328,7 @@ class ChatMasker:
 
         with template_errors():
             texts, marked = render_jinja_template(
-                [prepare_messages(messages) for messages in conversations],
+                [self.prepare(messages) for messages in conversations],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -326,7 +346,7 @@ class ChatMasker:
         """The texts that `apply_chat_template` tokenizes."""
         with template_errors():
             return self.tokenizer.apply_chat_template(
-                [prepare_messages(messages) for messages in conversations],
+                [self.prepare(messages) for messages in conversations],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -339,7 +359,9 @@ class ChatMasker:
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
     def make_checker(self) -> TemplateChecker:
-        return TemplateChecker(self.tokenizer, self.stops, self.mask_chats, self.render)
+        return TemplateChecker(
+            self.tokenizer, self.stops, self.mask_chats, self.render, self.prepare, takes_parts=self.takes_parts
+        )
 
     def find_stop_token(self) -> int | None:
         """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""

@@ -95,6 +95,13 @@ def prepare_messages(messages: Sequence[Message]) -> list[Message]:
     return prepared
 
 
+def as_parts(message: Message) -> Message:
+    """The message with its text as a list of one part, the only way in which some multi-modal templates write it."""
+    content = message.get("content")
+    is_text = isinstance(content, str) and content != ""
+    return {**message, "content": [{"type": "text", "text": content}]} if is_text else message
+
+
 def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:
     """function(value, *args, **options), or the ValueError that it raised or that an argument already is."""
     for argument in (value, *args):

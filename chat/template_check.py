@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chat.examples import ASSISTANT, Chat, Message
-from chat.rendering import catch_error, check_in_child, prepare_messages
+from chat.rendering import catch_error, check_in_child
 from chat.skeletons import Render
 from chat.token_spans import TokenizedChat, split_by_training
 from chat.turns import Stops
@@ -49,6 +49,8 @@ class TemplateChecker:
     stops: Stops
     mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
     render: Render
+    prepare: Callable[[Sequence[Message]], list[Message]]
+    takes_parts: bool  # whether the template gets texts as lists of parts
     notes: list[str] = field(default_factory=list)
 
     def check(self, name: str) -> list[str]:
@@ -66,20 +68,20 @@ class TemplateChecker:
                 problem = self.find_problem(tokenized, chat)
             if problem is not None:
                 raise ValueError(f"{name} cannot be used: {problem}; tried with {chat.messages}")
+        if self.takes_parts:
+            self.notes.append("the chat template takes contents as lists of parts, so it is given texts as such")
         return list(dict.fromkeys(self.notes))
 
     def choose_probes(self) -> list[Chat]:
-        """With tools if the template fails without, or with lists of parts for contents if it fails on texts."""
+        """With tools if the template fails without."""
         (plain,) = self.mask(PROBES[:1])
         if not isinstance(plain, ValueError):
             return PROBES
         with_tools = [replace(chat, tools=[TOOL]) for chat in PROBES]
-        in_parts = [replace(chat, messages=[as_parts(message) for message in chat.messages]) for chat in PROBES]
-        for probes, what in ((with_tools, "with tools"), (in_parts, "with contents that are lists of parts")):
-            if not isinstance(self.mask(probes[:1])[0], ValueError):
-                self.notes.append(f"the chat template works only {what}, and refuses other rows: {plain}")
-                return probes
-        return PROBES
+        if isinstance(self.mask(with_tools[:1])[0], ValueError):
+            return PROBES
+        self.notes.append(f"the chat template works only with tools, and refuses other rows: {plain}")
+        return with_tools
 
     def find_stop_token(self) -> int | None:
         """The token at which generation has to stop: what ends a conversation's last turn, or, if nothing does, an
@@ -101,7 +103,7 @@ class TemplateChecker:
     def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
         """What is wrong with a probe's token ids or labels. Adds to the notes what is as the template wants it, and
         yet not as one would expect."""
-        messages = prepare_messages(chat.messages)
+        messages = self.prepare(chat.messages)
         expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
         if tokenized.input_ids != expected:
             return "apply_chat_template gives other token ids"
@@ -122,7 +124,7 @@ class TemplateChecker:
                     "the chat template writes no end-of-turn token after a conversation's last turn, so stopping is"
                     " trained only where another turn follows"
                 )
-            if squeeze(read_content(message)) not in squeeze(self.decode(ids)):
+            if squeeze(message["content"]) not in squeeze(self.decode(ids)):
                 self.notes.append(
                     "the generation prompt's end is one token with the beginning of some answers: that token is not"
                     " trained"
@@ -137,7 +139,7 @@ class TemplateChecker:
         """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""
         decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
         call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
-        for text in (read_content(message), call):
+        for text in (message["content"], call):
             if squeeze(text) not in squeeze(with_one_before):  # the prompt's last space can be in the first token
                 return f"{decoded!r} is trained instead of {text!r} and the end-of-turn token"
         others = [QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]]
@@ -148,15 +150,6 @@ class TemplateChecker:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-
-def as_parts(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]} if message["content"] else message
-
-
-def read_content(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else content[0]["text"]
 
 
 def squeeze(text: str) -> str:

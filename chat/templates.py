@@ -1,5 +1,6 @@
 """The model's tokenizer, and what makes one of a base model able to chat: a template and special tokens."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,21 @@ def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str
         raise ValueError(f"{flag} {model_dir}: no usable tokenizer: {one_line(error)}") from None
     if not trust_remote_code:
         tokenizer.init_kwargs.pop("auto_map", None)  # what is saved would ask for code that is not there
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = read_processors_template(Path(model_dir))
     return tokenizer
+
+
+def read_processors_template(model_dir: Path) -> str | None:
+    """The chat template that a multi-modal model's processor has in a file of its own, where the tokenizer has none."""
+    for name in ("chat_template.json", "processor_config.json"):
+        try:
+            template = json.loads((model_dir / name).read_text(encoding="utf-8")).get("chat_template")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(template, str):
+            return template
+    return None
 
 
 def find_template(name_or_file: str) -> NamedTemplate:

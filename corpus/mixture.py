@@ -83,6 +83,13 @@ class Mixture:
         for source in self.sources:
             source.release_pages()
 
+    def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The first row in the stream that holds one of these token ids, and which; None where none does."""
+        for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
+            if (found := source.find_tokens(token_ids)) is not None:
+                return first + found[0], found[1]
+        return None
+
     def locate(self, row: int) -> tuple[Path, int]:
         """The file that a row is in, and its number there, counted from 1."""
         source, own_row = self._find(row)

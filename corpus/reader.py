@@ -5,6 +5,7 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pyarrow.json
 from corpus.sample_checks import check_targets
 from objectives.columns import OPTIONAL_COLUMNS, SEQUENCES, TARGET_COLUMN, WEIGHTS_COLUMN, Sample, Task, read_task
 
+SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
 INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and of which types
 
 
@@ -89,6 +91,20 @@ class TokenizedData:
             bounds = "from 0 to 1" if most == 1 else "from 0"
             raise ValueError(f"{where}: {self.task.extra_column} has to hold {length} numbers {bounds}")
         return extras
+
+    def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The first row of the stream that holds one of these token ids, and which; None where none does."""
+        kept = np.zeros(len(self.lengths), bool)
+        kept[self.kept] = True
+        for (offsets, values), first_row in zip(self._input_ids, self._starts.tolist(), strict=False):
+            for start in range(int(offsets[0]), int(offsets[-1]), SEARCHED_TOKENS):
+                part = values[start : min(start + SEARCHED_TOKENS, int(offsets[-1]))]
+                for place in np.flatnonzero(np.isin(part, token_ids)).tolist():
+                    row = first_row + int(np.searchsorted(offsets, start + place, side="right")) - 1
+                    if kept[row]:
+                        return row, int(part[place])
+        self.release_pages()
+        return None
 
     def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
         """Takes samples longer than `max_tokens_per_gpu` out of the stream and counts them; refuses unless told to."""

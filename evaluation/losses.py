@@ -55,7 +55,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
             f"--data {path}: was made with another tokenizer than that of {found.name}: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"
         )
-    data.vocab_size = found.config.vocab_size
+    data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
     check_rope(found.config, longest=data.longest)
 
 

@@ -1,15 +1,11 @@
-"""The door for engines: what computes answers. All of them are reached through `open_engine`."""
+"""The door for engines: what computes answers (`open_engine` in inference/choice.py chooses one)."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from inference.models import FoundModel
 from inference.prompts import Prompt
-from options import EngineOptions, SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -51,28 +47,6 @@ class Engine(Protocol):
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """One answer in pieces; it ends when the iterator is closed."""
         ...
-
-
-def open_engine(
-    found: FoundModel | None,
-    name: str,
-    engine: EngineOptions,
-    sampling: SamplingOptions,
-    *,
-    device: torch.device,
-) -> Engine:
-    """The engine that the options name; `found` is None for a server's, which knows the model by `name`."""
-    if engine.engine == "openai":
-        from inference.openai_engine import OpenAIEngine
-
-        return OpenAIEngine(name, engine, sampling)
-    if engine.engine == "vllm":
-        from inference.vllm_engine import VLLMEngine
-
-        return VLLMEngine(found, engine, sampling)
-    from inference.hf_engine import HFEngine
-
-    return HFEngine(found, engine, sampling, device=device)
 
 
 def require(module: str, *, extra: str, flag: str) -> None:

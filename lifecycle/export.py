@@ -11,14 +11,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from disk import commit, describe_failed_write, hash_file, make_aside, remove_directory, sync_dir, sync_file
+from disk import describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
 from lifecycle.checkpoint_files import FORMAT, write_manifest
+from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
+from model.config import ModelSource
 from model.method import Method
+from model.weights import list_left_out
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import is_multimodal, text_config
 from ranks.terminal import show_progress, shows_progress
 from ranks.world import World, call_on_rank0
 
 MAX_SHARD_SIZE = "5GB"
+MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class ExportParts:
     generation_config: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
+    source: ModelSource  # has what a multi-modal model is beside its text tower
     notes: dict[str, str] = field(default_factory=dict)  # texts by the names of their files
 
 
@@ -68,19 +74,28 @@ def write_export(
 
     An export of the same name, by a run that was resumed from before it, is replaced.
     """
+    is_whole = bool(weights) and is_multimodal(config)
+    left_out = list_left_out(parts.source, parts.objective) if is_whole else {}
+    own_tensors = find_tensors(Path(parts.source.directory)) if is_whole else {}
     needed_bytes = sum(weight.nbytes for weight in weights.values())
+    needed_bytes += sum(tensor.num_bytes for name, tensor in own_tensors.items() if name in left_out)
     aside = make_aside(export_dir, needed_bytes, what="the export")
     try:
         with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
             shell = parts.objective.make_model(copy.deepcopy(config), dtype=parts.dtype, trust_remote_code=False)
         shell.generation_config = copy.deepcopy(parts.generation_config)
-        for written in (shell.config, shell.generation_config):
-            follow_tokenizer(written, parts.tokenizer, vocab_size=config.vocab_size)
+        text = text_config(shell.config)
+        for written in (text, shell.generation_config):
+            follow_tokenizer(written, parts.tokenizer, vocab_size=text.vocab_size)
         if not shows_progress():
             transformers.utils.logging.disable_progress_bar()
         if weights:  # else the method writes all there is
             shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
         parts.tokenizer.save_pretrained(aside)
+        if left_out:
+            add_tensors(aside, left_out, own_tensors, max_bytes=MAX_SHARD_BYTES)
+        if is_whole:
+            copy_processor_files(Path(parts.source.directory), aside)
         parts.method.write_extras(aside)
         for name, text in parts.notes.items():
             (aside / name).write_text(text, encoding="utf-8")
@@ -91,9 +106,7 @@ def write_export(
             sync_dir(directory)
         entries = {str(file.relative_to(aside)): hash_file(file) for file in files}
         write_manifest(aside, {"format": FORMAT, "files": entries})
-        if export_dir.exists():
-            remove_directory(export_dir)
-        commit(aside, export_dir)
+        put_in_place(aside, export_dir)
     except (OSError, SafetensorError) as error:
         raise OSError(describe_failed_write(f"the export {export_dir}", error, aside, needed_bytes)) from None
     finally:

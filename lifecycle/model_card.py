@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 from huggingface_hub import ModelCardData
+from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from lifecycle.record import PARAMS_FILE
 from lifecycle.start import RunInputs
 from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
+from objectives.text_tower import is_multimodal
 from options import TrainOptions, iterate_fields
 from sampler import RunPosition
 
@@ -37,7 +39,7 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
     steps = list(read_rows(output_dir / METRICS_FILE, position.step))
     validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
     parts = [
-        f"---\n{describe_head(options).to_yaml()}\n---",
+        f"---\n{describe_head(options, inputs.config).to_yaml()}\n---",
         f"# {output_dir.absolute().name}, after {position.num_samples:,} samples",
         describe_training(options, params, position),
         "## Data\n\n" + "\n".join(describe_data(inputs, params)),
@@ -68,17 +70,18 @@ def name_base(options: TrainOptions) -> str:
     return name if is_on_hub(options) else Path(name).absolute().name
 
 
-def describe_head(options: TrainOptions) -> ModelCardData:
+def describe_head(options: TrainOptions, config: PreTrainedConfig) -> ModelCardData:
     """The card's metadata. A base model that is no model of the hub is not named there: the hub would look for it."""
     is_adapter = options.lora.lora and options.lora.lora_export == "adapter"
     methods = [name for name, is_used in (("lora", options.lora.lora), ("osft", options.osft.osft)) if is_used]
     base = dict(base_model=options.model.model_name_or_path) if is_on_hub(options) else {}
     if base:
         base["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
     return ModelCardData(
         **base,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag=PIPELINES[options.classification.objective],
+        pipeline_tag="image-text-to-text" if sees_images else PIPELINES[options.classification.objective],
         tags=["mini_trainer", *methods],
     )
 

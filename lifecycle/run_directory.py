@@ -2,13 +2,14 @@
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from disk import remove_leftovers
+from disk import read_json, remove_directory, remove_leftovers
 from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer
 from lifecycle.due import what_is_due
@@ -16,6 +17,7 @@ from lifecycle.export import ExportParts, export_model
 from lifecycle.hub import BEST, MAIN, Uploads
 from lifecycle.live_line import open_console
 from lifecycle.model_card import make_card
+from lifecycle.profiling import profile_steps
 from lifecycle.record import (
     check_output_dir,
     check_same_run,
@@ -35,8 +37,10 @@ from options import TrainOptions, flatten_options
 from ranks.ending import log
 from ranks.monitor import Flag, RunControl
 from ranks.world import World, call_on_rank0
-from sampler import RunPosition
+from sampler import Batch, RunPosition
 
+PROFILE_DIR = "profile"
+POSITION_FILE = "position.json"  # in an export by --export-name: how far the run was
 BEST_FILE = "validation.json"  # in the export of the best model: its line of validation_metrics_0.jsonl
 
 
@@ -180,6 +184,13 @@ class RunDirectory:
             self.export(state, position, inputs, best=metrics)
         return self.has_learnt_enough
 
+    def profile(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """`batches`, with the steps of --profile-steps recorded."""
+        steps = self.options.profiling.profile_steps
+        if steps is None:
+            return batches
+        return profile_steps(batches, steps, self.path / PROFILE_DIR, rank=self.world.rank)
+
     def start_loop(self) -> None:
         """From here on the clock of --checkpoint-every-minutes runs, and a request to stop waits for a step's end."""
         self.last_save = time.monotonic()
@@ -217,10 +228,17 @@ class RunDirectory:
         if self.checkpoint is None:
             return False
         due = what_is_due(self.start, self.options, epoch_length=epoch_length, num_steps=num_steps)
-        return due.export and not call_on_rank0(self.world, self.export_dir(self.start).exists)
+        return due.export and not call_on_rank0(self.world, lambda: self.has_export(self.start))
 
     def export_dir(self, position: RunPosition) -> Path:
-        return self.exports_dir / f"samples_{position.num_samples}"
+        return self.exports_dir / (self.options.exports.export_name or f"samples_{position.num_samples}")
+
+    def has_export(self, position: RunPosition) -> bool:
+        """Whether the export that is there under its name is that of `position`."""
+        export_dir = self.export_dir(position)
+        if self.options.exports.export_name is None or not export_dir.exists():
+            return export_dir.exists()
+        return (export_dir / POSITION_FILE).is_file() and read_json(export_dir / POSITION_FILE) == asdict(position)
 
     def predictions_file(self, position: RunPosition) -> Path:
         return self.path / f"predictions_samples_{position.num_samples}.jsonl"
@@ -230,6 +248,8 @@ class RunDirectory:
     ) -> None:
         """Writes the model as it is at `position`; with the metrics that make it the `best`, as that one."""
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
+        if best is None and self.options.exports.export_name is not None:
+            notes[POSITION_FILE] = json.dumps(asdict(position)) + "\n"
         notes |= call_on_rank0(self.world, lambda: make_card(self.path, self.options, inputs, position))
         export_dir = self.export_dir(position) if best is None else self.exports_dir / "best"
         parts = ExportParts(
@@ -238,13 +258,25 @@ class RunDirectory:
             inputs.generation_config,
             inputs.tokenizer,
             getattr(torch, self.options.exports.export_dtype),
+            inputs.source(self.options.model),
             notes,
         )
         with self.control.slow(f"the export after step {position.step}"):
             export_model(state.model, export_dir, parts, world=self.world)
+            call_on_rank0(self.world, lambda: self.remove_old_exports(position))
         if self.uploads is not None:
             message = f"After step {position.step:,}, {position.num_samples:,} samples"
             self.uploads.add(export_dir, branch=MAIN if best is None else BEST, message=message)
+
+    def remove_old_exports(self, position: RunPosition) -> None:
+        """By --keep-exports; what is of a later position, from before a resume, stays."""
+        num_kept = self.options.exports.keep_exports
+        if num_kept is None:
+            return
+        names = [path.name.removeprefix("samples_") for path in self.exports_dir.glob("samples_*")]
+        numbers = [int(name) for name in names if name.isdecimal()]
+        for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
+            remove_directory(self.exports_dir / f"samples_{number}")
 
     def close(self, log: TrainingLog, *, is_done: bool) -> None:
         """Waits for the last checkpoint; notes that the run is done, if it is."""

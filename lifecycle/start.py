@@ -25,6 +25,8 @@ from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.objective import Objective, PackedModel
+from objectives.packed_row import check_positions
+from objectives.text_tower import find_placeholders, text_config
 from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions
 from osft import OSFT
 from ranks.ending import log
@@ -93,6 +95,11 @@ class RunInputs:
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample that is trained or measured on."""
+        return max(data.longest for data in (self.data, self.validation_data) if data is not None)
+
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
 
@@ -122,8 +129,9 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         inputs.errors.attempt(lambda: check_validation(inputs, options.validation))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
-        longest = max(data.longest for data in (inputs.data, inputs.validation_data) if data is not None)
-        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=longest))
+        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
+        for data in filter(None, (inputs.data, inputs.validation_data)):
+            inputs.errors.attempt(lambda data=data: check_placeholders(inputs.config, data))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
@@ -195,9 +203,23 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
         inputs.generation_config = load_generation_config(inputs.model_dir, inputs.config)
 
 
+def check_placeholders(config: PreTrainedConfig, data: Mixture) -> None:
+    """ValueError for data with a token that a multi-modal model puts an image, a video or a sound in place of."""
+    placeholders = find_placeholders(config)
+    found = data.find_tokens(list(placeholders)) if placeholders else None
+    if found is not None:
+        row, token_id = found
+        path, number = data.locate(row)
+        raise ValueError(
+            f"{path}: row {number} holds the token id {token_id}, which stands for something that is no text"
+            f" ({placeholders[token_id]} in config.json of model type {config.model_type!r}). Only text trains here:"
+            " leave out rows with images, videos or sounds, and take their placeholders out of the texts"
+        )
+
+
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     """The tokenizer that made the data; the config learns how many embeddings it needs, and what ends a turn."""
-    config, validation_data = inputs.config, inputs.validation_data
+    config, text, validation_data = inputs.config, text_config(inputs.config), inputs.validation_data
     known = {source.path: sidecar for source, sidecar in zip(inputs.data.sources, inputs.sidecars, strict=True)}
     if validation_data is not None:
         known |= {source.path: source.sidecar for source in validation_data.sources}
@@ -205,17 +227,19 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
         lambda: choose_tokenizer(
             inputs.model_dir,
             known,
-            vocab_size=config.vocab_size,
+            vocab_size=text.vocab_size,
             vocabulary_multiple=inputs.method.vocabulary_multiple,
             trust_remote_code=options.model.trust_remote_code,
         )
     )
-    inputs.tokenizer, config.vocab_size = found or (None, config.vocab_size)
+    inputs.tokenizer, vocab_size = found or (None, text.vocab_size)
+    for part in (text, *([config] if hasattr(config, "vocab_size") else [])):
+        part.vocab_size = vocab_size
     if inputs.tokenizer is not None:
         inputs.objective.use_tokenizer(inputs.tokenizer)
     for data in (inputs.data, validation_data):
         if data is not None:
-            data.vocab_size = config.vocab_size
+            data.vocab_size = vocab_size
     for sidecar in filter(None, reversed(inputs.sidecars)):  # the first one's is the first in the end
         if inputs.tokenizer is not None and sidecar.get("stop_token_id") is not None:
             replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template is not the model's
@@ -227,7 +251,9 @@ def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> 
 
     What the model was published with may name others alone, and generate() would run on past every turn's end.
     """
-    for config in (inputs.config, inputs.generation_config):
+    text, whole = text_config(inputs.config), inputs.config
+    has_own = whole is not text and getattr(whole, "eos_token_id", None) is not None
+    for config in (text, *([whole] if has_own else []), inputs.generation_config):
         known = config.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
         if replaces:
@@ -303,6 +329,7 @@ def build_run_model(
     plain = replace(compute, compile=False, activation_checkpointing="none")
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
+    check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, device=world.device)
     log.info(describe_model(options, inputs, model))
     return model

@@ -24,6 +24,7 @@ from model.method import MetaModel
 from model.weights import Reader
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import text_config
 from options import DataOptions, LoRAOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
@@ -205,7 +206,7 @@ class LoRA:
 
         On the first samples of the data. Weights are read and sent as they are needed, a layer at a time.
         """
-        vocab_size = packed_model.model.config.vocab_size
+        vocab_size = text_config(packed_model.model.config).vocab_size
         micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size).to(world.device)
         num_targets = len(micro_batch.trained_index)
         packed_model.eval()

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from model.blocks import find_linear_layers
 from model.method import MetaModel
 from model.weights import Reader
+from objectives.text_tower import text_config
 from options import LoRAOptions
 
 if TYPE_CHECKING:
@@ -78,13 +79,13 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
 def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
     """The modules that train as a whole: those asked for, embedding and head where they have new rows, and what the
     objective always trains."""
-    stored = AutoConfig.from_pretrained(
-        meta.source.directory, trust_remote_code=meta.source.trust_remote_code
-    ).vocab_size
+    config = AutoConfig.from_pretrained(meta.source.directory, trust_remote_code=meta.source.trust_remote_code)
+    stored = text_config(config).vocab_size
     grown = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
     names = [name for name, module in meta.model.named_modules() if module in grown]
     always = meta.objective.find_head(meta.model)
-    return (*options.lora_modules_to_save, *always, *(names if meta.source.config.vocab_size > stored else ()))
+    has_new = text_config(meta.source.config).vocab_size > stored
+    return (*options.lora_modules_to_save, *always, *(names if has_new else ()))
 
 
 def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[str]:
@@ -129,7 +130,7 @@ def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, give
         for name, value in names.items():
             setattr(config, name, value)
         return config
-    modules = [name for name, _ in meta.model.named_modules()]
+    modules = [*(name for name, _ in meta.model.named_modules()), *meta.left_out.modules]
     params = [name for name, _ in meta.model.named_parameters()]
     rank = options.lora_rank or DEFAULT_RANK
     return LoraConfig(

@@ -25,6 +25,7 @@ from disk import hash_file, written_aside
 from methods.osft_subspaces import find_targets, weight_shape
 from model.blocks import find_blocks
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import text_config
 from options import DataOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
@@ -158,7 +159,7 @@ def prepare_statistics(
         return statistics
     # What the data adds, and the file with both.
     model = build_plain()
-    data.vocab_size = model.model.config.vocab_size
+    data.vocab_size = text_config(model.model.config).vocab_size
     batch = next(
         iterate_batches(
             Mixture([data]),

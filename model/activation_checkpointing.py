@@ -11,6 +11,7 @@ from model import attention as packed_attention
 from model.blocks import find_blocks
 from model.method import Method
 from objectives.objective import PackedModel
+from objectives.text_tower import text_config
 
 # What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
 GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # products of all experts of a layer in one
@@ -31,7 +32,7 @@ def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: s
             " use --activation-checkpointing none or full"
         )
     kept = method.keep_operations(MATRIX_PRODUCTS | ATTENTION)
-    if "dropout" in packed_attention.find_features(model, model.config):
+    if "dropout" in packed_attention.find_features(model, text_config(model.config)):
         kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
     if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):
         kept -= GROUPED_PRODUCTS  # transformers adds the experts' biases in place, and what is kept must not change

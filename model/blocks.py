@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from objectives.text_tower import find_decoder, text_config
+
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """The transformer blocks: the module list as long as the model is deep.
@@ -18,11 +20,11 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     Where the config does not say how deep it is (several layers a block, several stacks, those of a decoder): the
     longest list that is in no other one, and all that hold modules of the same class.
     """
-    num_blocks = getattr(model.config, "num_hidden_layers", None)
-    for module in model.base_model.modules():
+    decoder, num_blocks = find_decoder(model), getattr(text_config(model.config), "num_hidden_layers", None)
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
             return module
-    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     inner = {inside for outer in lists for block in outer for inside in block.modules()}
     lists = [blocks for blocks in lists if blocks not in inner]
     if not lists:

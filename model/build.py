@@ -16,8 +16,8 @@ from model.mixers import find_mixers, needs_own_attention, split_layers, use_ker
 from model.padded_attention import pad_attention
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
-from objectives.causal_lm import find_base
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import find_decoder, is_multimodal, keep_text_tower, set_attention, text_config
 from options import ComputeOptions, ShardingOptions
 from ranks.devices import describe_device
 from ranks.ending import log
@@ -44,6 +44,8 @@ def build_model(
     """
     meta = make_meta_model(source, compute, objective=objective, method=method, device=world.device)
     set_weights_dtype(meta.model, weights_dtype)
+    if meta.left_out.parts:
+        log.info(meta.left_out.describe(num_bytes=weights_dtype.itemsize))
     method.choose_layers(meta)
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective)))
@@ -70,11 +72,12 @@ def make_meta_model(
     with torch.device("meta"):
         model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     model.to("meta")  # the parameters that a model makes in a way that knows no default device (DiffLlama)
+    left_out = keep_text_tower(model)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     if compute.use_liger_kernels:
         apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
-    held = hand_micro_batch_on(find_base(model), blocks, makes_masks=backend == OWN)
+    held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == OWN)
     split_layers(blocks, held, has_own_attention=backend == OWN)
     if backend != OWN:
         use_kernels(blocks, device)
@@ -87,7 +90,7 @@ def make_meta_model(
         apply_compile(blocks)
     if mode == "full":
         apply_activation_checkpointing(blocks)
-    return MetaModel(model, blocks, backend, compute_dtype, source, objective)
+    return MetaModel(model, blocks, backend, compute_dtype, source, objective, left_out)
 
 
 def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -103,8 +106,9 @@ def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
     """Routes the model's attention to a backend of model.attention, and says to which."""
-    missing = [] if getattr(model.config, "hidden_size", None) else ["hidden_size"]
-    if not missing and not list_heads(model.config) and not any(map(find_mixers, find_blocks(model))):
+    config = text_config(model.config)
+    missing = [] if getattr(config, "hidden_size", None) else ["hidden_size"]
+    if not missing and not list_heads(config) and not any(map(find_mixers, find_blocks(model))):
         missing = ["num_attention_heads"]
     if missing:
         raise ValueError(
@@ -118,17 +122,14 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
                 " own, which nothing can replace: leave it out"
             )
         return "padded"
-    if needs_own_attention(find_blocks(model), model.config):
+    if needs_own_attention(find_blocks(model), config):
         return keep_own_attention(model, requested)
     register_backends()
-    mark_chunked(model, model.config)
-    backend = choose_backend(requested, model=model, config=model.config, device=device, dtype=dtype)
-    model.set_attn_implementation(registered_name(backend))
-    return (
-        backend
-        if model.config._attn_implementation == registered_name(backend)
-        else keep_own_attention(model, requested)
-    )
+    mark_chunked(model, config)
+    backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
+    set_attention(model, registered_name(backend))
+    is_replaced = find_decoder(model).config._attn_implementation == registered_name(backend)
+    return backend if is_replaced else keep_own_attention(model, requested)
 
 
 def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
@@ -138,7 +139,7 @@ def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
             f"--attention {requested}: model type {model.config.model_type!r} has attention of its own, which runs one"
             " sequence at a time and cannot be replaced: give --attention auto"
         )
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     return OWN
 
 
@@ -156,6 +157,8 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_p
         )
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
+    if is_multimodal(model.config):
+        raise ValueError(f"--use-liger-kernels: not for a model of more than text ({model.config.model_type!r})")
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"--use-liger-kernels: liger-kernel has none for model type {model.config.model_type!r}")
     if getattr(model.config, "mlp_bias", False):

@@ -17,6 +17,7 @@ from model.mixers import list_with_kernels, use_loop
 from model.sharding import reshard
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import find_decoder, find_placeholders, set_attention, text_config
 from ranks.ending import log
 
 
@@ -54,16 +55,17 @@ def check_packing(
 
     The modules in `training` compute as they train, all others as they validate.
     """
-    model, config = packed_model.model, packed_model.model.config
+    model, config = packed_model.model, text_config(packed_model.model.config)
     # Other kernels round otherwise. In bf16 that adds up over layers (4 % was seen after 80) and sends some tokens to
     # another expert, so there the middle token tells: wrong attention or positions move nearly all.
     exact = packed_model.compute_dtype == torch.float32
     tolerance, rounding, loss_tolerance = (1e-4, 1e-4, 1e-5) if exact else (3e-2, 1e-1, 3e-2)
     random = np.random.default_rng(0)
-    sequences = [random.integers(0, config.vocab_size, length) for length in (11, 16, 9)]
-    others = [random.integers(0, config.vocab_size, len(sequence)) for sequence in sequences]
-    backend = config._attn_implementation
-    refused = f"model type {config.model_type!r} cannot be trained here: "
+    texts = np.setdiff1d(np.arange(config.vocab_size), list(find_placeholders(model.config)))
+    sequences = [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
+    others = [texts[random.integers(0, len(texts), len(sequence))] for sequence in sequences]
+    backend = find_decoder(model).config._attn_implementation
+    refused = f"model type {model.config.model_type!r} cannot be trained here: "
     packed_model.eval()
     for module in training:
         module.train()
@@ -94,14 +96,14 @@ def check_packing(
 
     # Hidden states and loss are the model's own.
     if packed_model.backend != OWN:
-        model.set_attn_implementation("eager")
+        set_attention(model, "eager")
     own_loss, errors = 0.0, []
     for sequence, packed_hidden in zip(sequences, hidden, strict=True):
         own_hidden, own_sum = packed_model.reference(pack([sequence]))
         errors.append(token_errors(packed_hidden, own_hidden[0]))
         own_loss += own_sum.item()
     if packed_model.backend != OWN:
-        model.set_attn_implementation(backend)
+        set_attention(model, backend)
     error = (torch.cat(errors).max() if exact else torch.cat(errors).median()).item()
     if not error <= rounding:
         raise ValueError(
@@ -130,8 +132,8 @@ def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)
 
 def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
     """Refuses a model whose config declares sliding windows that its layers do not hand to the attention backend."""
-    model, config = packed_model.model, packed_model.model.config
-    backend = config._attn_implementation
+    model, config = packed_model.model, text_config(packed_model.model.config)
+    backend = find_decoder(model).config._attn_implementation
     if backend not in AttentionInterface():  # the model's own code, which is given no windows
         return
     attend, windows = AttentionInterface()[backend], []
@@ -141,9 +143,9 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
         return attend(*args, sliding_window=sliding_window, **kwargs)
 
     AttentionInterface.register("packed_recording", record_window)
-    model.set_attn_implementation("packed_recording")
+    set_attention(model, "packed_recording")
     packed_model.hidden_states(micro_batch)
-    model.set_attn_implementation(backend)
+    set_attention(model, backend)
     num_seen = sum(window is not None for window in windows)
     if getattr(config, "layer_types", None) is not None:
         num_declared = config.layer_types.count("sliding_attention")
@@ -151,6 +153,6 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
         num_declared = len(windows) if getattr(config, "sliding_window", None) else 0
     if num_declared != num_seen:
         raise ValueError(
-            f"model type {config.model_type!r} declares {num_declared} layers with a sliding window, but {num_seen} use"
-            " one here; it cannot be trained here"
+            f"model type {model.config.model_type!r} declares {num_declared} layers with a sliding window, but"
+            f" {num_seen} use one here; it cannot be trained here"
         )

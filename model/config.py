@@ -11,6 +11,7 @@ from chat.templates import load_tokenizer
 from model.files import check_model_dir
 from model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
 from objectives.objective import Objective
+from objectives.text_tower import text_config
 from ranks.ending import log
 
 
@@ -120,6 +121,7 @@ def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
     `longest`: tokens of the longest sample. transformers switches "dynamic" and "longrope" to other frequencies for a
     whole row as soon as one position is beyond the length that the model was first trained with.
     """
+    config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [entry for entry in rope.values() if isinstance(entry, dict)]  # Gemma 3's way
     for entry in by_layer_type or [rope]:

@@ -110,11 +110,15 @@ def has_stock_class(config: dict[str, Any], name: str) -> bool:
 
     Models that became part of transformers still carry that entry: Phi 3, DeepSeek V3, Falcon.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     if name == "config.json":
-        return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+        return any(config.get("model_type") in known for known in names)
     tokenizer_class = config.get("tokenizer_class")
     is_known = isinstance(tokenizer_class, str) and tokenizer_class_from_name(tokenizer_class) is not None
     return name == "tokenizer_config.json" and is_known

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from model.attention import list_heads
 from model.blocks import find_blocks
 from model.mixers import find_mixers
+from objectives.text_tower import text_config
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
 
@@ -73,7 +74,7 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
 
     A classifier's head counts for every token, too: it is small, and its attention counts as if it were causal.
     """
-    head = model.get_output_embeddings()
+    config, head = text_config(config), model.get_output_embeddings()
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     num_active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
@@ -81,9 +82,8 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     matrices = 0.0  # FLOPs per token
     for _, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice computes twice (Zamba)
         for name, param in module.named_parameters(recurse=False):
-            if (
-                param.ndim < 2 or id(param) in outside or name == "A_log"
-            ):  # Mamba's has two dimensions, and is no matrix
+            is_state = name == "A_log"  # Mamba 1's has two dimensions, and is no matrix
+            if param.ndim < 2 or id(param) in outside or is_state:
                 continue
             is_grouped = param.ndim == 3 and not isinstance(module, nn.Conv1d)  # experts are stored as one 3-D tensor
             matrices += param.numel() * (active if is_grouped else 1) * (6 if param.requires_grad else 4)

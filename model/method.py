@@ -1,7 +1,7 @@
 """The door for methods: what the rest of the program asks of one. `Full` is in methods/full.py, `OSFT` in osft.py."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from model.config import ModelSource
 from model.weights import Reader
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
+from objectives.text_tower import LeftOut
 from options import DataOptions
 from ranks.world import World
 
@@ -27,6 +28,7 @@ class MetaModel:
     compute_dtype: torch.dtype
     source: ModelSource
     objective: Objective
+    left_out: LeftOut = field(default_factory=LeftOut)  # of a multi-modal model, all but its text tower
 
 
 class Method(Protocol):

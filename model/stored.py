@@ -1,9 +1,11 @@
 """What the safetensors files of a model hold: every tensor's shape and type, and a function that reads it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -22,16 +24,49 @@ class Stored:
     dtype: str  # by safetensors' name: F32, BF16, F8_E4M3, U8
 
 
+class StoredFiles:
+    """The files of a model directory.
+
+    To open one means to parse all its names and shapes: for a hundred experts that become one tensor, `kept_open` does
+    so once. Otherwise a file is closed after each tensor, and its pages are given back.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.opened: dict[str, Any] | None = None  # by name; None outside of `kept_open`
+
+    def find(self) -> dict[str, Stored]:
+        """Every tensor by its name in the files."""
+        stored = {}
+        for name in list_weights(self.path):
+            with safe_open(self.path / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    part = file.get_slice(key)
+                    read = functools.partial(self.read, name, key)
+                    stored[key] = Stored(read, tuple(part.get_shape()), part.get_dtype())
+        return stored
+
+    def read(self, name: str, key: str) -> Tensor:
+        """One tensor, mapped into memory: its pages are read when they are used, and given back with it."""
+        if self.opened is None:
+            return read_tensor(self.path / name, key)
+        if name not in self.opened:
+            self.opened[name] = safe_open(self.path / name, framework="pt")
+        return self.opened[name].get_tensor(key)
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Meanwhile files that have been opened stay so."""
+        self.opened = {}
+        try:
+            yield
+        finally:
+            self.opened = None
+
+
 def find_stored(path: Path) -> dict[str, Stored]:
     """Every tensor of a model directory by its name in the files."""
-    stored = {}
-    for name in list_weights(path):
-        with safe_open(path / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                slice_ = file.get_slice(key)
-                read = functools.partial(read_tensor, path / name, key)
-                stored[key] = Stored(read, tuple(slice_.get_shape()), slice_.get_dtype())
-    return stored
+    return StoredFiles(path).find()
 
 
 def read_tensor(path: Path, key: str) -> Tensor:

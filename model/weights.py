@@ -6,7 +6,7 @@ experts that are stored apart and held as one. Its own loader is run once over s
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,15 @@ from transformers import AutoConfig, PreTrainedModel
 
 from model.config import ModelSource
 from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
-from model.stored import Reader, find_stored
+from model.stored import Reader, Stored, StoredFiles, find_stored
 from objectives.objective import Objective
+from objectives.text_tower import keep_text_tower, text_config
 from ranks.ending import log
+
+# transformers' conversions that change no number: what is stored in bf16 stays so, at half the memory of fp32.
+MOVING_OPERATIONS = {
+    "Chunk", "Split", "Concatenate", "Interleave", "MergeModulelist", "SplitModulelist", "Transpose", "PermuteForRope",
+}  # fmt: skip
 
 # What transformers' internals, which change from version to version, and torch on stand-ins without data may raise.
 NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
@@ -61,8 +67,13 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
         if target in readers:
             readers.setdefault(origin, readers[target])
             del readers[target]
-    if source.config.vocab_size > model.config.vocab_size:
-        grow_vocabulary(model, readers, source.config.vocab_size)
+    keep_text_tower(model)
+    kept = {name for tensors in (model.named_parameters, model.named_buffers)
+            for name, _ in tensors(remove_duplicate=False)}  # fmt: skip
+    readers = {name: read for name, read in readers.items() if name in kept}
+    vocab_size = text_config(source.config).vocab_size
+    if vocab_size > text_config(model.config).vocab_size:
+        grow_vocabulary(model, readers, vocab_size)
     return readers
 
 
@@ -92,13 +103,7 @@ def plan_reading(
     What the model computes and no file holds, such as rotary frequencies, is computed here, in fp32.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        convert_and_load_state_dict_in_model,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -108,23 +113,18 @@ def plan_reading(
     own_dtype = choose_dtype(config)  # which the model made of it overwrites
     with torch.device("meta"):
         model = objective.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    stored = find_stored(Path(model_dir))
+    files = StoredFiles(Path(model_dir))
+    stored = files.find()
     if (settings := find_quantization(model_dir)) is not None:
         check_modules(settings, model)
         stored = open_dequantized(stored, settings, own_dtype)
     conversions = get_model_conversion_mapping(model)
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     wanted = model.state_dict()
 
-    # Which stored tensors go where, by transformers' own rules.
     sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or the first of a conversion's -> keys and patterns
-    for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
-        if name in wanted:
-            sources.setdefault(name, []).append((key, pattern))
+    for key, (name, pattern) in name_stored(model, stored).items():
+        sources.setdefault(name, []).append((key, pattern))
 
     raw = [key for keys in sources.values() for key, _ in keys if stored[key].dtype in QUANTIZED_TYPES]
     if raw:
@@ -161,7 +161,17 @@ def plan_reading(
         return {target: value[0] if isinstance(value, list) else value for target, value in values.items()}
 
     def read_converted(name: str, target: str) -> Tensor:
-        return convert(name, lambda key: stored[key].read().to(wanted[target].dtype))[target]
+        operations = by_pattern[sources[name][0][1]].operations
+        is_moved = all(type(operation).__name__ in MOVING_OPERATIONS for operation in operations)
+        is_one_type = len({stored[key].dtype for key, _ in sources[name]}) == 1
+        keeps_type = is_moved and is_one_type
+
+        def read(key: str) -> Tensor:
+            tensor = stored[key].read()
+            return tensor if keeps_type else tensor.to(wanted[target].dtype)
+
+        with files.kept_open():
+            return convert(name, read)[target]
 
     readers: dict[str, Reader] = {name: functools.partial(model.get_buffer, name) for name in computed}
     for name, keys in sources.items():
@@ -176,6 +186,41 @@ def plan_reading(
     if unknown:
         raise NotImplementedError(f"no file holds {', '.join(sorted(unknown))}, which transformers initializes")
     return model, readers, report
+
+
+def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+    """For each stored tensor that goes into the model: which of its own, and by which conversion's pattern, if by any.
+
+    By transformers' own rules.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    wanted, named = model.state_dict(), {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+        if name in wanted:
+            named[key] = name, pattern
+    return named
+
+
+def list_left_out(source: ModelSource, objective: Objective) -> dict[str, Stored]:
+    """What the files of a multi-modal model hold beside its text tower; of quantized weights what they stand for."""
+    with torch.device("meta"):
+        model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+    stored = find_stored(Path(source.directory))
+    if (settings := find_quantization(source.directory)) is not None:
+        config = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
+        stored = open_dequantized(stored, settings, choose_dtype(config))
+    named = name_stored(model, stored)
+    keep_text_tower(model)
+    kept = model.state_dict().keys()
+    return {key: stored[key] for key, (name, _) in named.items() if name not in kept}
 
 
 def read_whole(source: ModelSource, objective: Objective) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
@@ -204,6 +249,12 @@ def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_si
         return grown
 
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    old = text_config(model.config).vocab_size
+    if any(len(module.weight) != old for module in modules if module is not None):
+        raise ValueError(
+            f"model type {model.config.model_type!r} has embeddings beyond the {old} of its vocabulary, so it cannot"
+            f" grow to {vocab_size}: add no special tokens when you tokenize the data"
+        )
     for prefix in [prefix for prefix, module in model.named_modules() if module in modules]:
         for name in (f"{prefix}.weight", f"{prefix}.bias"):
             if name in readers:

@@ -11,14 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from chat.labels import IGNORED
 from objectives.columns import Task, check_task
 from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idle_sample, pack_samples
 from objectives.objective import Scores
-from objectives.packed_row import describe_row, find_base, find_pad_position
+from objectives.packed_row import describe_row, find_pad_position
 from objectives.router_loss import sum_router_losses
+from objectives.text_tower import find_decoder, find_needed, is_multimodal, text_config
 from objectives.token_loss import score_tokens, sum_token_loss
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
@@ -48,27 +56,34 @@ class CausalLM:
                 " encoder reads apart, and here a row is one text: give a decoder-only model"
             )
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-        has_text_part = type(config.get_text_config(decoder=True)) is not type(config)
-        is_none = type(config) not in AutoModelForCausalLM._model_mapping and not is_custom
-        if (has_text_part and not is_custom) or (not is_none and getattr(config, "vocab_size", None) is None):
+        text = text_config(config)
+        if text is not config and getattr(text, "is_encoder_decoder", False):
             return (
-                f"model type {config.model_type!r} is more than a language model"
-                " (it has several configs in one, of images, audio or an encoder), and only text models train here:"
-                " give its text model alone, saved as a model of its own"
+                f"model type {config.model_type!r} is an encoder-decoder: what it writes depends on what its encoder"
+                " has read, and packed rows have nothing for it to read"
             )
-        if is_none:
+        if not is_custom and type(config) not in choose_auto_class(config)._model_mapping:
             return f"model type {config.model_type!r} has no causal language model in transformers"
+        if getattr(text, "vocab_size", None) is None:
+            return f"model type {config.model_type!r} has no language model with a vocabulary"
         return None
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        auto_class = choose_auto_class(config)
+        model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if is_multimodal(config) and (needed := find_needed(model)):
+            raise ValueError(
+                f"model type {config.model_type!r} cannot be trained on text: {type(model).__name__} takes none without"
+                f" {', '.join(needed)}"
+            )
         find_router_loss(model, self.router_aux_loss)  # what it refuses is refused before weights are read
         return model
 
     def load_model(
         self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
     ) -> tuple[PreTrainedModel, dict[str, Any]]:
-        return AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        return choose_auto_class(config).from_pretrained(
             model_dir,
             dtype=dtype,
             use_safetensors=True,
@@ -133,6 +148,13 @@ class CausalLM:
         return token_ids, token_ids, None
 
 
+def choose_auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' Auto class of a config: of a multi-modal one, that of the whole model and not of its text alone."""
+    is_whole = type(config) in AutoModelForMultimodalLM._model_mapping
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForMultimodalLM if is_whole and (is_multimodal(config) or not is_causal) else AutoModelForCausalLM
+
+
 class PackedCausalLM(nn.Module):
     """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
 
@@ -149,7 +171,7 @@ class PackedCausalLM(nn.Module):
         self.model = model
         self.backend = backend  # of model.attention
         self.compute_dtype = compute_dtype
-        config = model.config
+        config = text_config(model.config)
         caps = (getattr(config, name, None) for name in SOFTCAPS)
         self.softcap = next((cap for cap in caps if cap is not None), None)
         # Cohere multiplies the logits, Granite and Inkling divide them; all are linear, so the hidden states take the
@@ -172,7 +194,7 @@ class PackedCausalLM(nn.Module):
         if self.chunk_size is not None:
             micro_batch = replace(micro_batch, chunks=chunk_sequences(micro_batch, self.chunk_size))
         routed = dict(output_router_logits=True) if self.router_aux_loss else {}
-        outputs = find_base(self.model)(**describe_row(micro_batch, pad_position=self.pad_position), **routed)
+        outputs = find_decoder(self.model)(**describe_row(micro_batch, pad_position=self.pad_position), **routed)
         if self.router_aux_loss:
             router_sum, loads = sum_router_losses(
                 outputs.router_logits,
@@ -237,7 +259,7 @@ class PackedCausalLM(nn.Module):
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The model's own answer for the row's one sequence: hidden states (1, L, H) and the summed loss."""
         input_ids = micro_batch.input_ids  # (1, L)
-        hidden = find_base(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = find_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         routed = dict(output_router_logits=True) if self.router_aux_loss else {}
         outputs = self.model(input_ids=input_ids, use_cache=False, **routed)
         logits = outputs.logits  # (1, L, V)
@@ -259,7 +281,7 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
     It is the one module beside the base model that has weights of its own; the start check tells whether that is so.
     """
     head = model.get_output_embeddings()
-    base = find_base(model)
+    base = find_decoder(model)
     inside = {*base.parameters(), *head.parameters()}
     children = [child for child in model.children() if child is not base and child is not head]
     found = [child for child in children if not inside.issuperset(child.parameters())]
@@ -269,7 +291,8 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
     """What the auxiliary loss of the model's experts counts: as `asked`, else as its config says; 0: there is none."""
     if asked is None:
-        asked = model.config.router_aux_loss_coef if getattr(model.config, "output_router_logits", False) else 0.0
+        config = text_config(model.config)
+        asked = config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
     if asked and not (hasattr(model, "num_experts_per_tok") and hasattr(model, "router_aux_loss_coef")):
         raise ValueError(
             f"--router-aux-loss {asked}: transformers has no auxiliary loss of experts for model type"

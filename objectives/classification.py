@@ -23,7 +23,7 @@ from objectives.class_scores import METRICS, describe_prediction, summarize_clas
 from objectives.columns import Sample, Task, check_task
 from objectives.micro_batch import MicroBatch
 from objectives.packed_classifier import PackedClassifier
-from objectives.packed_row import find_base
+from objectives.text_tower import find_base
 from options import ClassificationOptions
 
 PROBLEM_TYPES = {  # as transformers' configs call them

@@ -17,7 +17,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from objectives.class_loss import ClassLoss
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Scores
-from objectives.packed_row import describe_row, find_base, find_pad_position
+from objectives.packed_row import describe_row, find_pad_position
+from objectives.text_tower import find_base
 
 NO_TOKEN = -1  # an id that no token has
 
@@ -75,8 +76,11 @@ class PackedClassifier(nn.Module):
         index = torch.arange(num_tokens, device=hidden.device)
         sequence_of = torch.searchsorted(ends, index, right=True)  # (T,)
         if self.pooling == "mean":
-            sums = hidden.new_zeros(num_sequences, hidden.shape[1]).index_add(0, sequence_of, hidden)
-            return sums / (ends - starts)[:, None]
+            sums = torch.zeros(
+                num_sequences, hidden.shape[1], device=hidden.device
+            )  # in bf16 long sums would stand still
+            sums = sums.index_add(0, sequence_of, hidden.float())
+            return (sums / (ends - starts)[:, None]).to(hidden.dtype)
         # The last token that is not padding's, whose id a sequence may end with; the first one if all are.
         pad_id = self.model.config.pad_token_id
         if pad_id is not None:

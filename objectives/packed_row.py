@@ -7,13 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from objectives.micro_batch import MicroBatch
-
-
-def find_base(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head; Llama 4's text model calls it by another name than it says."""
-    if model.base_model is not model:
-        return model.base_model
-    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+from objectives.text_tower import find_decoder
 
 
 def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
@@ -47,9 +41,29 @@ def number_positions(micro_batch: MicroBatch, *, pad_position: int | None) -> Te
 
 def find_pad_position(model: PreTrainedModel) -> int | None:
     """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
+    table = find_position_table(model)
+    return None if table is None else table.padding_idx
+
+
+def find_position_table(model: PreTrainedModel) -> nn.Embedding | None:
+    """The learned vector of each position; None where positions are told otherwise (rotary embeddings)."""
     tables = [
         module
-        for name, module in find_base(model).named_modules()
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        for name, module in find_decoder(model).named_modules()
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding)
     ]
-    return tables[0].padding_idx if tables else None
+    return tables[0] if tables else None
+
+
+def check_positions(model: PreTrainedModel, *, longest: int) -> None:
+    """ValueError if the longest sample, of so many tokens, has more than the model has positions for."""
+    table = find_position_table(model)
+    if table is None:
+        return
+    limit = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    if longest > limit:
+        raise ValueError(
+            f"model type {model.config.model_type!r} has positions for {limit} tokens, and the longest sample has"
+            f" {longest}: leave out those that are longer (--max-tokens-per-gpu {limit} --drop-overlong), or tokenize"
+            f" the data again with --max-sample-num-tokens {limit}"
+        )

@@ -311,6 +311,9 @@ def describe_model(options: TrainOptions, model: PlannedModel, findings: Finding
         f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} numbers"
         f" train; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing{title}"
     )
+    if model.meta.left_out.parts:
+        num_bytes = getattr(torch, options.optimization.master_weights).itemsize
+        findings.lines.append(f"  {model.meta.left_out.describe(num_bytes=num_bytes)}")
 
 
 def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, findings: Findings) -> TrainOptions:
@@ -409,7 +412,8 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
         return
     output_dir, num_kept = Path(options.output_dir), options.checkpoints.keep_checkpoints
     checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
-    model_bytes = run.model.num_params * getattr(torch, options.exports.export_dtype).itemsize
+    num_exported = run.model.num_params + run.model.meta.left_out.num_params
+    model_bytes = num_exported * getattr(torch, options.exports.export_dtype).itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
     num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
     if options.validation.validation_data_path and options.validation.export_best:

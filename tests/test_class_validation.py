@@ -145,12 +145,17 @@ def test_several_labels_and_values_are_scored(label_type, num_labels, world, tmp
         (dict(best_metric="perplexity"), "--best-metric perplexity: validations of this objective and data have loss"),
         (dict(objective="causal-lm"), "the data was tokenized for sequence-classification"),
         (dict(objective="token-classification"), "the data was tokenized for sequence-classification"),
+        (dict(validation_data_path="four"), "--labels-from"),
         (dict(class_weights=("1", "2")), "a number of at least 0 for each of the 3 classes"),
         (dict(class_weights=("much",)), "--class-weights much: give balanced"),
     ],
 )
 def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path):
     options = make_inputs(tmp_path) | OPTIONS | dict(output_dir=str(tmp_path / "run")) | changes
+    if options["validation_data_path"] == "four":
+        samples = make_class_samples(4, num_labels=4)
+        path = write_classified(tmp_path / "four.arrow", samples, tmp_path / "model", num_labels=4)
+        options["validation_data_path"] = str(path)
     if options["objective"] == "causal-lm":
         del options["write_predictions"]
     with pytest.raises(ValueError, match=problem):

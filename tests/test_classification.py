@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from in_process import train_on
@@ -140,3 +141,26 @@ def test_every_loss_is_torchs_mean_over_the_global_batch(options, loss, world, t
     run = {name: value for name, value in options.items() if name not in data}
     train_on(1, world, **inputs, **run, **OPTIONS, output_dir=tmp_path / "run", activation_checkpointing="none")
     assert_equal_to(tmp_path / "run", train_plainly(inputs, label_type=data.get("label_type", "single"), loss=loss))
+
+
+def test_what_each_of_several_sets_had_is_told_by_its_own_weights(world, tmp_path):
+    inputs = make_inputs(tmp_path, "electra")
+    model = Path(inputs["model_name_or_path"])
+    more = write_classified(tmp_path / "more.arrow", make_class_samples(9, seed=1, longest=2), model)
+    inputs["data_path"] = (inputs["data_path"], str(more))
+    train_on(1, world, **inputs, **OPTIONS, class_weights=("0.5", "2", "1.25"), output_dir=tmp_path / "run")
+    weights = np.array([0.5, 2.0, 1.25])
+    data = Mixture([TokenizedData(path) for path in inputs["data_path"]])
+    for step, row in enumerate(read_rows(tmp_path / "run")):
+        rows = draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)
+        divisors = np.zeros(2)
+        np.add.at(divisors, data.source_of(rows), [weights[int(data.read(r)[1][0])] for r in rows.tolist()])
+        losses = [source["loss"] or 0.0 for source in row["sources"].values()]
+        assert (losses * divisors).sum() / divisors.sum() == pytest.approx(row["loss"], rel=1e-5)
+
+
+def test_texts_longer_than_the_models_positions_are_refused(world, tmp_path):
+    inputs = make_inputs(tmp_path, "roberta")
+    write_classified(Path(inputs["data_path"]), make_class_samples(24, longest=95), Path(inputs["model_name_or_path"]))
+    with pytest.raises(ValueError, match=r"has positions for 78 tokens, and the longest sample has 9[0-9]"):
+        train_on(1, world, **inputs, **OPTIONS | dict(max_tokens_per_gpu=99), output_dir=tmp_path / "run")

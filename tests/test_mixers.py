@@ -1,42 +1,27 @@
-"""Layers with a state, once a sequence: packed rows give transformers' own losses and gradients, however computed."""
+"""Layers that run once a sequence: packed rows give transformers' own losses and gradients, however computed."""
 
 import importlib.util
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from in_process import train_on
+from forked import ForkedJob
+from in_process import train_forked, train_on
+from processes import flags
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import VOCAB_SIZE, build, check, compile_by, save_model, save_tokenizer
+from tiny_models import HYBRIDS, VOCAB_SIZE, build, check, compile_by, save_model, save_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Lfm2Config, Mamba2Config, NemotronHConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+)
 
 from model.blocks import find_blocks
 from model.flops import count_flops, count_state_products
 from model.mixers import find_mixers, list_with_kernels, use_kernels
 from objectives.micro_batch import pack_samples
 
-SHAPE = dict(vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
-MODELS = {
-    "gated delta net, experts": Qwen3NextConfig(
-        **SHAPE, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], head_dim=8,
-        intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4,
-        num_experts_per_tok=2, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
-    "mamba 2, attention, experts": NemotronHConfig(
-        **SHAPE, layers_block_type=["mamba", "attention", "mlp"], head_dim=8, intermediate_size=48, mamba_num_heads=4,
-        mamba_head_dim=16, ssm_state_size=8, n_groups=2, chunk_size=16, expand=2,
-    ),
-    "mamba 2 alone": Mamba2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=2,
-        chunk_size=16, expand=2,
-    ),
-    "short convolution": Lfm2Config(
-        **SHAPE, num_hidden_layers=2, layer_types=["conv", "full_attention"], intermediate_size=48,
-        block_auto_adjust_ff_dim=False,
-    ),
-}  # fmt: skip
 LENGTHS = (45, 1, 70, 7)
 # Forward and backward of a token, by hand: 12 x heads x head size x state size x layers, the delta rule's 1.5 times.
 STATE_PRODUCTS = {
@@ -44,13 +29,14 @@ STATE_PRODUCTS = {
     "mamba 2, attention, experts": 12 * 4 * 16 * 8,
     "mamba 2 alone": 12 * 4 * 16 * 8 * 2,
     "short convolution": 0,
+    "attention that chooses keys": 0,
 }
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {name: save_tokenizer(save_model(config, root / str(i))) for i, (name, config) in enumerate(MODELS.items())}
+    return {name: save_tokenizer(save_model(config, root / str(i))) for i, (name, config) in enumerate(HYBRIDS.items())}
 
 
 def make_sequences() -> list[torch.Tensor]:
@@ -75,7 +61,7 @@ def expected(paths) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "compiled"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_packed_losses_and_gradients_are_the_models_own(name, mode, paths, expected, world, monkeypatch):
     options = dict(activation_checkpointing=mode)
     if mode == "compiled":
@@ -100,7 +86,7 @@ def test_packed_losses_and_gradients_are_the_models_own(name, mode, paths, expec
         assert difference <= 1e-5 * gradient.norm() + 1e-7, key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_flops_of_mixers_are_counted(name, paths):
     """Against torch's counter, but for what states do: their kernels group tokens as they like."""
     model = AutoModelForCausalLM.from_pretrained(paths[name], experts_implementation="eager")
@@ -184,16 +170,44 @@ def test_kernels_are_not_asked_for_what_is_not_there(paths, world, monkeypatch):
     assert len(list_with_kernels(find_blocks(mamba.model))) == 2
 
 
+def make_run(path, tmp_path, **changes) -> dict:
+    data = tmp_path / "data.arrow"
+    if not data.exists():
+        write_samples(data, make_samples(20, vocab_size=VOCAB_SIZE))
+    return OPTIONS | dict(model_name_or_path=str(path), data_path=str(data), max_steps=4, adam_eps=1e-5) | changes
+
+
+def check_close(one: Path, other: Path) -> None:
+    for row, expected in zip(read_rows(one), read_rows(other), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [{}, dict(lora=True), dict(osft=True, osft_unfreeze_rank_ratio=0.5)])
+@pytest.mark.parametrize("name", ["gated delta net, experts", "mamba 2, attention, experts", "short convolution"])
+def test_neither_ranks_nor_a_kill_change_a_run(name, paths, world, tmp_path):
+    options = make_run(paths[name], tmp_path, max_steps=20)
+    train_on(1, world, **options, output_dir=tmp_path / "on_1")
+    killed = tmp_path / "killed_on_2"
+    metrics = killed / "training_metrics_0.jsonl"
+    job = ForkedJob(2, ["train.py", *flags(**options, output_dir=killed)], killed)
+    try:
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert job.process.poll() is None, job.log.read_text()
+            time.sleep(0.01)
+    finally:
+        job.kill()
+    assert metrics.read_text().count("\n") < 20
+    assert "resum" in train_forked(2, **options, output_dir=killed)
+    check_close(killed, tmp_path / "on_1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [dict(lora=True), dict(osft=True, osft_unfreeze_rank_ratio=0.5)])
 def test_runs_do_not_depend_on_ranks(method, paths, world, tmp_path):
-    data = str(write_samples(tmp_path / "data.arrow", make_samples(20, vocab_size=VOCAB_SIZE)))
-    path = str(paths["gated delta net, experts"])
-    options = OPTIONS | dict(model_name_or_path=path, data_path=data, max_steps=4, adam_eps=1e-5) | method
+    options = make_run(paths["gated delta net, experts"], tmp_path, **method)
     if "osft" in method:
         options["osft_cache_dir"] = str(tmp_path / "osft")
     for num_ranks in (1, 2):
         train_on(num_ranks, world, **options, output_dir=tmp_path / f"on_{num_ranks}")
-    for row, other in zip(read_rows(tmp_path / "on_1"), read_rows(tmp_path / "on_2"), strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    check_close(tmp_path / "on_2", tmp_path / "on_1")

@@ -14,9 +14,9 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CohereCompassTextConfig,
-    DeepseekV32Config,
     DiffLlamaConfig,
     ElectraConfig,
+    Florence2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPTJConfig,
@@ -26,7 +26,6 @@ from transformers import (
     LlamaConfig,
     LongcatFlashConfig,
     NemotronConfig,
-    Qwen2VLConfig,
     RobertaConfig,
     RwkvConfig,
     StableLmConfig,
@@ -101,11 +100,6 @@ OTHERS = {
     "gptj_is_told_positions": GPTJConfig(
         vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, initializer_range=0.2, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-    ),
-    "deepseek_v32_chooses_keys": DeepseekV32Config(
-        **SHAPE | dict(num_key_value_heads=4), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-        v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16, n_routed_experts=4, moe_intermediate_size=24,
-        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
     ),
 }  # fmt: skip
 
@@ -210,9 +204,9 @@ def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(worl
         build(tmp_path, world, attention="sdpa")
 
 
-def test_a_model_of_more_than_text_is_told_so():
-    obstacle = CausalLM().check_config(Qwen2VLConfig(), trust_remote_code=False)
-    assert obstacle.startswith("model type 'qwen2_vl' is more than a language model")
+def test_a_model_that_writes_no_text_is_told_so():
+    obstacle = CausalLM().check_config(Florence2Config(), trust_remote_code=False)
+    assert obstacle.startswith("model type 'florence2' is an encoder-decoder")
     obstacle = CausalLM().check_config(ViTConfig(), trust_remote_code=False)
     assert obstacle == "model type 'vit' has no causal language model in transformers"
     obstacle = CausalLM().check_config(T5Config(), trust_remote_code=False)

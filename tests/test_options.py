@@ -83,6 +83,9 @@ def test_underscores_and_equals_signs_are_accepted():
         ),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot be used with --compile"]),
         (["--warmup-ratio", "0.1", "--num-warmup-steps", "3"], ["--warmup-ratio and --num-warmup-steps both say"]),
+        (["--profile-steps", "5:3"], ["--profile-steps 5:3: must be a step (10)"]),
+        (["--export-name", "best"], ["--export-name 'best': must be"]),
+        (["--export-name", "last", "--keep-exports", "2"], ["--keep-exports has no effect with --export-name"]),
         (["--warmup-ratio", "1.5"], ["--warmup-ratio 1.5: must be"]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
         (

@@ -16,7 +16,7 @@ import pytest
 from processes import ENV, ROOT, flags, free_port, is_alive, list_children
 
 # What a checkout has beside the package.
-OUTSIDE = {".ci", "benchmarks", "docs", "quickstart", "recipes", "slurm", "tests"}
+OUTSIDE = {".ci", "benchmarks", "clusters", "docs", "quickstart", "recipes", "slurm", "tests"}
 
 
 def list_files() -> list[Path]:

@@ -13,7 +13,7 @@ from forked import run_forked, start_server
 from in_process import train_here
 from processes import flags
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
+from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from command_line import find_problems
@@ -41,6 +41,10 @@ SIMULATIONS = [  # family, options
     ("mixtral", dict(compute_dtype="bfloat16", micro_batch_grad_sync="last", reshard_after_forward="never")),
     ("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
     ("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.75)),
+    ("gated delta net, experts", dict(activation_checkpointing="full")),
+    ("mamba 2, attention, experts", dict(activation_checkpointing="none")),
+    ("short convolution", dict(activation_checkpointing="selective")),
+    ("attention that chooses keys", dict(activation_checkpointing="none")),
 ]
 
 
@@ -94,7 +98,7 @@ def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
 
 @pytest.mark.parametrize(("family", "changes"), SIMULATIONS)
 def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, world, tmp_path):
-    path = save_model(FAMILIES[family], tmp_path / "model")
+    path = save_model((FAMILIES | HYBRIDS)[family], tmp_path / "model")
     changes = dict(compute_dtype="float32", osft_cache_dir=str(tmp_path)) | changes
     predicted = elsewhere(predict, path, 1, changes)
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **changes)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from small_runs import NUM_SAMPLES, OPTIONS, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
+from disk import put_in_place
 from lifecycle.checkpoint_files import TensorReader, read_manifest, write_json, write_manifest
 from lifecycle.checkpointing import NoValidCheckpoint
 
@@ -127,6 +129,38 @@ def test_an_export_that_was_due_at_the_checkpoint_is_made_on_resume(start, finis
     output_dir = copy_until(finished, 6, tmp_path / "run")
     start(output_dir, max_steps=6)
     check_same(finished, output_dir, step=6)
+
+
+def test_an_export_by_name_that_was_due_at_the_checkpoint_takes_the_older_ones_place(start, finished, tmp_path):
+    output_dir = copy_until(finished, 6, tmp_path / "run")
+    options = dict(max_steps=6, export_name="last", keep_exports=None)
+    start(output_dir, **options)
+    (name,) = [path.name for path in (output_dir / "hf_format").iterdir() if path.name == "last"]
+    older = json.loads((output_dir / "hf_format" / name / "position.json").read_text())
+    (output_dir / "hf_format" / name / "position.json").write_text(json.dumps(older | {"step": 2, "num_samples": 8}))
+    start(output_dir, **options)
+    assert json.loads((output_dir / "hf_format" / name / "position.json").read_text()) == older
+    weights = [load_file(path) for path in (output_dir / "hf_format").glob("*/model.safetensors")]
+    assert len(weights) >= 1 and not list((output_dir / "hf_format").glob(".*"))
+
+
+def test_a_directory_is_replaced_without_a_moment_in_which_it_is_not_there(tmp_path, monkeypatch):
+    target, seen, stop = tmp_path / "last", [], threading.Event()
+    (tmp_path / "last").mkdir()
+    (target / "n").write_text("0")
+    watcher = threading.Thread(target=lambda: [seen.append(target.exists()) for _ in iter(stop.is_set, True)])
+    watcher.start()
+    for i in range(1, 200):
+        (tmp_path / "aside").mkdir()
+        (tmp_path / "aside" / "n").write_text(str(i))
+        put_in_place(tmp_path / "aside", target)
+    stop.set()
+    watcher.join()
+    assert len(seen) > 10 and all(seen) and (target / "n").read_text() == "199"
+    monkeypatch.setattr("disk.exchange", lambda first, second: False)  # another system
+    (tmp_path / "aside").mkdir()
+    put_in_place(tmp_path / "aside", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"] and not list(target.iterdir())
 
 
 def flip_bit(path: Path) -> None:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from trait_templates import TRAITS
 from transformers import PreTrainedTokenizerFast
 
-from chat.masking import Chat, ChatMasker
+from chat.masking import Chat, ChatMasker, split_by_training
 
 HERE = Path(__file__).parent / "chat_templates"
 TRL = find_spec("trl")
@@ -311,8 +311,15 @@ def test_templates_that_work_only_with_tools_or_parts():
         assert "works only with tools" in note
     for name in ("trl:idefics3", "trl:llava_next", "trl:smolvlm_training"):
         if name in TEMPLATES:
-            (note,) = make_masker(name).check_template()
-            assert "works only with contents that are lists of parts" in note
+            masker = make_masker(name)
+            (note,) = masker.check_template()
+            assert "takes contents as lists of parts, so it is given texts as such" in note
+            turns = [USER, ANSWER, MORE, {**ANSWER, "content": "Six of us."}]
+            as_text, as_list = masker.mask([Chat(turns), Chat([in_parts(message) for message in turns])])
+            assert as_text == as_list
+            runs = split_by_training(as_text.input_ids, as_text.labels)
+            said = [masker.tokenizer.decode(ids).strip() for ids, is_trained in runs if is_trained]
+            assert len(said) == 2 and said[0].startswith("Five of them.") and said[1].startswith("Six of us.")
 
 
 def test_a_stop_token_that_only_the_next_turn_brings():

@@ -93,6 +93,13 @@ def same_weights(a: Run, b: Run) -> bool:
     return all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
 
 
+def has_profile(output_dir: Path, *, num_steps: int) -> bool:
+    """Whether the trace holds the updates of so many steps, and the table operations."""
+    events = json.loads((output_dir / "profile" / "rank_0.json").read_text())["traceEvents"]
+    updates = [event for event in events if event.get("name", "").startswith("Optimizer.step#")]
+    return len(updates) == num_steps and "aten::" in (output_dir / "profile" / "rank_0.txt").read_text()
+
+
 # For every option: a change, and what must differ from the base run.
 EFFECTS = {
     "batch_size": (dict(batch_size=5), lambda r, b: r.column("num_samples") == [5] * STEPS),
@@ -144,6 +151,18 @@ EFFECTS = {
     "save_final_checkpoint": (
         dict(save_final_checkpoint=False, min_samples_per_checkpoint=24),
         lambda r, b: set(r.exports) == {"samples_24"} and set(b.exports) == {"samples_32"},
+    ),
+    "keep_exports": (
+        dict(min_samples_per_checkpoint=8, keep_exports=2),
+        lambda r, b: set(r.exports) == {"samples_24", "samples_32"},
+    ),
+    "export_name": (
+        dict(min_samples_per_checkpoint=8, export_name="last"),
+        lambda r, b: set(r.exports) == {"last"},
+    ),
+    "profile_steps": (
+        dict(profile_steps="2:3"),
+        lambda r, b: has_profile(r.output_dir, num_steps=2) and same_weights(r, b),
     ),
     "checkpoint_every_steps": (
         dict(checkpoint_every_steps=3),

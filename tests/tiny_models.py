@@ -10,20 +10,25 @@ from make_tiny_model import train_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from methods.full import Full
@@ -82,6 +87,36 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+
+HYBRID_SHAPE = dict(vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+
+# Layers that run once a sequence.
+HYBRIDS: dict[str, PreTrainedConfig] = {
+    "gated delta net, experts": Qwen3NextConfig(
+        **HYBRID_SHAPE, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], head_dim=8,
+        intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "mamba 2, attention, experts": NemotronHConfig(
+        **HYBRID_SHAPE, layers_block_type=["mamba", "attention", "mlp"], head_dim=8, intermediate_size=48,
+        mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=2, chunk_size=16, expand=2,
+    ),
+    "mamba 2 alone": Mamba2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=2,
+        chunk_size=16, expand=2,
+    ),
+    "short convolution": Lfm2Config(
+        **HYBRID_SHAPE, num_hidden_layers=2, layer_types=["conv", "full_attention"], intermediate_size=48,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "attention that chooses keys": DeepseekV32Config(
+        **HYBRID_SHAPE | dict(num_key_value_heads=4), num_hidden_layers=2, intermediate_size=48, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2,
+        index_head_dim=16, n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    ),
 }  # fmt: skip
 
 

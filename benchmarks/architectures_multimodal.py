@@ -1,0 +1,219 @@
+"""Which multi-modal models train exactly on text: every type of transformers, tiny; the others: architectures.py.
+
+    OMP_NUM_THREADS=1 nice python benchmarks/architectures_multimodal.py
+    OMP_NUM_THREADS=1 nice python benchmarks/architectures_multimodal.py --types qwen2_5_vl gemma3
+
+writes results/architectures_multimodal.txt. Of each type a random model of the whole class is saved, built as
+train.py builds it, checked, and compared over a packed row with the whole class's own forward and backward over one
+sequence at a time, in fp32: the loss, and the gradient of every parameter of the text tower. Then it is exported as a
+run does it: the export has to load in the same class, with the same keys, and all tensors have to be those that it was
+made from, byte by byte. With `--types` nothing is written.
+"""
+
+import argparse
+import functools
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from architectures import (
+    LENGTHS,
+    ROOT,
+    SIZE_OF,
+    Result,
+    compare,
+    describe,
+    judge_apart,
+    save_tiny_model,
+    write_table,
+)
+from harness import build, describe_versions, make_options
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from lifecycle.export import ExportParts, export_model
+from lifecycle.tower_files import find_tensors
+from methods.full import Full
+from model.check import check_model
+from model.config import ModelSource, check_rope, load_config, load_generation_config
+from model.flops import count_flops
+from objectives.causal_lm import CausalLM
+from objectives.micro_batch import pack_samples
+from objectives.objective import PackedModel
+from objectives.text_tower import find_placeholders
+from ranks.world import World, init_world
+
+# Sizes of towers that do not run, by more names than a language model's.
+SIZES = {
+    "embed_dim": 64, "layers": 4, "base_channels": 32, "num_patches": 16, "codebook_size": 64, "hidden_dim": 64,
+    "num_embeddings": 64,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# What else some types' configs need.
+CHANGES: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": ROPE}}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] * 4}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96}},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"mrope_section": [3, 3, 2]}}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "glm5_next": {"text_config": {"index_kpool": 4}},
+    "granite4_vision": {"deepstack_layer_map": [[1, 1]], "downsample_rate": "1/2"},
+    "granite_docling": {"vision_config": {"out_hidden_size": 64}},
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
+}
+
+
+def make_texts(path: Path) -> list[np.ndarray]:
+    """Sequences of random tokens, none of which stands for an image or a sound."""
+    config = AutoConfig.from_pretrained(path)
+    texts = np.setdiff1d(np.arange(3, SIZE_OF["vocab_size"]), list(find_placeholders(config)))
+    random = np.random.default_rng(0)
+    return [texts[random.integers(0, len(texts), length)] for length in LENGTHS]
+
+
+def run_reference(path: Path, sequences: list[np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole class's summed loss and gradients, over one sequence after the other.
+
+    In eval mode, since some classes ask for more than text while they train; nothing is dropped in either.
+    """
+    model = AutoModelForMultimodalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+    loss_sum = torch.zeros(())
+    for sequence in sequences:
+        logits = model(input_ids=torch.from_numpy(sequence)[None], use_cache=False).logits[0]
+        targets = torch.from_numpy(sequence[1:])
+        loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits[:-1].float(), targets, reduction="sum")
+    loss_sum.backward()
+    return loss_sum.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def run_packed(path: Path, sequences: list[np.ndarray], world: World) -> tuple[PackedModel, Tensor, dict[str, Tensor]]:
+    """Our model, which passed all that a start looks at, and its loss and gradients of one packed row."""
+    objective = CausalLM()
+    packed_model = build(path, make_options(activation_checkpointing="none"), world)
+    config = packed_model.model.config
+    check_rope(config, longest=max(LENGTHS))
+    count_flops(packed_model.model, config)
+    check_model(packed_model, objective, Full(), device=world.device)
+    loss_sum = packed_model(pack_samples([(ids, ids, None) for ids in sequences]))
+    loss_sum.backward()
+    params = packed_model.model.named_parameters()
+    return packed_model, loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}
+
+
+def export(packed_model: PackedModel, path: Path, export_dir: Path, world: World) -> None:
+    objective = CausalLM()
+    config = load_config(str(path), objective)
+    words = {f"w{i}": i for i in range(SIZE_OF["vocab_size"])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
+    generation_config = load_generation_config(str(path), config)
+    source = ModelSource(str(path), config)
+    parts = ExportParts(objective, Full(), generation_config, tokenizer, torch.float32, source)
+    export_model(packed_model, export_dir, parts, world=world)
+
+
+def find_fault(path: Path, export_dir: Path) -> str | None:
+    """What of an export is not as the model was that it was made from, untrained; None if all is."""
+    before, after = find_tensors(path), find_tensors(export_dir)
+    if different := sorted(before.keys() ^ after.keys()):
+        return f"{len(different)} keys differ, such as {different[0]}"
+    for name, tensor in before.items():
+        copies = [
+            (one.entry, one.path.read_bytes()[one.start : one.start + one.num_bytes]) for one in (tensor, after[name])
+        ]
+        if copies[0] != copies[1]:
+            return f"{name} is not as it was"
+    loaded, report = AutoModelForMultimodalLM.from_pretrained(export_dir, output_loading_info=True)
+    own = AutoModelForMultimodalLM.from_pretrained(path)
+    wrong = [f"{kind}: {sorted(report[kind])[:2]}" for kind in ("missing_keys", "unexpected_keys") if report[kind]]
+    if type(loaded) is not type(own):
+        wrong.append(f"loads as {type(loaded).__name__}")
+    own_tensors = own.state_dict()
+    wrong += [name for name, tensor in loaded.state_dict().items() if not torch.equal(tensor, own_tensors[name])][:1]
+    return "; ".join(wrong) or None
+
+
+def judge(model_type: str, path: Path) -> Result:
+    """Makes the type's model, runs it both ways, exports it, and says what became of it."""
+    model_dir, own_error = path / "model", None
+    try:
+        save_tiny_model(model_type, model_dir, AutoModelForMultimodalLM, sizes=SIZES, changes=CHANGES.get(model_type))
+        sequences = make_texts(model_dir)
+    except Exception as error:  # other people's models and configs may raise anything
+        return Result("not built", describe(error))
+    try:
+        expected_loss, expected = run_reference(model_dir, sequences)
+    except Exception as error:
+        own_error = describe(error)
+    world = init_world()
+    try:
+        packed_model, loss, gradients = run_packed(model_dir, sequences, world)
+        if own_error is not None:
+            return Result("not built", f"fails by itself: {own_error}")
+        result = compare(loss, expected_loss, gradients, expected)
+        if result.outcome == "exact":
+            export(packed_model, model_dir, path / "export", world)
+            if (fault := find_fault(model_dir, path / "export")) is not None:
+                return Result("wrong", f"export: {fault}")
+        return result
+    except Exception as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        is_ours = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.parts
+        if isinstance(error, ValueError) and is_ours:
+            return Result("refused", " ".join(str(error).replace(f"{model_dir}: ", "").split()))
+        return Result("not built", f"fails by itself: {own_error}") if own_error else Result("crashed", describe(error))
+
+
+def import_models(model_types: list[str]) -> None:
+    """Once, so that no child has to; a type whose module cannot be imported will say so itself."""
+    for model_type in model_types:
+        try:
+            AutoModelForMultimodalLM._model_mapping[CONFIG_MAPPING[model_type]]
+        except (ImportError, KeyError, ValueError) as error:
+            print(f"{model_type}: {error}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types; by default all, and a table is kept")
+    parser.add_argument("--processes", type=int, default=1, help="types at a time")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for each type")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    set_verbosity_error()
+    disable_progress_bar()
+    model_types = args.types or sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    if unknown := set(model_types) - set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
+        parser.error(f"--types: transformers has no multi-modal language model of type {', '.join(sorted(unknown))}")
+    import_models(model_types)
+    results = {}
+
+    def judge_one(model_type: str) -> tuple[str, Result]:
+        return model_type, judge_apart(functools.partial(judge, model_type), seconds=args.seconds)
+
+    with ThreadPoolExecutor(args.processes) as pool:
+        for model_type, result in pool.map(judge_one, model_types):
+            results[model_type] = result
+            print(f"{model_type}: {result.outcome}: {result.detail}", flush=True)
+    title = (
+        f"Multi-modal types of transformers on text, {describe_versions('transformers', 'torch')}, CPU, fp32: a packed"
+        f" row of {', '.join(map(str, LENGTHS))} tokens, and an export"
+    )
+    table = write_table(results, title)
+    if args.types is None:
+        (ROOT / "benchmarks/results/architectures_multimodal.txt").write_text(table)
+    print(table.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Answers from a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, llama.cpp, or OpenAI's own.
+
+Chats go to /chat/completions, texts to go on with to /completions. Many requests are under way at once; what fails for
+a reason that may pass (no connection, too many requests, an error of the server) is tried again by the client, later
+and later.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from inference.engine import Answer, Request, require
+from inference.prompts import Prompt
+from inference.sampling import make_seed
+from options import EngineOptions, SamplingOptions
+
+NUM_RETRIES = 6  # each waits longer, up to the client's 8 seconds
+SECONDS_FOR_AN_ANSWER = 1800.0
+NO_KEY = "none"  # what a server without keys is given
+
+
+class OpenAIEngine:
+    """A model behind an address (see `inference.engine.Engine`)."""
+
+    def __init__(self, model: str, engine: EngineOptions, sampling: SamplingOptions):
+        require("openai", extra="openai", flag="--engine openai")
+        from openai import OpenAI
+
+        self.model, self.sampling, self.engine = model, sampling, engine
+        self.client = OpenAI(
+            base_url=engine.base_url,
+            api_key=os.environ.get(engine.api_key_env) or NO_KEY,
+            max_retries=NUM_RETRIES,
+            timeout=SECONDS_FOR_AN_ANSWER,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": "openai", "model": self.model, "base_url": self.engine.base_url}
+
+    def answer(
+        self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Request, Answer]]:
+        """As answers come in. What is still under way when one fails is given up."""
+        pool, waiting = ThreadPoolExecutor(self.engine.concurrency), iter(requests)
+        running: dict[Future, Request] = {}
+        try:
+            while True:
+                while len(running) < self.engine.concurrency and (request := next(waiting, None)) is not None:
+                    running[pool.submit(self.ask, request)] = request
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def ask(self, request: Request) -> Answer:
+        """One answer; ValueError for what the server refuses, or cannot be had."""
+        response = self.send(request.prompt, make_seed(self.sampling.seed, *request.key), stream=False)
+        if not response.choices:
+            raise ValueError(f"{self.where}: gave no answer to {request.prompt.place}")
+        choice, usage = response.choices[0], response.usage
+        text = choice.text if request.prompt.messages is None else choice.message.content
+        return Answer(
+            text or "",
+            choice.finish_reason or "stop",
+            None if usage is None else usage.prompt_tokens,
+            None if usage is None else usage.completion_tokens,
+        )
+
+    def stream(self, prompt: Prompt) -> Iterator[str]:
+        with self.send(prompt, self.sampling.seed, stream=True) as pieces:
+            for piece in pieces:
+                if piece.choices:
+                    choice = piece.choices[0]
+                    yield (choice.text if prompt.messages is None else choice.delta.content) or ""
+
+    @property
+    def where(self) -> str:
+        return f"--base-url {self.engine.base_url}, --model {self.model}"
+
+    def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
+        """The client's answer. `top_k` is no part of OpenAI's protocol; other servers take it beside it."""
+        from openai import APIConnectionError, APIError, APIStatusError
+
+        sampling = self.sampling
+        common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
+        common["max_tokens"] = sampling.max_new_tokens
+        if sampling.temperature > 0:
+            common["seed"] = seed % 2**31  # what all servers take
+        if sampling.top_p is not None:
+            common["top_p"] = sampling.top_p
+        if sampling.top_k is not None:
+            common["extra_body"] = {"top_k": sampling.top_k}
+        try:
+            if prompt.messages is None:
+                return self.client.completions.create(prompt=prompt.text, **common)
+            tools = {"tools": prompt.tools} if prompt.tools else {}
+            return self.client.chat.completions.create(messages=prompt.messages, **tools, **common)
+        except APIStatusError as error:
+            raise ValueError(f"{self.where}: refused ({error.status_code}): {error.message}") from None
+        except APIConnectionError as error:
+            raise ValueError(f"{self.where}: cannot be reached: {error.__cause__ or error}") from None
+        except APIError as error:
+            raise ValueError(f"{self.where}: {error}") from None

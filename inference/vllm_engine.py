@@ -1,0 +1,82 @@
+"""Answers by vLLM, in this process: its own batching over all prompts at once.
+
+Its answers depend on their batch to within rounding, as its kernels do; seeds are each answer's own, as elsewhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from inference.engine import Answer, Request, require
+from inference.models import FoundModel, choose_dtype
+from inference.prompts import Prompt, encode_prompt
+from inference.sampling import make_seed
+from options import EngineOptions, SamplingOptions
+
+
+class VLLMEngine:
+    """A model that vLLM holds (see `inference.engine.Engine`)."""
+
+    def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions):
+        require("vllm", extra="vllm", flag="--engine vllm")
+        from vllm import LLM
+
+        self.found, self.sampling = found, sampling
+        self.dtype = str(choose_dtype(found.config, engine.dtype)).removeprefix("torch.")
+        lora = {} if found.adapter is None else {"enable_lora": True, "max_lora_rank": read_rank(found)}
+        self.llm = LLM(
+            model=found.directory,
+            dtype=self.dtype,
+            trust_remote_code=found.trust_remote_code,
+            seed=sampling.seed,
+            **lora,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        from vllm import __version__
+
+        return {"engine": "vllm", **self.found.identify(), "dtype": self.dtype, "versions": {"vllm": __version__}}
+
+    def answer(
+        self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Request, Answer]]:
+        """All at once, as vLLM is fastest: a run that is killed before they are there begins again."""
+        prompts = [{"prompt_token_ids": encode_prompt(request.prompt, self.found.tokenizer)} for request in requests]
+        params = [self.make_params(make_seed(self.sampling.seed, *request.key)) for request in requests]
+        outputs = self.llm.generate(prompts, params, lora_request=self.make_lora())
+        for request, output in zip(requests, outputs, strict=True):
+            said = output.outputs[0]
+            yield (
+                request,
+                Answer(said.text, said.finish_reason or "stop", len(output.prompt_token_ids), len(said.token_ids)),
+            )
+
+    def stream(self, prompt: Prompt) -> Iterator[str]:
+        """The whole answer as one piece: vLLM streams from its server, which --engine openai reaches."""
+        ((_, answer),) = self.answer([Request(0, 0, prompt)])
+        yield answer.text
+
+    def make_params(self, seed: int) -> Any:
+        from vllm import SamplingParams
+
+        sampling = self.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            top_k=0 if sampling.top_k is None else sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed if sampling.temperature > 0 else None,
+        )
+
+    def make_lora(self) -> Any:
+        if self.found.adapter is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("adapter", 1, str(self.found.adapter))
+
+
+def read_rank(found: FoundModel) -> int:
+    """An adapter's rank, which vLLM has to know before it reads it."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(str(found.adapter)).r

@@ -1,0 +1,47 @@
+"""Traces of chosen steps, by torch.profiler: what each rank computed, when, and what took the longest."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from options import parse_steps
+from ranks.ending import log
+from sampler import Batch
+
+NUM_ROWS = 40  # of the table, the slowest operations
+
+
+def profile_steps(batches: Iterator[Batch], steps: str, directory: Path, *, rank: int) -> Iterator[Batch]:
+    """`batches`, with the training between two of them recorded where it belongs to `steps`, and nowhere else.
+
+    Writes rank_N.json, a trace for chrome://tracing and ui.perfetto.dev, and rank_N.txt, the slowest operations, when
+    the last of these steps is done, or the run is.
+    """
+    (first, last), profiler = parse_steps(steps), None
+    try:
+        for batch in batches:
+            if batch.step + 1 == first:
+                profiler = torch.profiler.profile(record_shapes=True)
+                profiler.start()
+            yield batch
+            if profiler is not None and batch.step + 1 == last:
+                write_profile(profiler, directory, rank=rank)
+                profiler = None
+    finally:
+        if profiler is not None:
+            write_profile(profiler, directory, rank=rank)
+
+
+def write_profile(profiler: torch.profiler.profile, directory: Path, *, rank: int) -> None:
+    """Ends the recording."""
+    profiler.stop()
+    directory.mkdir(parents=True, exist_ok=True)
+    trace = directory / f"rank_{rank}.json"
+    profiler.export_chrome_trace(str(trace))
+    on_gpu = torch.cuda.is_available()
+    table = profiler.key_averages().table(
+        sort_by=f"self_{'device' if on_gpu else 'cpu'}_time_total", row_limit=NUM_ROWS, max_name_column_width=80
+    )
+    trace.with_suffix(".txt").write_text(table + "\n")
+    log.info(f"profile: {trace} (for ui.perfetto.dev), and its slowest operations in {trace.with_suffix('.txt').name}")

@@ -1,0 +1,137 @@
+"""What an export takes from the files of a multi-modal model as it is: the tensors of its other towers, byte by byte,
+and what prepares images and sounds for them.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from model.files import INDEX, WEIGHTS, list_weights, read_json
+from model.stored import Stored
+
+DEQUANTIZED = "dequantized.safetensors"  # until it has its number
+COPIED_BYTES = 16 << 20  # at once
+PROCESSOR_FILES = ("*processor*.json", "chat_template.json")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, as the file's header describes it."""
+
+    name: str
+    path: Path
+    entry: dict[str, Any]  # dtype and shape
+    start: int  # its first byte in the file
+    num_bytes: int
+
+    @property
+    def alignment(self) -> float:
+        """Bytes of one of its numbers: in a file the widest come first, so that all are aligned."""
+        return self.num_bytes / max(1, math.prod(self.entry["shape"]))
+
+
+def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a model's files, by name."""
+    found = {}
+    for path in (model_dir / name for name in list_weights(model_dir)):
+        header, data = read_header(path)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = entry.pop("data_offsets")
+            found[name] = StoredTensor(name, path, entry, data + start, end - start)
+    return found
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's description of its tensors, and where their bytes begin."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(size)), 8 + size
+
+
+def add_tensors(
+    directory: Path, left_out: dict[str, Stored], own_tensors: dict[str, StoredTensor], *, max_bytes: int
+) -> None:
+    """Writes what was left out of a model beside its weights, in files of at most `max_bytes`, and one index of all.
+
+    What is among the `own_tensors` of its files as it stands is copied; what was quantized there is written whole.
+    """
+    tensors = [own_tensors[name] for name in sorted(left_out) if is_copied(left_out[name], own_tensors.get(name))]
+    copied = {tensor.name for tensor in tensors}
+    own = list_weights(directory)
+    if quantized := {name: tensor.read() for name, tensor in left_out.items() if name not in copied}:
+        save_file(quantized, directory / DEQUANTIZED, metadata={"format": "pt"})
+        own = [*own, DEQUANTIZED]
+    shards = divide(tensors, max_bytes)
+    names = [f"model-{i + 1:05d}-of-{len(own) + len(shards):05d}.safetensors" for i in range(len(own) + len(shards))]
+    for old, new in zip(own, names, strict=False):
+        (directory / old).rename(directory / new)
+    for name, shard in zip(names[len(own) :], shards, strict=True):
+        write_copies(directory / name, shard)
+    weight_map, total_size = {}, 0
+    for name in names:
+        header, _ = read_header(directory / name)
+        header.pop("__metadata__", None)
+        weight_map |= dict.fromkeys(header, name)
+        total_size += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
+    known = read_json(directory / INDEX).get("metadata", {}) if (directory / INDEX).exists() else {}
+    index = {"metadata": known | {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    assert not (directory / WEIGHTS).exists(), "a file of weights that the index does not name would be read alone"
+
+
+def is_copied(tensor: Stored, own: StoredTensor | None) -> bool:
+    """Whether a tensor stands in the files as it is read, and for nothing else."""
+    return own is not None and (tensor.dtype, list(tensor.shape)) == (own.entry["dtype"], own.entry["shape"])
+
+
+def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
+    """The tensors in order, in groups of at most `max_bytes`; a larger one is alone."""
+    shards: list[list[StoredTensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not shards or filled + tensor.num_bytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.num_bytes
+    return shards
+
+
+def write_copies(path: Path, tensors: list[StoredTensor]) -> None:
+    """A safetensors file of tensors of other files, whatever their types: bytes are copied, and not looked at."""
+    tensors = sorted(tensors, key=lambda tensor: (-tensor.alignment, tensor.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        header[tensor.name] = {**tensor.entry, "data_offsets": [end, end + tensor.num_bytes]}
+        end += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            with tensor.path.open("rb") as source:
+                source.seek(tensor.start)
+                left = tensor.num_bytes
+                while left:
+                    block = source.read(min(left, COPIED_BYTES))
+                    if not block:
+                        raise OSError(f"{tensor.path} ends before the tensor {tensor.name} does")
+                    file.write(block)
+                    left -= len(block)
+
+
+def copy_processor_files(model_dir: Path, directory: Path) -> None:
+    """Copies what prepares images, videos and sounds; not a chat template where the tokenizer has brought one."""
+    has_template = (directory / "chat_template.jinja").exists()
+    for pattern in PROCESSOR_FILES:
+        for file in sorted(model_dir.glob(pattern)):
+            if not (file.name == "chat_template.json" and has_template):
+                shutil.copyfile(file, directory / file.name)

@@ -1,0 +1,259 @@
+"""Answers of a server by the real client, and a chat in the terminal: what is sent, tried again, interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from forked import run_forked
+from processes import ENV, ROOT, flags
+from tiny_models import FAMILIES, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from generate import generate
+from inference.choice import open_engine
+from inference.prompts import Prompt
+from inference.terminal import chat
+from options import EngineOptions, GenerateOptions, SamplingOptions, group_options
+
+
+class Server(ThreadingHTTPServer):
+    """A stand-in that speaks the protocol: it repeats what it is asked, in capitals."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict]] = []
+        self.num_running = self.most_running = 0
+        self.failures = 0  # requests that still fail with 503
+        self.refuses: str | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.asked.append((self.path, body | {"key": self.headers["Authorization"]}))
+            server.num_running += 1
+            server.most_running = max(server.most_running, server.num_running)
+            fails, server.failures = server.failures > 0, max(0, server.failures - 1)
+        time.sleep(0.05)
+        with server.lock:
+            server.num_running -= 1
+        if fails or server.refuses is not None:
+            self.reply(503 if fails else 400, {"error": {"message": server.refuses or "busy"}})
+        elif body["stream"]:
+            self.stream(body["messages"][-1]["content"].upper())
+        else:
+            is_chat = "messages" in body
+            said = (body["messages"][-1]["content"] if is_chat else body["prompt"]).upper()
+            content = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
+            usage = {"prompt_tokens": 3, "completion_tokens": len(said), "total_tokens": 3 + len(said)}
+            choice = content | {"index": 0, "finish_reason": "stop"}
+            kind = "chat.completion" if is_chat else "text_completion"
+            self.reply(200, dict(id="1", object=kind, created=1, model="m", choices=[choice], usage=usage))
+
+    def reply(self, code: int, value: dict) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def stream(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for word in text.split(" "):
+            delta = dict(index=0, delta=dict(content=word + " "), finish_reason=None)
+            chunk = dict(id="1", object="chat.completion.chunk", created=1, model="m", choices=[delta])
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    rows = [{"question": f"q{i}"} for i in range(9)] + [{"prompt": "go on"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "prompts.jsonl")
+
+
+def run(world, server: Server, prompts: str, output: Path, **changes: object) -> list[dict]:
+    given = dict(model="m", engine="openai", base_url=server.url, prompts=prompts, output=str(output), concurrency=4)
+    generate(group_options(GenerateOptions, **given | changes), world)
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_many_requests_are_under_way_and_what_fails_in_passing_is_tried_again(server, prompts, world, tmp_path):
+    server.failures = 2
+    lines = run(world, server, prompts, tmp_path / "answers.jsonl", max_new_tokens=7)
+    assert [line["answer"] for line in lines] == [*(f"Q{i}" for i in range(9)), "GO ON"]
+    assert len(server.asked) == 12 and 2 <= server.most_running <= 4
+    assert lines[0]["num_tokens"] == 2 and lines[0]["made_by"]["base_url"] == server.url
+    paths = {path for path, _ in server.asked}
+    assert paths == {"/v1/chat/completions", "/v1/completions"}
+    first = next(body for path, body in server.asked if path == "/v1/chat/completions")
+    assert (first["model"], first["max_tokens"], first["temperature"]) == ("m", 7, 0.0)
+    assert "seed" not in first and first["key"] == "Bearer none"
+
+
+def test_sampling_and_the_key_are_sent_and_every_answer_has_its_seed(server, prompts, world, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    drawn = dict(temperature=0.5, top_p=0.9, top_k=5, num_samples=2, api_key_env="MY_KEY")
+    lines = run(world, server, prompts, tmp_path / "answers.jsonl", **drawn)
+    assert len(lines) == 20 and "secret" not in json.dumps(lines)
+    bodies = [body for _, body in server.asked]
+    assert len({body["seed"] for body in bodies}) == 20
+    assert {(body["top_p"], body["top_k"], body["key"]) for body in bodies} == {(0.9, 5, "Bearer secret")}
+
+
+def test_what_a_server_refuses_is_told_and_what_was_answered_before_is_kept(server, prompts, world, tmp_path):
+    server.refuses = "no such model"
+    with pytest.raises(ValueError, match=r"--model m: refused \(400\): .*no such model"):
+        run(world, server, prompts, tmp_path / "answers.jsonl")
+    server.refuses = None
+    (tmp_path / "answers.jsonl.part0").write_text("")
+    lines = run(world, server, prompts, tmp_path / "answers.jsonl")
+    assert len(lines) == 10
+
+
+def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
+    engine = EngineOptions(engine="openai", base_url=server.url)
+    typed = iter(["/system be brief", "hello there", "again", "/reset", "new", "/nonsense", "/help", "/exit", "never"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    chat(open_engine(None, "m", engine, SamplingOptions(), device=None))
+    out = capsys.readouterr().out
+    assert "HELLO THERE" in out and "AGAIN" in out and "/nonsense is no command" in out
+    asked = [[(m["role"], m["content"].strip()) for m in body["messages"]] for _, body in server.asked]
+    system = ("system", "be brief")
+    assert asked == [
+        [system, ("user", "hello there")],
+        [system, ("user", "hello there"), ("assistant", "HELLO THERE"), ("user", "again")],
+        [system, ("user", "new")],
+    ]
+    assert next(typed) == "never"
+
+
+def test_an_engine_that_is_not_installed_is_refused(tmp_path):
+    words = flags(model=save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "m")), engine="vllm")
+    done = run_forked(0, "generate.py", *words)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--engine vllm needs the package vllm: pip install 'mini-trainer[vllm]'" in done.stderr
+
+
+STAND_IN = """
+from types import SimpleNamespace as Made
+
+__version__, asked = "0", []
+
+
+class SamplingParams(Made):
+    pass
+
+
+class LLM:
+    def __init__(self, **options):
+        asked.append(options)
+
+    def generate(self, prompts, params, lora_request):
+        for prompt, one in zip(prompts, params, strict=True):
+            text = f"{len(prompt['prompt_token_ids'])} {one.temperature}"
+            said = Made(text=text, finish_reason="length", token_ids=[7])
+            yield Made(outputs=[said], prompt_token_ids=prompt["prompt_token_ids"])
+"""
+
+
+def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
+    """By a stand-in for the package: that its own names are these, only a machine that has it can tell."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "vllm.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    output = tmp_path / "answers.jsonl"
+    given = dict(model=str(path), engine="vllm", prompts=prompts, output=str(output), temperature=0.5, dtype="bfloat16")
+    generate(group_options(GenerateOptions, **given), world)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["answer"] for line in lines] == [f"{line['num_prompt_tokens']} 0.5" for line in lines]
+    assert lines[0]["made_by"]["engine"] == "vllm" and lines[0]["finish_reason"] == "length"
+    import vllm
+
+    assert vllm.asked[0]["model"] == str(path) and vllm.asked[0]["dtype"] == "bfloat16"
+    monkeypatch.delitem(sys.modules, "vllm")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_and_not_the_program(tmp_path):
+    """The answer never ends by itself: it has a hundred thousand tokens, and no token ends it."""
+    path = save_tokenizer(save_model(FAMILIES["gpt_oss_sinks"], tmp_path / "model"))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((path / name).read_text())
+        changed = {"eos_token_id": None} | ({"max_position_embeddings": 200_000} if name == "config.json" else {})
+        (path / name).write_text(json.dumps(config | changed))
+    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": None}))
+    words = flags(model=path, max_new_tokens=100_000)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "generate.py", *words], cwd=ROOT, env=ENV, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        process.stdin.write("Hi\n")
+        process.stdin.flush()
+        heard = process.stdout.read(len("/help says what there is; Ctrl-D ends.\n> ") + 40)
+        process.send_signal(signal.SIGINT)
+        process.stdin.write("/help\n")
+        process.stdin.flush()
+        out, err = process.communicate(timeout=120)  # which closes the input, as Ctrl-D does
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert len(heard) > 40 and "(interrupted)" in out and "/system TEXT" in out.split("(interrupted)")[1]
+    assert "Traceback" not in err
+
+
+def test_a_streamed_answer_is_that_of_generate_and_what_is_closed_computes_no_more(world, tmp_path):
+    from inference.models import find_answering_model
+
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    found = find_answering_model(str(path))
+    engine = open_engine(found, str(path), EngineOptions(), SamplingOptions(max_new_tokens=20), device=world.device)
+    prompt = Prompt(row={}, messages=[{"role": "user", "content": "Who are you?"}])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    given = tokenizer.apply_chat_template(
+        prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**given, do_sample=False, max_new_tokens=20)[0, given["input_ids"].shape[1] :]
+    assert "".join(engine.stream(prompt)) == tokenizer.decode(ids, skip_special_tokens=True)
+    before = threading.active_count()
+    stream = engine.stream(prompt)
+    next(stream)
+    stream.close()
+    assert threading.active_count() == before

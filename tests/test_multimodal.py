@@ -1,0 +1,260 @@
+"""Multi-modal checkpoints trained on text: in and out in their own class, the other towers untouched and not loaded."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forked import run_forked
+from in_process import train_on
+from processes import flags
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_runs import OPTIONS, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import SHAPE, VOCAB_SIZE, build, check, load_source, save_tokenizer
+from transformers import (
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    Gemma3Config,
+    LlavaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    SmolVLMConfig,
+)
+
+from chat.templates import load_tokenizer
+from lifecycle.tower_files import add_tensors, find_tensors
+from methods.full import Full
+from model.build import build_model
+from model.stored import find_stored
+from model.weights import list_left_out
+from objectives.causal_lm import CausalLM
+from objectives.micro_batch import pack_samples
+from objectives.text_tower import find_placeholders, text_config
+from options import TrainOptions, group_options
+
+IMAGE, VIDEO = 280, 281  # token ids that stand for what is no text
+VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2.5-vl": Qwen2_5_VLConfig(
+        text_config=SHAPE | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])),
+        vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=32,
+                           fullatt_block_indexes=[0]),
+        image_token_id=IMAGE, video_token_id=VIDEO,
+    ),
+    "gemma3": Gemma3Config(
+        text_config=SHAPE | dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+        vision_config=VISION | dict(patch_size=4), image_token_index=IMAGE, mm_tokens_per_image=4,
+    ),
+    "llava": LlavaConfig(
+        text_config=SHAPE | dict(model_type="llama"),
+        vision_config=CLIPVisionConfig(**VISION, patch_size=4, projection_dim=32), image_token_index=IMAGE,
+    ),
+    "smolvlm": SmolVLMConfig(
+        text_config=SHAPE | dict(model_type="llama"), vision_config=VISION | dict(patch_size=4), image_token_id=IMAGE,
+        scale_factor=2, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+TEXT_TOWER = ("language_model", "lm_head", "text_model", "model.layers", "model.norm", "model.embed_tokens")
+LENGTHS = (45, 1, 70, 7)
+
+
+def is_text(name: str) -> bool:
+    """Whether a stored tensor is the text tower's."""
+    return any(part in name for part in TEXT_TOWER) and not any(part in name for part in ("vision", "visual"))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    """Random models whose other towers are in bfloat16, and what prepares images for them."""
+    root, found = tmp_path_factory.mktemp("models"), {}
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn_like(param) * 0.05)
+        found[name] = path = save_tokenizer(root / name)
+        model.save_pretrained(path)
+        tensors = load_file(path / "model.safetensors")
+        tensors = {key: tensor if is_text(key) else tensor.bfloat16() for key, tensor in tensors.items()}
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}\n')
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_samples(tmp_path_factory.mktemp("data") / "data.arrow", make_samples(20, vocab_size=IMAGE))
+
+
+def load(path: Path) -> PreTrainedModel:
+    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+def read_bytes(directory: Path) -> dict[str, tuple[str, bytes]]:
+    """Every stored tensor's type and bytes."""
+    return {name: (tensor.entry["dtype"], tensor.path.read_bytes()[tensor.start :][: tensor.num_bytes])
+            for name, tensor in find_tensors(directory).items()}  # fmt: skip
+
+
+def train(world, path: Path, data: Path, output_dir: Path, *, num_ranks: int = 1, **options: object) -> Path:
+    given = OPTIONS | dict(model_name_or_path=path, data_path=data, output_dir=output_dir, max_steps=3) | options
+    train_on(num_ranks, world, **given)
+    return max((output_dir / "hf_format").glob("samples_*"))
+
+
+def make_texts() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.integers(3, IMAGE, length) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_losses_and_gradients_are_the_whole_models_own(name, paths, world):
+    model = build(paths[name], world)
+    check(model, world)
+    loss = model(pack_samples([(ids, ids, None) for ids in make_texts()]))
+    loss.backward()
+    own, total = load(paths[name]), 0.0
+    for ids in map(torch.from_numpy, make_texts()):
+        logits = own(input_ids=ids[None], use_cache=False).logits[0]
+        own_loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+        own_loss.backward()
+        total += own_loss.item()
+    assert loss.item() == pytest.approx(total, rel=1e-6)
+    gradients = {key: param.grad for key, param in own.named_parameters() if param.grad is not None}
+    params = dict(model.model.named_parameters())
+    assert params.keys() == gradients.keys(), "what trains is what a text reaches"
+    for key, gradient in gradients.items():
+        assert (params[key].grad.full_tensor() - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, key
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen2.5-vl", {}),
+        ("gemma3", {}),
+        ("llava", {}),
+        ("smolvlm", {}),
+        ("gemma3", dict(osft=True, osft_unfreeze_rank_ratio=0.5)),
+    ],
+)
+def test_an_export_is_the_whole_model_with_the_other_towers_byte_by_byte(
+    name, options, paths, data, world, tmp_path, caplog
+):
+    if options:
+        options |= dict(osft_cache_dir=str(tmp_path / "osft"))
+    with caplog.at_level("INFO", logger="mini_trainer"):
+        export = train(world, paths[name], data, tmp_path / "run", **options)
+    assert any("the text tower trains; left as they are, and not loaded: " in line for line in caplog.messages)
+    before, after = read_bytes(paths[name]), read_bytes(export)
+    assert before.keys() == after.keys()
+    others = {key for key in before if not is_text(key)}
+    assert others and all(before[key] == after[key] and before[key][0] == "BF16" for key in others)
+    trained = [key for key in before.keys() - others if "proj.weight" in key or not options]
+    assert trained and all(before[key] != after[key] for key in trained if "bias" not in key)
+    assert type(load(export)) is type(load(paths[name]))
+    assert (export / "preprocessor_config.json").read_bytes() == (paths[name] / "preprocessor_config.json").read_bytes()
+    index = json.loads((export / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == after.keys()
+
+    # What it computes is what was trained last.
+    checkpoint = json.loads((tmp_path / "run/checkpoints/step_3/manifest.json").read_text())
+    assert not any(key in name for name in checkpoint["tensors"] for key in ("vision", "visual", "projector"))
+
+
+def test_runs_do_not_depend_on_ranks_and_resumed_ones_are_the_same_bit_for_bit(paths, data, world, tmp_path):
+    exports = {n: train(world, paths["gemma3"], data, tmp_path / f"on_{n}", num_ranks=n) for n in (1, 2)}
+    rows = {n: read_rows(tmp_path / f"on_{n}") for n in exports}
+    for row, other in zip(rows[1], rows[2], strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    checkpoint = tmp_path / "on_1/checkpoints/step_1"
+    resumed = train(world, paths["gemma3"], data, tmp_path / "resumed", resume=str(checkpoint))
+    assert read_bytes(resumed) == read_bytes(exports[1])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_an_adapter_loads_onto_the_whole_model_and_merges_into_it(name, paths, data, world, tmp_path):
+    from peft import PeftModel
+
+    export = train(world, paths[name], data, tmp_path / "run", lora=True, lora_rank=4, lora_export="both")
+    model = PeftModel.from_pretrained(load(paths[name]), str(export / "adapter"))
+    adapted = [key for key, _ in model.named_parameters() if ".lora_" in key]
+    with safe_open(export / "adapter/adapter_model.safetensors", "pt") as file:
+        assert len(adapted) == len(list(file.keys()))
+    assert adapted and not any("vision" in key for key in adapted)
+    ids = torch.from_numpy(make_texts()[0])[None]
+    with torch.no_grad():
+        expected, merged = model.eval()(input_ids=ids).logits, load(export)(input_ids=ids).logits
+        before = load(paths[name])(input_ids=ids).logits
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+
+    # Merged later, by the script, it is the same export.
+    command = flags(adapter=export / "adapter", output_dir=tmp_path / "merged", export_dtype="float32")
+    done = run_forked(0, "merge_adapter.py", *command)
+    assert done.returncode == 0, done.stderr
+    assert read_bytes(tmp_path / "merged") == read_bytes(export)
+    assert (tmp_path / "merged/preprocessor_config.json").exists()
+
+
+def test_data_that_holds_what_stands_for_an_image_is_refused_with_its_row(paths, world, tmp_path):
+    samples = make_samples(20, vocab_size=IMAGE)
+    samples[12][0][1] = VIDEO
+    data = write_samples(tmp_path / "data.arrow", samples)
+    with pytest.raises(ValueError, match=r"data.arrow: row 13 holds the token id 281, .* \(video_token_id in config"):
+        train(world, paths["qwen2.5-vl"], data, tmp_path / "run")
+    train(world, paths["gemma3"], data, tmp_path / "other", max_steps=1)  # where 281 is a token like any other
+
+
+def test_placeholders_are_found_by_what_configs_call_them():
+    assert find_placeholders(CONFIGS["qwen2.5-vl"]) == {IMAGE: "image_token_id", VIDEO: "video_token_id"}
+    assert find_placeholders(CONFIGS["gemma3"]) == {IMAGE: "image_token_index"}
+    assert find_placeholders(text_config(CONFIGS["gemma3"])) == {}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_a_vocabulary_grows_in_the_text_tower(name, paths, world):
+    source = load_source(paths[name])
+    text_config(source.config).vocab_size = VOCAB_SIZE + 32
+    options = group_options(TrainOptions, model_name_or_path="", data_path="", output_dir="")
+    model = build_model(
+        source, options.compute, options.sharding, objective=CausalLM(), method=Full(), world=world
+    ).model
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        rows = module.weight.full_tensor()
+        assert len(rows) == VOCAB_SIZE + 32
+        torch.testing.assert_close(rows[-1], rows[:VOCAB_SIZE].mean(dim=0))
+
+
+def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
+    """Types of 8 bits and less among others: nothing looks at the numbers."""
+    source = load_source(paths["llava"])
+    own = {"a": torch.randn(5).to(torch.float8_e4m3fn), "b": torch.randn(3, 3), "c": torch.tensor(3, dtype=torch.int64)}
+    save_file(own, tmp_path / "model.safetensors")
+    left_out, stored = list_left_out(source, CausalLM()), find_tensors(paths["llava"])
+    add_tensors(tmp_path, left_out, stored, max_bytes=1000)
+    found, before = read_bytes(tmp_path), read_bytes(paths["llava"])
+    assert found.keys() == own.keys() | left_out.keys()
+    assert all(found[name] == before[name] for name in left_out)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    again = tmp_path / "again"
+    again.mkdir()
+    save_file({"z": torch.zeros(2)}, again / "model.safetensors")
+    add_tensors(again, {name: find_stored(tmp_path)[name] for name in own}, find_tensors(tmp_path), max_bytes=10**9)
+    assert all(torch.equal(load_file(again / "model-00002-of-00002.safetensors")[key], own[key]) for key in own)
+
+
+def test_a_template_that_only_the_processor_has_is_the_tokenizers(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
