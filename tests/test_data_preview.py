@@ -27,6 +27,7 @@ from corpus.preview import (
 )
 from corpus.report import MAX_REASON_KINDS, Totals
 from corpus.writer import TokenizedSample
+from objectives.columns import Task
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $SCRIPT$ & \u2028 \x1b[31m \u202e"
 
