@@ -250,7 +250,7 @@ def test_a_directory_is_read_by_name_without_what_is_no_data(tmp_path):
     assert [place for place, _ in read_all(tmp_path)] == ["a.jsonl:1", "b.jsonl:1", "deeper/c.jsonl:1"]
     with pytest.raises(ValueError, match=r"a.jsonl is named twice"):
         find_sources([str(tmp_path), str(tmp_path / "a.jsonl")])
-    with pytest.raises(ValueError, match=r"README.md: must end in .jsonl, .json, .parquet or .txt"):
+    with pytest.raises(ValueError, match=r"README.md: must end in .jsonl, .json, .csv, .tsv, .parquet or .txt"):
         find_sources([str(tmp_path / "README.md")])
 
 

@@ -27,6 +27,7 @@ from corpus.preview import (
 )
 from corpus.report import MAX_REASON_KINDS, Totals
 from corpus.writer import TokenizedSample
+from objectives.columns import Task
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- $SCRIPT$ & \u2028 \x1b[31m \u202e"
 
@@ -122,7 +123,7 @@ class PageParser(html.parser.HTMLParser):
 
 
 def parse_page(tmp_path, totals: Totals, tokenizer, title: str = "in.jsonl") -> tuple[PageParser, list[dict]]:
-    write_page(tmp_path / "page.html", totals, tokenizer=tokenizer, title=title)
+    write_page(tmp_path / "page.html", totals, Task(), tokenizer=tokenizer, title=title)
     parser = PageParser()
     parser.feed((tmp_path / "page.html").read_text())
     return parser, json.loads(parser.scripts[0])
@@ -139,7 +140,7 @@ def test_the_page_shows_the_report_and_every_sample(tokenizer, tmp_path):
         assert "".join(part[0] for part in there["parts"]) == tokenizer.decode(sample.tokens.input_ids)
         trained = "".join(part[0] for part in there["parts"] if part[1])
         assert trained == tokenizer.decode([label for label in sample.tokens.labels if label != IGNORED])
-        assert (there["tokens"], there["trained"]) == (len(sample.tokens.labels), sample.tokens.num_loss_counted_tokens)
+        assert there["summary"] == sample.tokens.summary
     text = " ".join(parser.text.split())
     for words in ("dropped: too long 3", "trained: assistant", "2 message … has the role …", "rows 45"):
         assert words.replace(" ", "") in text.replace(" ", ""), words
