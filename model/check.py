@@ -77,7 +77,8 @@ def check_packing(
     try:
         hidden = split_rows(packed_model.hidden_states(pack(sequences)), sequences)
     except Exception as error:  # other people's models may raise anything where they make masks and positions
-        raise ValueError(f"{refused}its forward pass fails on a packed row: {error or type(error).__name__}") from error
+        words = str(error) or type(error).__name__
+        raise ValueError(f"{refused}its forward pass fails on a packed row: {words}") from error
     for i in range(len(sequences)):
         changed = [s if j == i else other for j, (s, other) in enumerate(zip(sequences, others, strict=True))]
         leak = token_errors(split_rows(packed_model.hidden_states(pack(changed)), sequences)[i], hidden[i]).max().item()

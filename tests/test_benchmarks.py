@@ -149,3 +149,13 @@ def test_fitted_costs_are_those_that_made_the_times_and_never_negative():
     for costs in (np.array([1e-3, 1e-6, 2e-6, 1e-9]), np.array([1e-3, 1e-6, 0, 1e-9])):
         np.testing.assert_allclose(scaling.fit_nonnegative(terms / (terms @ costs)[:, None]), costs, atol=1e-12)
     assert (scaling.fit_nonnegative(terms / (terms @ [1e-3, 1e-6, -1e-7, 1e-9])[:, None]) >= 0).all()
+
+
+@pytest.mark.slow
+def test_the_sweep_of_types_tells_exact_ones_from_those_that_are_refused_and_those_that_are_not_built():
+    types = ["bloom", "lfm2", "bart", "gemma4_assistant"]
+    done = run([sys.executable, ROOT / "benchmarks/architectures.py", "--seconds", "600", "--types", *types])
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = dict(line.split(": ")[:2] for line in done.stdout.splitlines() if line.split(":")[0] in types)
+    assert outcomes == {"bloom": "exact", "lfm2": "exact", "bart": "refused", "gemma4_assistant": "not built"}
+    assert done.stdout.rstrip().endswith("4 types: 2 exact, 1 refused, 1 not built")
