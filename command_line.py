@@ -223,6 +223,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_numbers_out_of_range(flatten_options(options)),
         *find_training_data_problems(options.data),
         *find_validation_problems(options.validation),
+        *find_classifier_problems(options),
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_osft_problems(options.osft),
@@ -296,6 +297,26 @@ def find_validation_problems(o: ValidationOptions) -> list[str]:
         return ["--early-stopping-patience needs validations on the way: add --validate-every-steps or"
                 " --validate-at-epoch"]  # fmt: skip
     return []
+
+
+def find_classifier_problems(options: TrainOptions) -> list[str]:
+    """What only classifiers have, and what they do not."""
+    problems, o = [], options.classification
+    if o.objective == "causal-lm":
+        given = list_given(o)
+        if options.validation.write_predictions:
+            given.append("--write-predictions")
+        return [f"{', '.join(given)}: no effect on --objective causal-lm"] if given else []
+    if not 0 <= o.label_smoothing < 1:
+        problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
+    if options.optimization.router_aux_loss:
+        problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
+    if options.validation.validation_data_path and not is_installed("sklearn"):
+        problems.append(
+            "--validation-data-path measures classifiers by scikit-learn, which is not installed: pip install"
+            " 'mini-trainer[classification]'"
+        )
+    return problems
 
 
 def find_optimization_problems(options: TrainOptions) -> list[str]:
@@ -524,10 +545,13 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
 
 def find_classification_problems(o: ProcessDataOptions) -> list[str]:
     """Options that are for classifiers only, or for all others only; labels that are said twice."""
-    only_classification = ("truncate", "text_field", "text_pair_field", "label_field", "label_type", "label_names")
+    only_classification = (
+        *("truncate", "text_field", "text_pair_field", "label_field", "label_separator"),
+        *("label_type", "label_names", "labels_from"),
+    )
     only_others = ("allow_missing_stop_token", "string_for_printing_masks")
     is_classification = o.format == "classification"
-    useless = only_others if is_classification else (*only_classification, "labels_from")
+    useless = only_others if is_classification else only_classification
     given = [flag_name(name) for name in useless if getattr(o, name)]
     problems = []
     if given:
@@ -539,6 +563,8 @@ def find_classification_problems(o: ProcessDataOptions) -> list[str]:
         problems.append("--label-names and --labels-from both say which labels there are: give one")
     if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
         problems.append(f"--label-names {' '.join(o.label_names)}: has a name twice, or one that is blank")
+    if o.label_separator is not None and o.label_type == "single":
+        problems.append("--label-separator has no effect with --label-type single: each row has one label")
     if o.label_names and o.label_type == "regression":
         problems.append("--label-names has no effect with --label-type regression")
     return problems

@@ -36,6 +36,11 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
 
     # The model that the adapter belongs to, and the tokenizer that it was trained with.
     config = read_config(adapter, flag="--adapter")
+    if config.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"--adapter {adapter}: is a classifier's ({config.task_type}), and only those of language models are merged"
+            " here: train with --lora-export merged, or merge it with peft"
+        )
     name = options.model_name_or_path or config.base_model_name_or_path
     if name is None:
         raise ValueError(f"--adapter {adapter}: does not say which model it belongs to: give --model-name-or-path")

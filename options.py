@@ -63,9 +63,27 @@ class ValidationOptions:
     validate_at_epoch: bool = False
     """Measure at the first step that completes an epoch."""
     export_best: bool = True
-    """Export the model to hf_format/best whenever its validation loss is the lowest so far."""
+    """Export the model to hf_format/best whenever its validation is the best so far, by --best-metric."""
+    best_metric: str = "loss"
+    """What tells the best model, and when to stop: loss, perplexity or token_accuracy; of classifiers loss, accuracy,
+    precision, recall, f1, f1_weighted or matthews; of regression loss, mse, mae, pearson or spearman."""
+    write_predictions: bool = False
+    """Classifiers: write what each validation predicts to output-dir/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None = None
     """End the run when this many validations in a row have not been better than the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationOptions:
+    """What is learned: language, or classes (docs/classification.md)."""
+
+    objective: Literal["causal-lm", "sequence-classification", "token-classification"] = "causal-lm"
+    """What the model learns, on data that process_data.py made for it."""
+    class_weights: tuple[str, ...] = ()
+    """Classifiers: what each class counts in the loss, a number for each in the order of the labels; balanced: the
+    rarer, the more."""
+    label_smoothing: float = 0.0
+    """Classifiers: this share of each target is spread over all classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +362,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Fine-tune a causal language model with FSDP2 on data written by process_data.py."""
+    """Fine-tune a causal language model or a classifier with FSDP2 on data written by process_data.py."""
 
     output_dir: str
     """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
@@ -355,6 +373,7 @@ class TrainOptions:
     """What rank 0 prints; WARNING leaves out the step lines."""
     model: ModelOptions
     data: DataOptions
+    classification: ClassificationOptions = field(default_factory=ClassificationOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
     end: EndOptions = field(default_factory=EndOptions)
@@ -372,7 +391,7 @@ class TrainOptions:
 
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by")
-IDENTIFYING_GROUPS = (OptimizationOptions, OSFTOptions, LoRAOptions)
+IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
 # Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
 UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
@@ -416,6 +435,8 @@ class ProcessDataOptions:
     """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
     label_field: str | None = None
     """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
+    label_separator: str | None = None
+    """Classification: what stands between several labels in one text, such as ; in a table."""
     label_type: Literal["single", "multi", "regression"] | None = None
     """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
     label_names: tuple[str, ...] = ()

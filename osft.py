@@ -151,6 +151,8 @@ class OSFT:
         model, basis = meta.model, self.options.osft_basis
         if not self.options.osft_train_others:
             model.requires_grad_(False)
+            for name in meta.objective.find_head(model):
+                model.get_submodule(name).requires_grad_(True)
         self.layers = []
         for name, kept in num_kept.items():
             module = model.get_submodule(name)

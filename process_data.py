@@ -29,7 +29,16 @@ from corpus.labelled_tokens import LabelledTokenizer, describe_pairs
 from corpus.labels import describe_similar
 from corpus.outputs import Outputs
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
-from corpus.report import DROPPED, Totals, add_up, describe_sources, print_report, print_sides, report_progress
+from corpus.report import (
+    DROPPED,
+    Totals,
+    add_up,
+    describe_lengths,
+    describe_sources,
+    print_report,
+    print_sides,
+    report_progress,
+)
 from corpus.rows import (
     Preparation,
     prepare_chats,
@@ -97,6 +106,7 @@ def process_data(options: ProcessDataOptions) -> None:
             )
         check_interrupt()
         totals = add_up(sides)
+        notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
         check_totals(totals, reasons, sources=sources, skip_invalid=options.skip_invalid)
         if outputs.is_split:
             check_sides(sides, share=options.validation_share)
@@ -142,7 +152,7 @@ def prepare_classification(
     tokenizer: Any, sources: Sequence[Source], options: ProcessDataOptions
 ) -> tuple[Preparation, list[str]]:
     """Reads all rows for their labels; how rows become samples, and what there is to know about them."""
-    fields = FieldNames(options.text_field, options.text_pair_field, options.label_field)
+    fields = FieldNames(options.text_field, options.text_pair_field, options.label_field, options.label_separator)
     survey = survey_rows(sources, fields, options, num_workers=count_workers(sources, options))
     labelled_tokenizer = LabelledTokenizer(
         tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate

@@ -52,6 +52,7 @@ class Batch:
     sample_ids: np.ndarray  # (batch_size,) rows of the data set
     lengths: np.ndarray  # (batch_size,) tokens
     num_loss_tokens: int  # trained targets, over all ranks
+    loss_divisor: float  # what their summed loss is divided by: their number, or their classes' weights
     num_counted_tokens: int  # all tokens, of the samples that have targets
     table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids
     micro_batches: list[MicroBatch]  # this rank's column of the table
@@ -60,7 +61,7 @@ class Batch:
     @property
     def divisors(self) -> dict[str, int]:
         """What makes sums over the global batch its means, as arguments of `lifecycle.step.run_backward`."""
-        return dict(num_targets=self.num_loss_tokens, num_tokens=self.num_counted_tokens)
+        return dict(divisor=self.loss_divisor, num_tokens=self.num_counted_tokens)
 
 
 @functools.lru_cache(maxsize=256)
@@ -164,10 +165,11 @@ def iterate_batches(
         lengths = data.lengths[sample_ids]
         table = pack_batch(lengths, options.max_tokens_per_gpu, world_size, attention_cost)
         micro_batches = [read_micro_batch(data, sample_ids[row[rank]], objective) for row in table]
-        num_targets = data.num_loss_tokens[sample_ids]  # (batch_size,)
-        num_counted_tokens = int(lengths[num_targets > 0].sum())
+        counts = data.num_loss_tokens[sample_ids]  # (batch_size,)
+        num_targets, num_counted_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
+        divisor = objective.measure_divisor(num_targets, map(data.read, sample_ids.tolist()))
         data.release_pages()
-        yield Batch(step, sample_ids, lengths, int(num_targets.sum()), num_counted_tokens, table, micro_batches, data)
+        yield Batch(step, sample_ids, lengths, num_targets, divisor, num_counted_tokens, table, micro_batches, data)
         step, num_drawn = step + 1, num_drawn + options.batch_size
 
 

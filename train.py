@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model: FSDP2, padding-free, every global batch packed into balanced micro-batches.
+"""Fine-tunes a language model or a classifier: FSDP2, padding-free, global batches packed into balanced micro-batches.
 
 On one node, and in one process:
 

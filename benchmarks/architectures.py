@@ -183,8 +183,11 @@ def make_tiny_model(
         try:
             given = shrink_config(config_class(), (sizes or {}) | variant)
             config = config_class(**merge_settings(given, changes or {}))
+            is_encoder_decoder = config.is_encoder_decoder
             torch.manual_seed(0)
-            return config, auto_class.from_config(config, dtype=torch.float32)
+            model = auto_class.from_config(config, dtype=torch.float32)
+            config.is_encoder_decoder = is_encoder_decoder  # BART's decoder takes it for its own, and says no
+            return config, model
         except Exception as error:  # other people's models and configs may raise anything
             reason = error
     raise reason

@@ -130,7 +130,7 @@ def find_gradients(state: TrainState, rows: list[list[np.ndarray]]) -> tuple[flo
     loss_sum.backward()
     gradients = torch.cat([param.grad.full_tensor().flatten() for param in state.model.parameters()])
     state.optimizer.zero_grad()
-    return float(loss_sum) / len(micro_batch.trained_index), gradients
+    return float(loss_sum.detach()) / len(micro_batch.trained_index), gradients
 
 
 if __name__ == "__main__":

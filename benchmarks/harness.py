@@ -67,7 +67,9 @@ def make_batch(rows: list[list[np.ndarray]], *, step: int = 0, world: World) -> 
     columns = [np.split(part, splits) for part in np.split(ids, world.world_size)]
     table = [[list(column[k]) for column in columns] for k in range(len(rows))]
     num_loss_tokens = world.world_size * sum(map(count_targets, micro_batches))
-    return Batch(step, ids, lengths, num_loss_tokens, int(lengths.sum()), table, micro_batches, data=None)
+    return Batch(
+        step, ids, lengths, num_loss_tokens, num_loss_tokens, int(lengths.sum()), table, micro_batches, data=None
+    )
 
 
 def count_targets(micro_batch: MicroBatch) -> int:

@@ -134,7 +134,7 @@ def measure_costs(
         return pack_samples([(row, label, None) for row, label in zip(ids, labels, strict=True)]).to(world.device)
 
     def run(micro_batch: MicroBatch) -> float:
-        return time_call(lambda: run_backward(model, micro_batch, num_targets=1), world.device)
+        return time_call(lambda: run_backward(model, micro_batch, divisor=1), world.device)
 
     shapes = [(n, length, share) for length in (longest // 32, longest // 8, longest // 2, longest)
               for n in {1, longest // length // 2 or 1, longest // length} for share in (0.1, 0.9)]  # fmt: skip

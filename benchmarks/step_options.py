@@ -52,7 +52,7 @@ Build = Callable[..., TrainState]  # with options by name
 
 def run_backwards(model: PackedModel, batch: Batch) -> None:
     for micro_batch in batch.micro_batches:
-        run_backward(model, micro_batch, num_targets=batch.num_loss_tokens)
+        run_backward(model, micro_batch, divisor=batch.num_loss_tokens)
 
 
 def count_kept_bytes(model: PackedModel, micro_batch: MicroBatch) -> int:
@@ -91,7 +91,7 @@ def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
         state = build(**options)
         seconds = []
         for step in range(repeats + 1):
-            run_backward(state.model, batch.micro_batches[0], num_targets=batch.num_loss_tokens)
+            run_backward(state.model, batch.micro_batches[0], divisor=batch.num_loss_tokens)
             update = time_call(
                 lambda state=state, step=step: update_weights(state, step=step, lr=LEARNING_RATE), state.world.device
             )

@@ -11,6 +11,7 @@ What a label means, of which kind it is and which class it has, is found out ove
 """
 
 import math
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from corpus.files import Chunk, iterate_rows
 from corpus.formats import Fields, build_chat, parse_row, quote, require_list
 from corpus.lines import Row
 
+NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and what ends a line
+
 Label = str | int | float  # as a row says it: a name, an integer, or a number
 
 
@@ -32,6 +35,7 @@ class FieldNames:
     text: str | None = None
     text_pair: str | None = None
     label: str | None = None
+    label_separator: str | None = None  # of several labels in one text
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ def read_row(values: Fields, fields: FieldNames, *, is_cell: bool) -> Labelled:
         if len(labels) != len(content.words):
             raise ValueError(f"{len(labels)} labels for {len(content.words)} words: each word needs one")
         return Labelled(content, labels)
+    if isinstance(given, str) and fields.label_separator is not None:
+        given = given.split(fields.label_separator)
     if not isinstance(given, list):
         return Labelled(content, read_label(given, repr(name)), is_cell)
     labels = [read_label(label, f"{name!r}, entry {i}") for i, label in enumerate(given, start=1)]
@@ -140,7 +146,7 @@ def read_label(value: Any, where: str) -> Label:
         name = check_unicode(value.strip())
         if not name or name.lower() == "nan":
             raise ValueError(f"{where} is {quote(value)}: the row has no label")
-        if not name.isprintable():
+        if any(unicodedata.category(character) in NO_NAME for character in name):
             raise ValueError(f"{where} is {quote(value)}: a label's name is on one line, without control characters")
         return name
     if isinstance(value, int | float):

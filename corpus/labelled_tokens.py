@@ -66,22 +66,17 @@ class LabelledTokenizer:
         """Each row's tokens and target, or why it cannot be used."""
         targets = [catch_error(self.labels.encode, row) for row in rows]
         prepared = [catch_error(self.prepare, row.content) for row in rows]
+        by_kind: dict[tuple[bool, bool], list[int]] = {}
+        for i, (row, text) in enumerate(zip(rows, prepared, strict=True)):
+            if not isinstance(text, ValueError):
+                kind = isinstance(row.content, Words), not isinstance(row.content, Chat)
+                by_kind.setdefault(kind, []).append(i)
         encodings: dict[int, Any] = {}
-        for is_words in (False, True):
-            for adds_special in (False, True):
-                indices = [
-                    i
-                    for i, (row, text) in enumerate(zip(rows, prepared, strict=True))
-                    if not isinstance(text, ValueError)
-                    and isinstance(row.content, Words) == is_words
-                    and isinstance(row.content, Chat) != adds_special
-                ]
-                texts = [prepared[i] for i in indices]
-                encoded = self.encode(texts, is_words=is_words, adds_special=adds_special)
-                encodings.update(zip(indices, encoded, strict=True))
+        for (is_words, adds_special), indices in by_kind.items():
+            encoded = self.encode([prepared[i] for i in indices], is_words=is_words, adds_special=adds_special)
+            encodings.update(zip(indices, encoded, strict=True))
         return [
-            next((found for found in (target, text) if isinstance(found, ValueError)), None)
-            or catch_error(self.build, row, encodings[i], target, text)
+            catch_error(self.build, row, encodings.get(i), target, text)
             for i, (row, target, text) in enumerate(zip(rows, targets, prepared, strict=True))
         ]
 
@@ -109,8 +104,6 @@ class LabelledTokenizer:
         return check_unicode(text)
 
     def encode(self, texts: Sequence[Any], *, is_words: bool, adds_special: bool) -> list[Any]:
-        if not texts:
-            return []
         return self.backend.encode_batch(texts, is_pretokenized=is_words, add_special_tokens=adds_special)
 
     def build(self, row: Labelled, encoding: Any, target: list[float] | list[int], text: Any) -> TokenizedText:

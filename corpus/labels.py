@@ -191,7 +191,8 @@ def check_mixed_kinds(counts: LabelCounts, label_type: LabelType | None) -> None
     """Integers may stand among numbers; everything else is a mistake in the data."""
     if {*counts.kinds} == {"integer", "number"} and label_type != "multi":
         return
-    found = " and ".join(f"{KINDS[kind]} ({place})" for kind, place in sorted(counts.kinds.items(), key=str))
+    places = [(kind, counts.kinds[kind]) for kind in KINDS if kind in counts.kinds]
+    found = " and ".join(f"{KINDS[kind]} ({place})" for kind, place in places)
     raise ValueError(f"labels are of several kinds: {found}; mend the rows, or name one kind with --label-type")
 
 

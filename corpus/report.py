@@ -195,6 +195,17 @@ def print_labels(totals: Totals, task: Task) -> None:
         print(f"    and {task.num_labels - NUM_LABELS_SHOWN:,} more, which are in the sidecar")
 
 
+def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> list[str]:
+    """A note on texts that are longer than the tokenizer says its model takes; chats are cut to no such length."""
+    num_longer = sum(count for length, count in totals.lengths.items() if length > model_max_length)
+    if task.objective == CAUSAL_LM or not num_longer:
+        return []
+    return [
+        f"{num_longer:,} of the samples have more than {model_max_length:,} tokens, which the tokenizer says its model"
+        f" takes: give --max-sample-num-tokens {model_max_length}, and --truncate to cut them instead of dropping them"
+    ]
+
+
 def print_sides(sides: dict[str, Totals], task: Task) -> None:
     """How much of the data set each side has, dropped rows included."""
     num_rows = sum(totals.rows["in"] for totals in sides.values())

@@ -15,7 +15,7 @@ from corpus.files import Chunk, Source, iterate_rows, read_chunks
 from corpus.formats import Example, detect_format, read_examples
 from corpus.labelled import FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
-from corpus.lines import BadRow, Row, TooLong
+from corpus.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
 from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
 from corpus.writer import TokenizedSample, encode_samples
@@ -167,5 +167,7 @@ def show_row(row: Row) -> str:
     """The row as text; of one that was passed over, the beginning."""
     if isinstance(row.value, dict):
         return json.dumps(row.value, default=repr)
-    raw = row.value.beginning + b"..." if isinstance(row.value, TooLong | BadRow) else row.value
+    raw = row.value
+    if isinstance(raw, TooLong | BadRow):
+        raw = raw.beginning.rstrip(b"\r\n") + b"..." * (len(raw.beginning) == NUM_BYTES_SHOWN)
     return raw.decode(errors="backslashreplace").rstrip("\r\n")

@@ -82,8 +82,19 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "block_size": options.block_size,
         "validation_share": options.validation_share,
         "skip_invalid": options.skip_invalid,
-        **({"truncate": options.truncate} if options.format == CLASSIFICATION else {}),
+        **(describe_label_options(options) if options.format == CLASSIFICATION else {}),
         "allow_missing_stop_token": options.allow_missing_stop_token,
+    }
+
+
+def describe_label_options(options: ProcessDataOptions) -> dict[str, Any]:
+    return {
+        "truncate": options.truncate,
+        "text_field": options.text_field,
+        "text_pair_field": options.text_pair_field,
+        "label_field": options.label_field,
+        "label_separator": options.label_separator,
+        "labels_from": None if options.labels_from is None else Path(options.labels_from).name,
     }
 
 

@@ -95,7 +95,7 @@ def score_samples(
     for rows in show_progress(batches, "losses", unit="batch"):
         samples = [data.read(row) for row in rows.tolist()] or [objective.make_idle_sample()]
         micro_batch = objective.pack(samples, sources=np.arange(len(samples)), num_sources=len(samples))
-        scores = model.score(micro_batch.to(world.device))
+        scores = model.score(micro_batch.to(world.device)).sums
         if len(rows):
             sums[rows] = scores.cpu()
     sums = sums.to(world.device)

@@ -70,7 +70,7 @@ class StepMeter:
             step=position.step,
             epoch=position.num_samples / self.epoch_length,
             lr=lr,
-            loss=sums.loss_sum / max(1, batch.num_loss_tokens),
+            loss=sums.loss_sum / (batch.loss_divisor or 1),
             grad_norm=sums.grad_norm,
             num_samples=len(batch.lengths),
             num_loss_counted_tokens=batch.num_loss_tokens,
@@ -96,11 +96,12 @@ def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict
     if len(data.sources) == 1:
         return {}
     source_of, trained = data.source_of(batch.sample_ids), data.num_loss_tokens[batch.sample_ids]
-    drawn, sources = count_drawn(data, position.num_samples), {}
+    drawn, sources, divisors = count_drawn(data, position.num_samples), {}, sums.reports.get("source_divisors")
     for i, name in enumerate(data.names):
         num_trained = int(trained[source_of == i].sum())
+        divisor = num_trained if divisors is None else float(divisors[i])
         metrics = SourceMetrics(
-            loss=float(sums.reports["source_losses"][i]) / num_trained if num_trained else None,
+            loss=float(sums.reports["source_losses"][i]) / divisor if divisor else None,
             num_loss_counted_tokens=num_trained,
             num_samples=int((source_of == i).sum()),
             epoch=int(drawn[i]) / len(data.kept_of[i]),

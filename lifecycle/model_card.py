@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from lifecycle.record import PARAMS_FILE
 from lifecycle.start import RunInputs
-from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
+from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
 from objectives.text_tower import is_multimodal
 from options import TrainOptions, iterate_fields
 from sampler import RunPosition
@@ -24,6 +24,11 @@ from sampler import RunPosition
 CARD_FILE, CURVE_FILE = "README.md", "loss_curve.svg"
 MAX_POINTS = 300  # of the curve; each is the mean of as many steps
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
+PIPELINES = {  # of each objective, as the hub calls them
+    "causal-lm": "text-generation",
+    "sequence-classification": "text-classification",
+    "token-classification": "token-classification",
+}
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
             "track", "track_project", "track_name", "push_to_hub", "hub_private")  # fmt: skip
 
@@ -76,7 +81,7 @@ def describe_head(options: TrainOptions, config: PreTrainedConfig) -> ModelCardD
     return ModelCardData(
         **base,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="image-text-to-text" if sees_images else "text-generation",
+        pipeline_tag="image-text-to-text" if sees_images else PIPELINES[options.classification.objective],
         tags=["mini_trainer", *methods],
     )
 
@@ -123,10 +128,11 @@ def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any
         parts.append(f"The last step's training loss is {steps[-1]['loss']:.4f}; the first one's was"
                      f" {steps[0]['loss']:.4f}.")  # fmt: skip
     if validations:
-        rows = [(f"{row['step']:,}", f"{row['loss']:.4f}", f"{row['perplexity']:.3f}", f"{row['token_accuracy']:.2%}")
-                for row in (min(validations, key=lambda row: row["loss"]), validations[-1])]  # fmt: skip
-        named = [(what, *row) for what, row in zip(("best", "last"), rows, strict=True)]
-        parts.append(table(("validation", "step", "loss", "perplexity", "token accuracy"), named))
+        best = [row for row in validations if row["is_best"]][-1:] or [min(validations, key=lambda row: row["loss"])]
+        names = [name for name in SHOWN_OF_VALIDATION if validations[-1].get(name) is not None]
+        rows = [(what, f"{row['step']:,}", *(f"{row[name]:{SHOWN_OF_VALIDATION[name]}}" for name in names))
+                for what, row in (("best", best[0]), ("last", validations[-1]))]  # fmt: skip
+        parts.append(table(("validation", "step", *(name.replace("_", " ") for name in names)), rows))
     return "\n\n".join(parts)
 
 

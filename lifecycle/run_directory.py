@@ -99,7 +99,10 @@ class RunDirectory:
         call_on_rank0(self.world, lambda: remove_leftovers(self.exports_dir))
         if inputs.validation_data is not None:
             self.validated = call_on_rank0(
-                self.world, lambda: start_progress(inputs.validation_data, self.describe_validations())
+                self.world,
+                lambda: start_progress(
+                    inputs.validation_data, self.describe_validations(), metric=self.options.validation.best_metric
+                ),
             )
 
     def restore(self, state: TrainState) -> None:
@@ -152,7 +155,8 @@ class RunDirectory:
             return "done"
         return (
             f"done after step {position.step}, by --early-stopping-patience: {self.validated.num_worse} validations"
-            f" in a row were not below the loss of {self.validated.best_loss} after step {self.validated.best_step}"
+            f" in a row were not better than the {self.validated.metric} of {self.validated.best_value} after step"
+            f" {self.validated.best_step}"
         )
 
     def validate(
@@ -167,9 +171,13 @@ class RunDirectory:
             attention_cost=attention_cost,
             position=position,
             epoch_length=len(inputs.data.kept),
+            predictions_file=self.predictions_file(position) if self.options.validation.write_predictions else None,
             progress=self.control.progress,
         )
-        self.validated = self.validated.after(metrics["loss"], step=position.step)
+        metric = self.options.validation.best_metric
+        self.validated = self.validated.after(
+            metrics[metric], step=position.step, more_is_better=inputs.objective.list_metrics()[metric]
+        )
         metrics["is_best"] = is_best = self.validated.best_step == position.step
         log.write_validation(metrics)
         if is_best and self.options.validation.export_best:
@@ -231,6 +239,9 @@ class RunDirectory:
         if self.options.exports.export_name is None or not export_dir.exists():
             return export_dir.exists()
         return (export_dir / POSITION_FILE).is_file() and read_json(export_dir / POSITION_FILE) == asdict(position)
+
+    def predictions_file(self, position: RunPosition) -> Path:
+        return self.path / f"predictions_samples_{position.num_samples}.jsonl"
 
     def export(
         self, state: TrainState, position: RunPosition, inputs: RunInputs, *, best: dict[str, Any] | None = None

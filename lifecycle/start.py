@@ -23,9 +23,11 @@ from model.config import ModelSource, check_rope, choose_tokenizer, load_config,
 from model.files import find_model
 from model.method import Method
 from objectives.causal_lm import CausalLM
+from objectives.classification import Classification
 from objectives.objective import Objective, PackedModel
+from objectives.packed_row import check_positions
 from objectives.text_tower import find_placeholders, text_config
-from options import DataOptions, ModelOptions, TrainOptions
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -37,6 +39,8 @@ Result = TypeVar("Result")
 
 def choose_objective(options: TrainOptions) -> Objective:
     """What the options say is learned."""
+    if options.classification.objective != CausalLM.name:
+        return Classification(options.classification, seed=options.data.seed)
     return CausalLM(router_aux_loss=options.optimization.router_aux_loss)
 
 
@@ -91,6 +95,11 @@ class RunInputs:
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample that is trained or measured on."""
+        return max(data.longest for data in (self.data, self.validation_data) if data is not None)
+
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
 
@@ -115,10 +124,12 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     )
     num_dropped = open_data(inputs, options)
     open_validation_data(inputs, options)
+    if inputs.data is not None:
+        inputs.errors.attempt(lambda: inputs.objective.open_data(inputs.data.task, inputs.sidecars))
+        inputs.errors.attempt(lambda: check_validation(inputs, options.validation))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
-        longest = max(data.longest for data in (inputs.data, inputs.validation_data) if data is not None)
-        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=longest))
+        inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
         for data in filter(None, (inputs.data, inputs.validation_data)):
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs.config, data))
         open_tokenizer(inputs, options)
@@ -160,6 +171,21 @@ def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
 
     if paths:
         inputs.validation_data = inputs.errors.attempt(open_sets)
+
+
+def check_validation(inputs: RunInputs, options: ValidationOptions) -> None:
+    """ValueError for validation data that is for something else than the data, and for what it cannot measure."""
+    data, validation_data = inputs.data, inputs.validation_data
+    if validation_data is not None and validation_data.task != data.task:
+        raise ValueError(
+            f"--validation-data-path is for {validation_data.task.describe()}, --data-path for {data.task.describe()}:"
+            " tokenize the one again with --labels-from the other"
+        )
+    known = inputs.objective.list_metrics() if data.task.objective == inputs.objective.name else {}
+    if known and options.best_metric not in known:
+        raise ValueError(
+            f"--best-metric {options.best_metric}: validations of this objective and data have {', '.join(known)}"
+        )
 
 
 def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
@@ -209,6 +235,8 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     inputs.tokenizer, vocab_size = found or (None, text.vocab_size)
     for part in (text, *([config] if hasattr(config, "vocab_size") else [])):
         part.vocab_size = vocab_size
+    if inputs.tokenizer is not None:
+        inputs.objective.use_tokenizer(inputs.tokenizer)
     for data in (inputs.data, validation_data):
         if data is not None:
             data.vocab_size = vocab_size
@@ -301,6 +329,7 @@ def build_run_model(
     plain = replace(compute, compile=False, activation_checkpointing="none")
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
+    check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, device=world.device)
     log.info(describe_model(options, inputs, model))
     return model

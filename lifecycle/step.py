@@ -73,14 +73,14 @@ def train_step(
     return sums
 
 
-def run_backward(model: PackedModel, micro_batch: MicroBatch, *, num_targets: int, num_tokens: int = 1) -> Tensor:
+def run_backward(model: PackedModel, micro_batch: MicroBatch, *, divisor: float, num_tokens: int = 1) -> Tensor:
     """Adds the micro-batch's part of the gradient; returns its summed loss, fp32 scalar.
 
-    `num_targets`, and `num_tokens` of the samples that have some, are the global batch's, over all ranks: FSDP sums
-    gradients (see apply_fsdp), so that together they are the gradient of the mean.
+    `divisor`, the targets' number or weight, and `num_tokens` of the samples that have some are the global batch's,
+    over all ranks: FSDP sums gradients (see apply_fsdp), so that together they are the gradient of the mean.
     """
     loss_sum = model(micro_batch)
-    loss = loss_sum / max(1, num_targets)
+    loss = loss_sum / (divisor or 1)
     if model.router_loss is not None:
         loss = loss + model.router_loss / max(1, num_tokens)
     loss.backward()

@@ -12,6 +12,12 @@ from ranks.ending import log
 
 SECONDS_BETWEEN_LINES = 2.0  # on the console
 
+# Of a validation's numbers those on the console, and how they are written there.
+SHOWN_OF_VALIDATION = {
+    "loss": ".4f", "perplexity": ".3f", "token_accuracy": ".2%", "accuracy": ".2%", "f1": ".4f", "matthews": ".4f",
+    "mae": ".4f", "pearson": ".4f", "spearman": ".4f",
+}  # fmt: skip
+
 
 class Sink(Protocol):
     """Somebody who is told of every step and every validation, on rank 0."""
@@ -175,12 +181,19 @@ def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per
     return line
 
 
+def list_shown(metrics: dict[str, Any]) -> list[str]:
+    """Those numbers of a validation that a line has room for, with their names."""
+    found = {name: metrics.get(name) for name in SHOWN_OF_VALIDATION}
+    return [
+        f"{name.replace('_', ' ')} {value:{SHOWN_OF_VALIDATION[name]}}"
+        for name, value in found.items()
+        if value is not None
+    ]
+
+
 def describe_validation(metrics: dict[str, Any]) -> str:
     """The console's line for a validation; each set's loss where there are several."""
-    line = (
-        f"validation after step {metrics['step']}: loss {metrics['loss']:.4f}  perplexity {metrics['perplexity']:.3f}"
-        f"  token accuracy {metrics['token_accuracy']:.2%}"
-    )
+    line = f"validation after step {metrics['step']}: " + "  ".join(list_shown(metrics))
     if metrics["is_best"]:
         line += "  the best so far"
     if len(metrics["sets"]) > 1:

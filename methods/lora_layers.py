@@ -77,12 +77,15 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
 
 
 def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
-    """The modules that train as a whole: those asked for, and embedding and head where they have new rows."""
+    """The modules that train as a whole: those asked for, embedding and head where they have new rows, and what the
+    objective always trains."""
     config = AutoConfig.from_pretrained(meta.source.directory, trust_remote_code=meta.source.trust_remote_code)
     stored = text_config(config).vocab_size
     grown = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
     names = [name for name, module in meta.model.named_modules() if module in grown]
-    return (*options.lora_modules_to_save, *(names if text_config(meta.source.config).vocab_size > stored else ()))
+    always = meta.objective.find_head(meta.model)
+    has_new = text_config(meta.source.config).vocab_size > stored
+    return (*options.lora_modules_to_save, *always, *(names if has_new else ()))
 
 
 def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[str]:

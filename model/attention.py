@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: one row of tokens in which no sequence sees another.
+"""Attention over packed sequences, causal or two-sided: one row of tokens in which no sequence sees another.
 
 T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register_backends` makes the functions known
 to transformers; a model then calls the one that its config names, once a layer, with the row's `micro_batch`.
@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from objectives.micro_batch import MicroBatch
 
-# In the order of preference: what each backend honours beyond causal attention with sliding windows.
+# In the order of preference: what each backend honours beyond causal or two-sided attention with sliding windows.
 BACKENDS: dict[str, set[str]] = {
     "flash_attn": {"dropout", "softcap"},  # CUDA, bfloat16, package flash-attn
     "varlen": set(),  # CUDA, bfloat16, ships with torch
@@ -23,7 +23,8 @@ BACKENDS: dict[str, set[str]] = {
     "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
 }
 OWN = "own"  # the model's, one sequence at a time: in the place of a backend, where none can do what the model does
-UNCOMPILED = frozenset({"sdpa", "eager", OWN})  # torch.compile leaves their loop over sequences out
+UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile leaves their loop over sequences out
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
 MAX_HEAD_SIZE = 256  # the largest that FlashAttention's kernels take
 
 
@@ -63,7 +64,9 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux}
         extras = {feature: value for feature, value in extras.items() if value is not None}
         dropped = extras.keys() - BACKENDS[name]
-        if attention_mask is not None or position_bias is not None or is_causal is False:
+        looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        is_two_sided = micro_batch.is_two_sided and not looks_back
+        if attention_mask is not None or position_bias is not None or (is_causal is False and not is_two_sided):
             dropped |= {"attention masks, position biases or attention that is not causal"}
         if dropped:
             raise ValueError(f"attention backend {name!r} cannot honour this model's {', '.join(sorted(dropped))}")
@@ -72,6 +75,8 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
             query = correct_temperature(module, query, micro_batch.position_ids)
         if getattr(module, "attends_in_chunks", False):
             micro_batch = micro_batch.chunks
+        if is_two_sided:
+            extras["is_two_sided"] = True
         return attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras), None
 
     return attention
@@ -101,7 +106,7 @@ def correct_temperature(module: nn.Module, query: Tensor, position_ids: Tensor) 
 
 def attend_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
-    dropout: float = 0.0, softcap: float = 0.0,
+    is_two_sided: bool = False, dropout: float = 0.0, softcap: float = 0.0,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """FlashAttention-2's variable-length kernel (package flash-attn)."""
     from flash_attn import flash_attn_varlen_func
@@ -110,13 +115,20 @@ def attend_flash_attn(
     query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return flash_attn_varlen_func(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
+        softmax_scale=scaling, causal=not is_two_sided, window_size=find_reach(window, is_two_sided),
         dropout_p=dropout, softcap=softcap,
     )[None]  # fmt: skip
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    micro_batch: MicroBatch,
+    *,
+    scaling: float,
+    window: int | None,
+    is_two_sided: bool = False,
 ) -> Tensor:  # (1, T, Hq, D)
     """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""
     from torch.nn.attention.varlen import varlen_attn
@@ -128,22 +140,23 @@ def attend_varlen(
     query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return varlen_attn(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped,
+        scale=scaling, window_size=find_reach(window, is_two_sided), **grouped,
     )[None]  # fmt: skip
 
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
 def attend_sdpa(
     query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
-    dropout: float = 0.0,
+    is_two_sided: bool = False, dropout: float = 0.0,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """torch's scaled_dot_product_attention, one sequence at a time: bitwise what the sequence alone would get."""
     outputs = []
     for q, k, v in split_sequences(query, key, value, micro_batch.seq_lengths):
         length = q.shape[2]
-        mask = None if window is None or length <= window else causal_mask(length, window, q.device)
+        mask = None if window is None or length <= window else make_mask(length, window, is_two_sided, q.device)
+        is_causal = mask is None and not is_two_sided
         output = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scaling, dropout_p=dropout, enable_gqa=True
         )
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1)  # contiguous, since some models take views of it
@@ -152,7 +165,7 @@ def attend_sdpa(
 @torch.compiler.disable
 def attend_eager(
     query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
-    dropout: float = 0.0, softcap: float | None = None, sinks: Tensor | None = None,
+    is_two_sided: bool = False, dropout: float = 0.0, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """Attention written out, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
     outputs = []
@@ -161,7 +174,7 @@ def attend_eager(
         scores = q @ k.transpose(-1, -2) * scaling  # (1, Hq, length, length)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~causal_mask(q.shape[2], window, q.device), float("-inf"))
+        scores = scores.masked_fill(~make_mask(q.shape[2], window, is_two_sided, q.device), float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : q.shape[2]]
@@ -174,10 +187,16 @@ def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list
     return zip(*(t.split(seq_lengths, dim=2) for t in (query, key, value)), strict=True)
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """(length, length) bool: True where query i may see key j, which is 0 <= i - j (< window)."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    return mask if window is None else mask.triu_(1 - window)
+def make_mask(length: int, window: int | None, is_two_sided: bool, device: torch.device) -> Tensor:
+    """(length, length) bool: True where query i may see key j: 0 <= i - j (< window), or if two-sided |i - j|."""
+    before, after = (length if reach == -1 else reach for reach in find_reach(window, is_two_sided))
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_(after).triu_(-before)
+
+
+def find_reach(window: int | None, is_two_sided: bool) -> tuple[int, int]:
+    """How many tokens before and after it one sees, as FlashAttention's kernels have it; -1: all."""
+    before = -1 if window is None else window - 1
+    return before, before if is_two_sided else 0
 
 
 def choose_backend(
@@ -199,7 +218,7 @@ def choose_backend(
 def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
     """What the model's attention has beyond causal attention with sliding windows."""
     features = set()
-    if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
+    if any(getattr(config, name, 0.0) for name in ATTENTION_DROPOUTS):
         features.add("dropout")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         features.add("softcap")

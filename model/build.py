@@ -13,6 +13,7 @@ from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
 from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
+from model.padded_attention import pad_attention
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
@@ -114,6 +115,13 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
             f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
             " blocks with attention or a state that is known here, and nothing would keep samples apart"
         )
+    if pad_attention(model):
+        if requested != "auto":
+            raise ValueError(
+                f"--attention {requested}: model type {model.config.model_type!r} computes attention by code of its"
+                " own, which nothing can replace: leave it out"
+            )
+        return "padded"
     if needs_own_attention(find_blocks(model), config):
         return keep_own_attention(model, requested)
     register_backends()

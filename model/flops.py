@@ -70,18 +70,20 @@ def count_state_products(module: nn.Module) -> float:
 
 
 def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
-    """`FlopCount` of a causal language model; a mixture of experts counts its active experts."""
+    """`FlopCount` of a model; a mixture of experts counts its active experts.
+
+    A classifier's head counts for every token, too: it is small, and its attention counts as if it were causal.
+    """
     config, head = text_config(config), model.get_output_embeddings()
-    outside = {id(head.weight)} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     num_active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     active = num_active / num_experts
     matrices = 0.0  # FLOPs per token
     for _, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice computes twice (Zamba)
         for name, param in module.named_parameters(recurse=False):
-            if (
-                param.ndim < 2 or id(param) in outside or name == "A_log"
-            ):  # Mamba's has two dimensions, and is no matrix
+            is_state = name == "A_log"  # Mamba 1's has two dimensions, and is no matrix
+            if param.ndim < 2 or id(param) in outside or is_state:
                 continue
             is_grouped = param.ndim == 3 and not isinstance(module, nn.Conv1d)  # experts are stored as one 3-D tensor
             matrices += param.numel() * (active if is_grouped else 1) * (6 if param.requires_grad else 4)
@@ -106,7 +108,7 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     ]
     return FlopCount(
         per_token=matrices,
-        per_loss_token=(6 if head.weight.requires_grad else 4) * head.weight.numel(),
+        per_loss_token=0 if head is None else (6 if head.weight.requires_grad else 4) * head.weight.numel(),
         per_pair=tuple(12 * width for width, _ in attending),
         windows=tuple(window for _, window in attending),
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +20,8 @@ from chat.templates import load_tokenizer
 from disk import commit, describe_failed_write, hash_json, make_aside, sync_dir, sync_file
 from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights, read_json
 from model.fingerprints import fingerprint_model
-from model.weights import find_stored
+from model.quantized import find_quantization
+from model.stored import Stored, find_stored
 from ranks.ending import log
 from ranks.terminal import show_progress
 
@@ -35,11 +35,11 @@ NOTE = "merge.json"  # in the new directory: what it was made of
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model's directory, and which of its files has each tensor, with its shape."""
+    """A model's directory, and the tensors of its files."""
 
     name: str
     directory: Path
-    tensors: dict[str, tuple[Path, list[int]]]
+    tensors: dict[str, Stored]
 
 
 def open_models(names: Sequence[str], base: str | None) -> tuple[list[StoredModel], StoredModel | None]:
@@ -58,6 +58,8 @@ def open_model(name: str, *, flag: str) -> StoredModel:
         raise ValueError(f"{flag} {name}: is no directory; give a model's directory")
     directory = Path(find_model(name, revision=None, trust_remote_code=False, flag=flag))
     check_weights(directory)
+    if find_quantization(directory) is not None:
+        raise ValueError(f"{flag} {name}: is quantized, and its numbers cannot be mixed: give the model in bf16")
     return StoredModel(name, directory, find_stored(directory))
 
 
@@ -75,11 +77,10 @@ def check_same_model(first: StoredModel, other: StoredModel) -> None:
             raise ValueError(
                 f"{b.name}: cannot be mixed with {a.name}: it has no {missing[0]} ({len(missing)} missing)"
             )
-    for name, (_, shape) in first.tensors.items():
-        if other.tensors[name][1] != shape:
-            raise ValueError(
-                f"{other.name}: cannot be mixed with {first.name}: {name} is {other.tensors[name][1]}, there {shape}"
-            )
+    for name, tensor in first.tensors.items():
+        mine, its = list(tensor.shape), list(other.tensors[name].shape)
+        if its != mine:
+            raise ValueError(f"{other.name}: cannot be mixed with {first.name}: {name} is {its}, there {mine}")
 
 
 def check_same_tokenizer(first: StoredModel, other: StoredModel, *, is_base: bool) -> None:
@@ -145,7 +146,7 @@ def list_sizes(model: StoredModel) -> Iterator[tuple[str, int]]:
 def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None) -> Tensor:
     """One tensor of the new model, in the first model's type, from a few rows of all models at a time."""
     rows = read_rows(models[0], name, 0, 1)
-    shape = models[0].tensors[name][1]
+    shape = models[0].tensors[name].shape
     if not rows.is_floating_point():
         return copy_equal(name, [*models, *([] if base is None else [base])])
     mixed = torch.empty(shape, dtype=rows.dtype)
@@ -164,17 +165,13 @@ def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float
 
 def read_rows(model: StoredModel, name: str, start: int, end: int) -> Tensor:
     """Some rows of a tensor, as they are stored; a number is a row."""
-    path, shape = model.tensors[name]
-    with safe_open(path, framework="pt") as file:
-        return file.get_slice(name)[start:end] if shape else file.get_tensor(name)
+    tensor = model.tensors[name].read()
+    return tensor[start:end] if tensor.ndim else tensor
 
 
 def copy_equal(name: str, models: Sequence[StoredModel]) -> Tensor:
     """A tensor of whole numbers, which cannot be mixed: all models must have the same."""
-    tensors = []
-    for model in models:
-        with safe_open(model.tensors[name][0], framework="pt") as file:
-            tensors.append(file.get_tensor(name))
+    tensors = [model.tensors[name].read() for model in models]
     different = [model.name for model, own in zip(models, tensors, strict=True) if not torch.equal(own, tensors[0])]
     if different:
         raise ValueError(f"{different[0]}: {name} holds whole numbers, and others than {models[0].name}'s")

@@ -45,7 +45,7 @@ def apply_fsdp(
     root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's weights of tokens stay in fp32
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
-    is_tied = embedding.weight is head.weight
+    is_tied = head is not None and embedding.weight is head.weight  # classifiers have no such head
     tied = packed_model.model.all_tied_weights_keys.keys()
     # Fill and shard unit by unit.
     units = (*blocks, *([] if is_tied else [embedding]), packed_model)

@@ -53,6 +53,7 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
             f" ({type(error).__name__}: {error})"
         )
         model, readers, report = read_whole(source, objective)
+    begin_anew(model, readers, report, objective)
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
         raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
@@ -74,6 +75,24 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
     if vocab_size > text_config(model.config).vocab_size:
         grow_vocabulary(model, readers, vocab_size)
     return readers
+
+
+def begin_anew(
+    model: PreTrainedModel, readers: dict[str, Reader], report: dict[str, Any], objective: Objective
+) -> None:
+    """Gives what the objective begins anew, such as a classifier's head, its values; takes it out of the report."""
+    others = {key[0] for key in report["mismatched_keys"]}  # of another shape: a head for other labels
+    absent = {*report["missing_keys"], *others}
+    made = objective.make_missing(model, sorted(absent))
+    if not made:
+        return
+    readers |= {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in made.items()}
+    report["missing_keys"] = [key for key in report["missing_keys"] if key not in made]
+    report["mismatched_keys"] = [key for key in report["mismatched_keys"] if key[0] not in made]
+    replaced = (
+        f" ({', '.join(sorted(others & made.keys()))} of other labels are left out)" if others & made.keys() else ""
+    )
+    log.info(f"new in the model, since its files do not have them: {', '.join(sorted(made))}{replaced}")
 
 
 def plan_reading(

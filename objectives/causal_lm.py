@@ -4,17 +4,27 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from chat.labels import IGNORED
+from objectives.columns import Task, check_task
 from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idle_sample, pack_samples
+from objectives.objective import Scores
+from objectives.packed_row import describe_row, find_pad_position
 from objectives.router_loss import sum_router_losses
 from objectives.text_tower import find_decoder, find_needed, is_multimodal, text_config
 from objectives.token_loss import score_tokens, sum_token_loss
@@ -27,11 +37,17 @@ NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts 
 class CausalLM:
     """The objective of causal language models (see `objectives.objective.Objective`)."""
 
-    peft_task = "CAUSAL_LM"
+    name, peft_task = "causal-lm", "CAUSAL_LM"
 
     def __init__(self, *, router_aux_loss: float | None = None):
         """`router_aux_loss`: how much a mixture of experts' auxiliary loss counts; None: as the model's config says."""
         self.router_aux_loss = router_aux_loss
+
+    def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
+        check_task(task, self.name)
+
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        pass
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         if getattr(config, "is_encoder_decoder", False):
@@ -76,6 +92,12 @@ class CausalLM:
             trust_remote_code=trust_remote_code,
         )
 
+    def find_head(self, model: PreTrainedModel) -> list[str]:
+        return []
+
+    def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
+        return {}
+
     def wrap(
         self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool
     ) -> "PackedCausalLM":
@@ -90,7 +112,13 @@ class CausalLM:
     def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
         return pack_samples(samples, sources=sources, num_sources=num_sources)
 
-    def summarize(self, sums: Tensor) -> dict[str, float]:
+    def measure_divisor(self, num_targets: int, samples: Iterable[Sample]) -> float:
+        return num_targets
+
+    def list_metrics(self) -> dict[str, bool]:
+        return {"loss": False, "perplexity": False, "token_accuracy": True}
+
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
         loss_sum, num_right, num_targets = sums.tolist()
         loss = loss_sum / num_targets
         return {
@@ -99,6 +127,9 @@ class CausalLM:
             "token_accuracy": num_right / num_targets,
             "num_loss_counted_tokens": int(num_targets),
         }
+
+    def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
+        raise AssertionError("a language model's validation gives no predictions")
 
     def make_idle_sample(self) -> Sample:
         return make_idle_sample()
@@ -162,17 +193,8 @@ class PackedCausalLM(nn.Module):
         self.router_loss, self.reports = None, {}
         if self.chunk_size is not None:
             micro_batch = replace(micro_batch, chunks=chunk_sequences(micro_batch, self.chunk_size))
-        outputs = find_decoder(self.model)(
-            input_ids=micro_batch.input_ids,
-            position_ids=self.number_positions(micro_batch),
-            use_cache=False,
-            cu_seq_lens_q=micro_batch.cu_seqlens,
-            cu_seq_lens_k=micro_batch.cu_seqlens,
-            max_length_q=micro_batch.max_seqlen,
-            max_length_k=micro_batch.max_seqlen,
-            micro_batch=micro_batch,  # for the functions of model.attention
-            **(dict(output_router_logits=True) if self.router_aux_loss else {}),
-        )
+        routed = dict(output_router_logits=True) if self.router_aux_loss else {}
+        outputs = find_decoder(self.model)(**describe_row(micro_batch, pad_position=self.pad_position), **routed)
         if self.router_aux_loss:
             router_sum, loads = sum_router_losses(
                 outputs.router_logits,
@@ -183,20 +205,6 @@ class PackedCausalLM(nn.Module):
             self.router_loss = self.router_aux_loss * router_sum
             self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}
         return outputs.last_hidden_state
-
-    def number_positions(self, micro_batch: MicroBatch) -> Tensor:  # (1, T)
-        """Each token's position in its sequence, from 0; where padding has a position (RoBERTa), from the next one on.
-
-        There, tokens that are the padding's have its position, and are not counted, as in the model's own forward.
-        """
-        if self.pad_position is None:
-            return micro_batch.position_ids
-        is_counted = (micro_batch.input_ids != self.pad_position).long()
-        counts = is_counted.cumsum(dim=1)
-        index = torch.arange(counts.shape[1], device=counts.device)
-        firsts = index - micro_batch.position_ids  # (1, T): where each token's sequence starts
-        before = (counts - is_counted).gather(1, firsts)
-        return (counts - before) * is_counted + self.pad_position
 
     def transform_hidden(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, H')
         """What enters the head's matrix: the hidden states, unless the model does something to them first (BERT)."""
@@ -235,14 +243,14 @@ class PackedCausalLM(nn.Module):
         return sum_token_loss(**arguments, compiled=self.fuses_loss, by_source=by_source)
 
     @torch.no_grad()
-    def score(self, micro_batch: MicroBatch) -> Tensor:  # (num_sources, 3) fp64
+    def score(self, micro_batch: MicroBatch) -> Scores:
         """Of each data set the summed loss, the number of targets that were most likely, and that of targets."""
         scores = score_tokens(**self.predict(micro_batch))  # (N, 3)
         sums = scores.new_zeros(micro_batch.num_sources, scores.shape[1])
         if micro_batch.sources is None:
             sums[0] = scores.sum(0)
-            return sums
-        return sums.index_add_(0, micro_batch.sources, scores)
+            return Scores(sums)
+        return Scores(sums.index_add_(0, micro_batch.sources, scores))
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """`encode` for the self-checks: an entry point of its own, which FSDP knows about."""
@@ -278,16 +286,6 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
     children = [child for child in model.children() if child is not base and child is not head]
     found = [child for child in children if not inside.issuperset(child.parameters())]
     return found[0] if len(found) == 1 else None
-
-
-def find_pad_position(model: PreTrainedModel) -> int | None:
-    """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
-    tables = [
-        module
-        for name, module in find_decoder(model).named_modules()
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-    ]
-    return tables[0].padding_idx if tables else None
 
 
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:

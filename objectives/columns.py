@@ -78,7 +78,7 @@ class Task:
 
 def describe_names(names: Sequence[str], *, most: int = 12) -> str:
     more = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:most]) + more
 
 
 def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
@@ -99,3 +99,12 @@ def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
     if not is_known or not isinstance(num_labels, int) or num_labels < 1:
         raise ValueError(f"{named}: {label_type} labels with the names {names!r}; tokenize the data again")
     return Task(objective, label_type, tuple(names), num_labels)
+
+
+def check_task(task: Task, objective: str) -> None:
+    """ValueError if the data is for another objective than the one asked for."""
+    if task.objective != objective:
+        raise ValueError(
+            f"--objective {objective}: the data was tokenized for {task.objective}: give --objective {task.objective},"
+            " or tokenize the data again"
+        )

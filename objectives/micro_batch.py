@@ -19,14 +19,17 @@ class MicroBatch:
     input_ids: Tensor  # (1, T) int64
     position_ids: Tensor  # (1, T) int64, restarts at 0 in every sequence
     cu_seqlens: Tensor  # (n + 1,) int32, cumulative lengths
-    targets: Tensor  # (T,) int64: the next token's label; IGNORED where nothing is trained or the sequence ends
-    trained_index: Tensor  # (N,) int64: where targets is not IGNORED
+    targets: Tensor  # (T,) int64: the next token's label; IGNORED where nothing is trained or the sequence ends.
+    # Of classifiers each token's own class, or (n, K) fp32 what each sequence is to be given (see pack_classified).
+    trained_index: Tensor  # (N,) int64: where in targets there is one
     target_weights: Tensor | None  # (T,) fp32, of each target's loss; None: all are 1
     max_seqlen: int
     seq_lengths: list[int]
     sources: Tensor | None = None  # (N,) int64: the data set that each trained position is of; None: all of the first
     num_sources: int = 1  # data sets
     chunks: "MicroBatch | None" = None  # the same row with borders inside of sequences (see `chunk_sequences`)
+    token_type_ids: Tensor | None = None  # (1, T) int64: which text of a pair each token is of; None: there are none
+    is_two_sided: bool = False  # whether a model that looks both ways may do so
 
     def to(self, device: torch.device) -> "MicroBatch":
         """On `device`; the copy does not wait if the memory is pinned."""

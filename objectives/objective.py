@@ -1,14 +1,26 @@
-"""The door for objectives: what the rest of the program asks of one. `CausalLM` is the only one so far."""
+"""The door for objectives: what the rest of the program asks of one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from objectives.columns import Task
 from objectives.micro_batch import MicroBatch, Sample
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a validation learns from a micro-batch."""
+
+    sums: Tensor  # (num_sources, scores) fp64
+    # (N, 2 + ...) fp64, of each target: the sequence of the micro-batch that it is of, the token there, and what it is
+    # and was predicted. None: the sums are all there is.
+    predictions: Tensor | None = None
 
 
 class PackedModel(Protocol):
@@ -24,8 +36,8 @@ class PackedModel(Protocol):
         """The loss summed over the micro-batch's targets: an fp32 scalar."""
         ...
 
-    def score(self, micro_batch: MicroBatch) -> Tensor:
-        """(num_sources, scores) fp64: sums over the micro-batch of what a validation measures. No gradients."""
+    def score(self, micro_batch: MicroBatch) -> Scores:
+        """What a validation measures. No gradients."""
         ...
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
@@ -43,7 +55,16 @@ class PackedModel(Protocol):
 class Objective(Protocol):
     """What is learned from a micro-batch: which model of transformers, from which samples, by which loss."""
 
+    name: str  # as --objective and the sidecars of data sets have it
     peft_task: str  # how an adapter's config calls it
+
+    def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
+        """Learns what the data is for; ValueError where that is something else. Before any of the following."""
+        ...
+
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Learns which tokenizer made the data, before a model is wrapped."""
+        ...
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         """Why a model of this config cannot have this objective; None if it can."""
@@ -59,6 +80,14 @@ class Objective(Protocol):
         """The model with its weights, and transformers' report on what was missing or of another size."""
         ...
 
+    def find_head(self, model: PreTrainedModel) -> list[str]:
+        """Names of the modules that train by every method, since the model's files need not have them."""
+        ...
+
+    def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
+        """Of those parameters that the model's files do not have (or of another shape) those that may begin anew."""
+        ...
+
     def wrap(
         self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool
     ) -> PackedModel:
@@ -69,8 +98,23 @@ class Objective(Protocol):
         """A micro-batch of the samples; `sources` (samples,): from which of `num_sources` data sets each one is."""
         ...
 
-    def summarize(self, sums: Tensor) -> dict[str, float]:
-        """What a validation says of sums (scores,) of `PackedModel.score`, by name: `loss` among them."""
+    def measure_divisor(self, num_targets: int, samples: Iterable[Sample]) -> float:
+        """What the summed loss of a global batch of these samples is divided by: its mean's own weights, summed up."""
+        ...
+
+    def list_metrics(self) -> dict[str, bool]:
+        """Of the numbers of `summarize` those that can say which model is the best, and whether more is better."""
+        ...
+
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
+        """What a validation says of sums (scores,) and predictions (N, ...) of all ranks: `loss` among them.
+
+        Of `predictions`, each row as of `Scores` without its first two numbers.
+        """
+        ...
+
+    def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
+        """One of these rows as it is written to a file."""
         ...
 
     def make_idle_sample(self) -> Sample:

@@ -172,7 +172,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
             set_gradient_sync(packed_model, when, is_last=is_last)
             num_trained = size * load.num_trained // load.num_tokens
             micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
-            run_backward(packed_model, micro_batch._map_tensors(fake.from_tensor), num_targets=1)
+            run_backward(packed_model, micro_batch._map_tensors(fake.from_tensor), divisor=1)
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")

@@ -2,7 +2,7 @@
 
     python quickstart/make_encoder.py --text-file runs/lines/train.csv --output-dir runs/lines/model
 
-The tokenizer is a WordPiece trained on the texts, with BERT's special tokens; the model is a ModernBERT of 1.2 million
+The tokenizer is a WordPiece trained on the texts, with BERT's special tokens; the model is a ModernBERT of 1.0 million
 parameters: attention in both directions, over a window in two layers of three. Knows nothing until it is trained.
 """
 

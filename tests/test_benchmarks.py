@@ -46,6 +46,16 @@ def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_fo
 
 
 @pytest.mark.slow
+def test_classifiers_are_timed_against_transformers_trainer():
+    done = run([sys.executable, ROOT / "benchmarks/classification.py", "--num-samples", "8", "--batch-size", "4",
+                "--num-rounds", "1"])  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_table(done.stdout, "method")
+    assert set(rows) == {"ours, packed", "Trainer, padded", "Trainer, group_by_length"}
+    assert all(float(cells[1]) > 0 for cells in rows.values())
+
+
+@pytest.mark.slow
 def test_scaling_runs_at_its_smallest_size():
     done = run([sys.executable, ROOT / "benchmarks/scaling.py", "--measured-shape", "nano", "--processes", "2",
                 "--num-steps", "1", "--max-tokens", "512", "--batch-size", "8", "--num-repeats", "1", "--gpus", "8",

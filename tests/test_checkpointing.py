@@ -95,8 +95,8 @@ def test_models_that_would_be_read_wrongly_are_refused(world, tmp_path):
     with pytest.raises(ValueError, match="hold two different ones"):
         build(tied, world)
     quantized = save_model(FAMILIES["llama"], tmp_path / "quantized")
-    change_config(quantized, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ValueError, match="the weights are quantized"):
+    change_config(quantized, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ValueError, match="the weights are quantized by 'gptq'"):
         load_source(quantized)
     incomplete = save_model(FAMILIES["llama"], tmp_path / "incomplete")
     weights = load_file(incomplete / "model.safetensors")

@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
+from peft import LoraConfig, get_peft_model
 from processes import flags
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
 from command_line import find_problems
 from generate import generate
+from inference.hf_engine import make_generation_config
+from inference.padding import find_padding_obstacle
 from inference.prompts import encode_prompt, read_prompts
-from options import GenerateOptions, group_options
+from options import GenerateOptions, SamplingOptions, group_options
 
 QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
 HYBRIDS = {
@@ -87,6 +90,25 @@ def test_greedy_answers_of_a_batch_are_those_of_generate_one_by_one(name, root, 
         has_ended = alone[-1].item() == model.generation_config.eos_token_id
         assert line["finish_reason"] == ("stop" if has_ended else "length")
         assert (line["num_tokens"], line["num_prompt_tokens"]) == (len(alone), prompt["input_ids"].shape[1])
+
+
+def test_models_that_padding_would_change_are_found_by_rule_and_by_measuring(root, llama):
+    def find(path: str, **changes) -> str | None:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        config = make_generation_config(model.generation_config, AutoTokenizer.from_pretrained(path), SamplingOptions())
+        for name, value in changes.items():
+            setattr(config, name, value)
+        return find_padding_obstacle(model, config)
+
+    assert find(llama) is None
+    assert "have a state" in find(str(make_model(root, "lfm2")))
+    assert "looks back at the prompt" in find(llama, repetition_penalty=1.1)
+    # padding that is taken for a token of the prompt
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    forward = model.forward
+    model.forward = lambda *args, attention_mask=None, **named: forward(*args, **named)
+    config = make_generation_config(model.generation_config, AutoTokenizer.from_pretrained(llama), SamplingOptions())
+    assert "padding changes its logits" in find_padding_obstacle(model, config)
 
 
 def test_a_line_says_what_was_asked_and_what_reproduces_the_answer(plain, llama):
@@ -215,6 +237,29 @@ def test_rows_that_are_no_prompts_are_refused_with_their_line(row, reason, tmp_p
     with pytest.raises(ValueError) as error:
         read_prompts([str(path)], None)
     assert reason in str(error.value)
+
+
+def test_an_adapter_answers_as_peft_lets_it(root, llama, questions, world):
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    tuned = get_peft_model(model, config).eval()
+    tuned.save_pretrained(root / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    expected = []
+    for question in QUESTIONS:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = tuned.generate(**prompt, do_sample=False, max_new_tokens=NEW)[0, prompt["input_ids"].shape[1] :]
+        expected.append(tokenizer.decode(ids, skip_special_tokens=True))
+    given = dict(prompts=questions, batch_size=3)
+    named = run(world, root / "named.jsonl", model=llama, adapter=str(root / "adapter"), **given)
+    found = run(world, root / "found.jsonl", model=str(root / "adapter"), **given)
+    assert [line["answer"] for line in named] == [line["answer"] for line in found] == expected
+    assert named[0]["made_by"]["adapter_sha256"] and named[0]["made_by"]["model"] == llama
+    with pytest.raises(ValueError, match=r"--adapter .*: holds no adapter_config.json"):
+        run(world, root / "no.jsonl", model=llama, adapter=llama, **given)
 
 
 def test_an_answer_ends_where_the_model_has_no_more_room(root, world, tmp_path):

@@ -211,6 +211,8 @@ def find_declared_flags() -> set[str]:
     declared |= {f"no-{name}" for name in declared}
     for path in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "quickstart").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and path.parent.name == "quickstart":
+                declared.add(ast.unparse(node.target).replace("_", "-"))  # a field of a script's options
             if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
                 words = [word.value for word in node.args if isinstance(word, ast.Constant)]
                 declared |= {word.removeprefix("--") for word in words if word.startswith("--")}

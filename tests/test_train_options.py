@@ -245,6 +245,11 @@ TESTED_ELSEWHERE = {
     "router_aux_loss",  # test_router_loss.py
     "data_weights",  # these: test_mixture.py
     "data_weights_by",
+    "objective",  # these: test_classification.py
+    "class_weights",
+    "label_smoothing",
+    "best_metric",  # these two: test_class_validation.py
+    "write_predictions",
     "validation_data_path",  # these: test_validation.py
     "validate_every_steps",
     "validate_at_epoch",

@@ -151,7 +151,7 @@ def test_how_an_early_end_is_told(inputs, tmp_path):
     result = run_forked(0, "train.py", *flags(**options, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     message = json.loads((tmp_path / "run" / "exit.json").read_text())["message"]
-    assert "by --early-stopping-patience: 1 validations in a row were not below the loss of" in message
+    assert "by --early-stopping-patience: 1 validations in a row were not better than the loss of" in message
     assert "validation after step 0: loss" in result.stderr and "  held_out: loss" in result.stderr
     assert not (tmp_path / "run" / "hf_format" / "best").exists()
 

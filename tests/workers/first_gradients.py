@@ -45,7 +45,7 @@ for batch_size in batch_sizes:
     )
     losses = []
     for micro_batch in batch.micro_batches:
-        losses.append(run_backward(model, micro_batch, num_targets=batch.num_loss_tokens))
+        losses.append(run_backward(model, micro_batch, divisor=batch.num_loss_tokens))
     sums = reduce_step(
         losses, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
     )

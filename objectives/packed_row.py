@@ -1,0 +1,69 @@
+"""A packed row as the models of transformers are given it: what every objective's forward pass has in common."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from objectives.micro_batch import MicroBatch
+from objectives.text_tower import find_decoder
+
+
+def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
+    """The arguments of a base model's forward pass over the packed row."""
+    return dict(
+        input_ids=micro_batch.input_ids,
+        position_ids=number_positions(micro_batch, pad_position=pad_position),
+        use_cache=False,
+        cu_seq_lens_q=micro_batch.cu_seqlens,
+        cu_seq_lens_k=micro_batch.cu_seqlens,
+        max_length_q=micro_batch.max_seqlen,
+        max_length_k=micro_batch.max_seqlen,
+        micro_batch=micro_batch,  # for the functions of model.attention
+    )
+
+
+def number_positions(micro_batch: MicroBatch, *, pad_position: int | None) -> Tensor:  # (1, T)
+    """Each token's position in its sequence, from 0; where padding has a position (RoBERTa), from the next one on.
+
+    There, tokens that are the padding's have its position, and are not counted, as in the model's own forward.
+    """
+    if pad_position is None:
+        return micro_batch.position_ids
+    is_counted = (micro_batch.input_ids != pad_position).long()
+    counts = is_counted.cumsum(dim=1)
+    index = torch.arange(counts.shape[1], device=counts.device)
+    firsts = index - micro_batch.position_ids  # (1, T): where each token's sequence starts
+    before = (counts - is_counted).gather(1, firsts)
+    return (counts - before) * is_counted + pad_position
+
+
+def find_pad_position(model: PreTrainedModel) -> int | None:
+    """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
+    table = find_position_table(model)
+    return None if table is None else table.padding_idx
+
+
+def find_position_table(model: PreTrainedModel) -> nn.Embedding | None:
+    """The learned vector of each position; None where positions are told otherwise (rotary embeddings)."""
+    tables = [
+        module
+        for name, module in find_decoder(model).named_modules()
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding)
+    ]
+    return tables[0] if tables else None
+
+
+def check_positions(model: PreTrainedModel, *, longest: int) -> None:
+    """ValueError if the longest sample, of so many tokens, has more than the model has positions for."""
+    table = find_position_table(model)
+    if table is None:
+        return
+    limit = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    if longest > limit:
+        raise ValueError(
+            f"model type {model.config.model_type!r} has positions for {limit} tokens, and the longest sample has"
+            f" {longest}: leave out those that are longer (--max-tokens-per-gpu {limit} --drop-overlong), or tokenize"
+            f" the data again with --max-sample-num-tokens {limit}"
+        )

@@ -1,0 +1,176 @@
+"""What validations say of classifiers: scikit-learn's numbers, each target once, on any number of ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from in_process import train_on
+from scipy import stats
+from sklearn import metrics
+from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from command_line import find_problems
+from options import TrainOptions, group_options
+
+BATCH_SIZE = 6
+OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, keep_checkpoints=9,
+               export_dtype="float32", validate_every_steps=1, checkpoint_every_steps=1,
+               write_predictions=True)  # fmt: skip
+
+
+def make_inputs(root: Path, family: str = "distilbert", **data: object) -> dict[str, object]:
+    """A model without a head, and two sets to measure on."""
+    model = save_base(CLASSIFIERS[family], root / "model")
+    counts = {"train": 20, "small": 3, "large": 37}
+    paths = {}
+    for seed, (name, count) in enumerate(counts.items()):
+        samples = make_class_samples(count, seed=seed, **data)
+        paths[name] = str(write_classified(root / f"{name}.arrow", samples, model, **data))
+    objective = "token-classification" if data.get("of_tokens") else "sequence-classification"
+    return dict(model_name_or_path=str(model), objective=objective, data_path=paths["train"],
+                validation_data_path=(paths["small"], paths["large"]))  # fmt: skip
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_validations(run: Path) -> list[dict]:
+    return [{**row, "seconds": None} for row in read_lines(run / "validation_metrics_0.jsonl")]
+
+
+@torch.no_grad()
+def predict_plainly(export: Path, *, of_tokens: bool, **data: object) -> tuple[np.ndarray, np.ndarray]:
+    """Targets and logits of both sets, one sample at a time, by transformers."""
+    auto_class = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(export).eval()
+    targets, logits = [], []
+    for seed, count in ((1, 3), (2, 37)):
+        for ids, target, _ in make_class_samples(count, seed=seed, of_tokens=of_tokens, **data):
+            of_sample = model(input_ids=torch.from_numpy(ids[None].astype(np.int64))).logits.numpy()
+            counted = target >= 0 if of_tokens else slice(None)
+            logits.append(of_sample[0][counted] if of_tokens else of_sample)
+            targets.append(target[counted] if of_tokens else target[None])
+    return np.concatenate(targets), np.concatenate(logits)
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_the_scores_are_scikit_learns_of_transformers_own_predictions(of_tokens, world, tmp_path):
+    inputs, run = make_inputs(tmp_path, of_tokens=of_tokens), tmp_path / "run"
+    train_on(1, world, **inputs, **OPTIONS, output_dir=run)
+    targets, logits = predict_plainly(run / "hf_format" / "samples_24", of_tokens=of_tokens)
+    targets, predicted = targets.reshape(-1).astype(int), logits.argmax(1)
+    row = read_validations(run)[-1]
+    assert (
+        row["num_targets"] == len(targets) == row["sets"]["small"]["num_targets"] + row["sets"]["large"]["num_targets"]
+    )
+    assert row["accuracy"] == pytest.approx(metrics.accuracy_score(targets, predicted))
+    assert row["f1"] == pytest.approx(metrics.f1_score(targets, predicted, average="macro"))
+    assert row["f1_weighted"] == pytest.approx(metrics.f1_score(targets, predicted, average="weighted"))
+    assert row["matthews"] == pytest.approx(metrics.matthews_corrcoef(targets, predicted))
+    assert row["confusion_matrix"] == metrics.confusion_matrix(targets, predicted, labels=range(3)).tolist()
+    report = metrics.classification_report(targets, predicted, output_dict=True, zero_division=0, labels=range(3))
+    for i, of_class in enumerate(row["classes"].values()):
+        expected = report[str(i)]
+        assert of_class["f1"] == pytest.approx(expected["f1-score"])
+        assert of_class["precision"] == pytest.approx(expected["precision"])
+        assert of_class["num_targets"] == expected["support"]
+    loss = torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(targets))
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    written = read_lines(run / "predictions_samples_24.jsonl")
+    assert [line["label"] for line in written] == [f"class {i}" for i in targets]
+    assert [line["predicted"] for line in written] == [f"class {i}" for i in predicted]
+    shares = torch.softmax(torch.from_numpy(logits), dim=1).numpy()
+    np.testing.assert_allclose([[*line["scores"].values()] for line in written], shares, atol=1e-5)
+    assert (written[0]["data"], written[0]["row"], written[-1]["data"], written[-1]["row"]) == (
+        "small.arrow", 1, "large.arrow", 37
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_and_kills_change_no_score_and_no_best(world, tmp_path):
+    inputs = make_inputs(tmp_path)
+    options = inputs | OPTIONS | dict(best_metric="f1", early_stopping_patience=9, validate_every_steps=2)
+    whole = tmp_path / "whole"
+    train_on(1, world, **options, output_dir=whole)
+    rows = read_validations(whole)
+    best = max(rows[1:], key=lambda row: row["f1"])
+    note = json.loads((whole / "hf_format" / "best" / "validation.json").read_text())
+    assert (note["step"], note["f1"]) == (best["step"], best["f1"])
+    train_on(4, world, **options, output_dir=tmp_path / "four")  # more ranks than samples of the one set
+    for ours, expected in zip(read_validations(tmp_path / "four"), rows, strict=True):
+        assert ours["confusion_matrix"] == expected["confusion_matrix"] and ours["is_best"] == expected["is_best"]
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    killed = Path(shutil.copytree(whole, tmp_path / "killed"))
+    for step in (3, 4):
+        shutil.rmtree(killed / "checkpoints" / f"step_{step}")
+    shutil.rmtree(killed / "hf_format" / "samples_24")
+    params = killed / "training_params.json"
+    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
+    train_on(1, world, **options, output_dir=killed)
+    assert read_validations(killed) == rows
+    names = ("model.safetensors", "config.json")
+    there, then = (
+        [(path / "hf_format" / "samples_24" / name).read_bytes() for name in names] for path in (killed, whole)
+    )
+    assert there == then
+
+
+@pytest.mark.parametrize(("label_type", "num_labels"), [("multi", 3), ("regression", 2)])
+def test_several_labels_and_values_are_scored(label_type, num_labels, world, tmp_path):
+    data = dict(label_type=label_type, num_labels=num_labels)
+    inputs, run = make_inputs(tmp_path, **data), tmp_path / "run"
+    metric = "f1_micro" if label_type == "multi" else "spearman"
+    train_on(1, world, **inputs, **OPTIONS, best_metric=metric, output_dir=run)
+    targets, logits = predict_plainly(run / "hf_format" / "samples_24", of_tokens=False, **data)
+    row = read_validations(run)[-1]
+    if label_type == "multi":
+        predicted = logits > 0
+        assert row["accuracy"] == pytest.approx(metrics.accuracy_score(targets, predicted))
+        assert row["f1"] == pytest.approx(metrics.f1_score(targets, predicted, average="macro", zero_division=0))
+        assert row["f1_micro"] == pytest.approx(metrics.f1_score(targets, predicted, average="micro"))
+    else:
+        assert row["mse"] == pytest.approx(row["loss"]) == pytest.approx(np.square(targets - logits).mean(), rel=1e-5)
+        pearson = np.mean([stats.pearsonr(targets[:, i], logits[:, i]).statistic for i in range(2)])
+        assert row["pearson"] == pytest.approx(pearson, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(best_metric="perplexity"), "--best-metric perplexity: validations of this objective and data have loss"),
+        (dict(objective="causal-lm"), "the data was tokenized for sequence-classification"),
+        (dict(objective="token-classification"), "the data was tokenized for sequence-classification"),
+        (dict(validation_data_path="four"), "--labels-from"),
+        (dict(class_weights=("1", "2")), "a number of at least 0 for each of the 3 classes"),
+        (dict(class_weights=("much",)), "--class-weights much: give balanced"),
+    ],
+)
+def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path):
+    options = make_inputs(tmp_path) | OPTIONS | dict(output_dir=str(tmp_path / "run")) | changes
+    if options["validation_data_path"] == "four":
+        samples = make_class_samples(4, num_labels=4)
+        path = write_classified(tmp_path / "four.arrow", samples, tmp_path / "model", num_labels=4)
+        options["validation_data_path"] = str(path)
+    if options["objective"] == "causal-lm":
+        del options["write_predictions"]
+    with pytest.raises(ValueError, match=problem):
+        train_on(1, world, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(label_smoothing=0.1), "--label-smoothing: no effect on --objective causal-lm"),
+        (dict(write_predictions=True, validation_data_path=("v",)), "--write-predictions: no effect on --objective"),
+        (dict(objective="token-classification", label_smoothing=1.0), "must be at least 0 and below 1"),
+        (dict(objective="token-classification", router_aux_loss=0.1), "classifiers have no such loss"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(changes, problem):
+    given = group_options(TrainOptions, model_name_or_path="m", data_path="d", output_dir="o", max_steps=1, **changes)
+    assert [problem in found for found in find_problems(given)] == [True]
