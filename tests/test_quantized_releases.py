@@ -226,6 +226,15 @@ def test_a_release_that_is_not_whole_is_refused_before_anything_large_is_read(ki
         read_weights(load_source(path), CausalLM())
 
 
+@pytest.mark.parametrize("kind", ["bitsandbytes int8", "compressed fp8"])
+def test_a_package_that_is_not_installed_is_named(kind, releases, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"needs the package .* not installed: pip install 'mini-trainer\[quantized\]'"
+    ):
+        load_source(releases[kind])
+
+
 def test_bitsandbytes_transposed_weights_are_refused(tmp_path):
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64, dtype="bfloat16")
     save_bf16(config, tmp_path)
