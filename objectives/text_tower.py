@@ -9,6 +9,8 @@ import inspect
 import re
 from dataclasses import dataclass, field
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 # How configs call the token that stands in a text for each part of an image, a video or a recording.
@@ -54,6 +56,22 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
     (find_decoder(model) if is_multimodal(model.config) else model).set_attn_implementation(implementation)
 
 
+class AbsentTower(nn.Module):
+    """In the place of a tower that was taken out: says where the model lies, which some ask a tower (Qwen2-Audio)."""
+
+    def __init__(self, embedding: nn.Module):
+        super().__init__()
+        self.beside = [embedding]  # in a list: it is a part of the model already
+
+    @property
+    def device(self) -> torch.device:
+        return self.beside[0].weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.beside[0].weight.dtype
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """What of a model was taken out of it: neither loaded nor trained."""
@@ -93,7 +111,8 @@ def keep_text_tower(model: PreTrainedModel) -> LeftOut:
                 path = f"{prefix}.{name}".lstrip(".")
                 parts.append(path)
                 modules += [f"{path}.{inner}".rstrip(".") for inner, _ in child.named_modules()]
-                module._modules[name] = None  # what has no image to see does not ask for it
+                is_tower = isinstance(child, PreTrainedModel)
+                module._modules[name] = AbsentTower(model.get_input_embeddings()) if is_tower else None
         for tensors in (module._parameters, module._buffers):
             for name in tensors:
                 tensors[name] = None
