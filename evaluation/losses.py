@@ -29,6 +29,7 @@ from model.config import ModelSource, check_rope
 from model.fingerprints import fingerprint_data
 from model.method import Method
 from objectives.causal_lm import MAX_EXPONENT, CausalLM
+from objectives.columns import CAUSAL_LM
 from objectives.objective import Objective, PackedModel
 from options import ComputeOptions, LoRAOptions, ShardingOptions
 from ranks.terminal import show_progress
@@ -41,6 +42,11 @@ SUMS = ("loss_sum", "num_right", "num_targets")  # of a sample, as files name th
 def open_set(path: str) -> Mixture:
     """A tokenized data set; ValueError where nothing of it has a loss."""
     data = Mixture([TokenizedData(path, option="--data")])
+    if data.task.objective != CAUSAL_LM:
+        raise ValueError(
+            f"--data {path}: is for {data.task.objective}, and losses of language models are measured here; train.py's"
+            " --validation-data-path measures the others"
+        )
     if data.num_loss_tokens.sum() == 0:
         raise ValueError(f"--data {path}: no token of it is trained, so it has no loss")
     return data
@@ -49,7 +55,7 @@ def open_set(path: str) -> Mixture:
 def check_set(data: Mixture, found: FoundModel) -> None:
     """ValueError if the set was made with another tokenizer than the model's, or its samples are too long for it."""
     path = data.sources[0].path
-    sidecar = read_sidecar(path, num_samples=len(data.lengths))
+    sidecar = read_sidecar(path)
     if sidecar is not None and sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(
             f"--data {path}: was made with another tokenizer than that of {found.name}: tokenize it with that model's"
