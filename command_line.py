@@ -132,27 +132,7 @@ def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
 
 def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
     """By option, what a YAML file says of it, as command-line words."""
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            if len(set(keys)) < len(keys):
-                raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
-            return super().construct_mapping(node, deep)
-
-    # YAML 1.1 reads 1:30:00 as the number 5400
-    times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
-    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
-    UniqueKeyLoader.yaml_implicit_resolvers = resolvers | {d: [times, *resolvers[d]] for d in "0123456789"}
-    try:
-        config = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path}: not valid YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--config {path}: expected 'option: value' lines, got {type(config).__name__}")
+    config = read_yaml(path, named=f"--config {path}")
     fields = {option.name: option.type for option, _ in iterate_fields(options_class)}
     flags, problems = {}, []
     for key, value in config.items():
@@ -168,6 +148,32 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
     if problems:
         raise ValueError("\n  ".join(problems))
     return flags
+
+
+def read_yaml(path: Path, *, named: str) -> dict[Any, Any]:
+    """The keys and values of a YAML file; ValueError, which calls the file `named`, for anything else."""
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if len(set(keys)) < len(keys):
+                raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
+            return super().construct_mapping(node, deep)
+
+    # YAML 1.1 reads 1:30:00 as the number 5400
+    times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+    UniqueKeyLoader.yaml_implicit_resolvers = resolvers | {d: [times, *resolvers[d]] for d in "0123456789"}
+    try:
+        content = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{named}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{named}: not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{named}: expected 'option: value' lines, got {type(content).__name__}")
+    return content
 
 
 def fill_in_environment(name: str, value: Any) -> Any:

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from command_line import describe_options, exit_with_message, parse_options
+from command_line import describe_options, exit_with_message, parse_options, read_yaml
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
 
 NEEDLESS, MISSING = "needs no option", "no counterpart"
@@ -491,18 +489,6 @@ def convert(given: dict[str, Any], trainer: str, *, num_gpus: int) -> Conversion
     return to
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        given = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{path}: expected 'key: value' lines, got {type(given).__name__}")
-    return {str(key): as_number(value) for key, value in given.items()}
-
-
 def as_number(value: Any) -> Any:
     """YAML 1.1 takes 1e-4 for a word."""
     try:
@@ -513,7 +499,7 @@ def as_number(value: Any) -> Any:
 
 def import_config(options: ImportConfigOptions) -> None:
     path, output_dir = Path(options.config_file), Path(options.output_dir)
-    given = read_yaml(path)
+    given = {str(key): as_number(value) for key, value in read_yaml(path, named=str(path)).items()}
     try:
         trainer = options.trainer or recognize(given)
     except ValueError as error:

@@ -155,7 +155,7 @@ def test_every_key_gives_options_that_there_are(trainer):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("- 1", "expected 'key: value' lines, got list"),
+        ("- 1", "expected 'option: value' lines, got list"),
         ("a: [", "not valid YAML"),
         ("nothing: 1", "its keys are of no trainer that is known"),
     ],
