@@ -43,7 +43,10 @@ def open_set(path: str) -> Mixture:
     """A tokenized data set; ValueError where nothing of it has a loss."""
     data = Mixture([TokenizedData(path, option="--data")])
     if data.task.objective != CAUSAL_LM:
-        raise ValueError(f"--data {path}: is for {data.task.describe()}, and only language models have losses here")
+        raise ValueError(
+            f"--data {path}: is for {data.task.describe()}, and losses of language models are measured here; train.py's"
+            " --validation-data-path measures the others"
+        )
     if data.num_loss_tokens.sum() == 0:
         raise ValueError(f"--data {path}: no token of it is trained, so it has no loss")
     return data
