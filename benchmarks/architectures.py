@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -42,7 +42,7 @@ from methods.full import Full
 from model.check import check_model
 from model.config import check_rope
 from model.flops import count_flops
-from objectives.causal_lm import CausalLM
+from objectives.causal_lm import CausalLM, choose_auto_class
 from objectives.micro_batch import pack_samples
 from ranks.world import init_world
 
@@ -172,12 +172,13 @@ def merge_settings(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, 
 
 def make_tiny_model(
     model_type: str,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     *,
     sizes: dict[str, object] | None = None,
     changes: dict[str, Any] | None = None,
 ) -> tuple[PreTrainedConfig, PreTrainedModel]:
-    """`sizes` are more names with their values, `changes` arguments of this type's config."""
+    """`auto_class`: by default the one that a run takes. `sizes` are more names with their values, `changes` arguments
+    of this type's config."""
     config_class = CONFIG_MAPPING[model_type]
     for variant in VARIANTS:
         try:
@@ -185,7 +186,7 @@ def make_tiny_model(
             config = config_class(**merge_settings(given, changes or {}))
             is_encoder_decoder = config.is_encoder_decoder
             torch.manual_seed(0)
-            model = auto_class.from_config(config, dtype=torch.float32)
+            model = (auto_class or choose_auto_class(config)).from_config(config, dtype=torch.float32)
             config.is_encoder_decoder = is_encoder_decoder  # BART's decoder takes it for its own, and says no
             return config, model
         except Exception as error:  # other people's models and configs may raise anything
@@ -196,7 +197,7 @@ def make_tiny_model(
 def save_tiny_model(
     model_type: str,
     path: Path,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     *,
     sizes: dict[str, object] | None = None,
     changes: dict[str, Any] | None = None,
@@ -218,7 +219,8 @@ def make_sequences(vocab_size: int) -> list[np.ndarray]:
 
 def run_reference(path: Path, sequences: list[np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
     """transformers' own summed loss and gradients, over one sequence after the other."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).train()
+    auto_class = choose_auto_class(AutoConfig.from_pretrained(path))
+    model = auto_class.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).train()
     loss_sum = torch.zeros(())
     for sequence in sequences:
         logits = model(input_ids=torch.from_numpy(sequence)[None], use_cache=False).logits[0]
