@@ -107,7 +107,8 @@ def keep_text_tower(model: PreTrainedModel) -> LeftOut:
     modules, parts = [], []
     for prefix, module in [(name, module) for name, module in model.named_modules() if module in around]:
         for name, child in list(module.named_children()):
-            if child not in around and child not in inside:
+            holds_any = any(True for _ in (*child.parameters(), *child.buffers()))  # else it may be on the text's way
+            if holds_any and child not in around and child not in inside:
                 path = f"{prefix}.{name}".lstrip(".")
                 parts.append(path)
                 modules += [f"{path}.{inner}".rstrip(".") for inner, _ in child.named_modules()]
