@@ -1,5 +1,6 @@
 """A chat in the terminal: answers stream, Ctrl-C ends an answer and not the program, Ctrl-D ends it."""
 
+import signal
 import sys
 from contextlib import closing, suppress
 
@@ -19,6 +20,7 @@ def chat(engine: Engine) -> None:
     """Reads lines and answers them until /exit or the end of the input."""
     with suppress(ImportError):
         import readline  # noqa: F401  # input() then has a history, and keys that move
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where this was started with Ctrl-C ignored
     print("/help says what there is; Ctrl-D ends.")
     messages: list[Message] = []
     while (line := read_line()) is not None:

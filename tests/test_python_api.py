@@ -197,8 +197,9 @@ def test_every_exit_code_of_a_failure_has_a_class_and_last_words_are_found():
 
 
 SCRIPT = """
-import json, sys
-from mini_trainer import LoraOptions, TorchrunArgs, TrainingArgs, TrainingError, run_training
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+from mini_trainer import TorchrunArgs, TrainingArgs, TrainingError, run_training
 torchrun_args, training_args = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 try:
     result = run_training(torch_args=TorchrunArgs(**torchrun_args), train_args=TrainingArgs(**training_args))
