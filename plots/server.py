@@ -1,6 +1,7 @@
 """The page of curves, served to browsers of this machine and read anew whenever one asks."""
 
 import json
+import signal
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,6 +97,7 @@ class CurvesHandler(BaseHTTPRequestHandler):
 def serve(runs: list[Run], *, port: int | None, smoothing: int | None) -> None:
     """Serves the page until Ctrl-C."""
     with CurvesServer(runs, port=DEFAULT_PORT if port is None else port, smoothing=smoothing) as server:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where this was started with Ctrl-C ignored
         print(f"curves: {server.address} (Ctrl-C ends this)", flush=True)
         try:
             server.serve_forever()
