@@ -107,9 +107,3 @@ def test_models_that_would_be_read_wrongly_are_refused(world, tmp_path):
     (incomplete / "model.safetensors").write_bytes((tied / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(ValueError, match="cannot load the weights"):
         build(incomplete, world)
-
-
-def test_several_configs_in_one_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 100}}))
-    with pytest.raises(ValueError, match="is more than a language model"):
-        load_source(tmp_path)
