@@ -277,6 +277,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    alpha = values["neftune_alpha"]
+    require(alpha is None or 0 < alpha < math.inf, "neftune_alpha", "must be above 0, and finite")
     try:
         parse_steps(values["profile_steps"] or "1")
     except ValueError as error:
@@ -344,13 +346,13 @@ def find_validation_problems(options: TrainOptions) -> list[str]:
 def find_classifier_problems(options: TrainOptions) -> list[str]:
     """What only classifiers have, and what they do not."""
     problems, o = [], options.classification
-    if o.objective == "causal-lm":
-        given = list_given(o)
-        if options.validation.write_predictions:
-            given.append("--write-predictions")
-        return [f"{', '.join(given)}: no effect on --objective causal-lm"] if given else []
     if not 0 <= o.label_smoothing < 1:
         problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
+    if o.objective == "causal-lm":
+        given = list_given(dataclasses.replace(o, label_smoothing=0.0))
+        if options.validation.write_predictions:
+            given.append("--write-predictions")
+        return [*problems, f"{', '.join(given)}: no effect on --objective causal-lm"] if given else problems
     if options.optimization.router_aux_loss:
         problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
     if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
