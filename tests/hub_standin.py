@@ -48,12 +48,16 @@ class Hub:
             status, content = self.failures[word].pop(0), {"error": "injected"}
         else:
             status, content = ANSWERS.get(word, answer_unknown)(self, path, body)
-        encoded = json.dumps(content).encode()
-        request.send_response(status)
-        request.send_header("Content-Type", "application/json")
-        request.send_header("Content-Length", str(len(encoded)))
-        request.end_headers()
-        request.wfile.write(encoded)
+        send_json(request, status, content)
+
+
+def send_json(request: BaseHTTPRequestHandler, status: int, content: object) -> None:
+    encoded = json.dumps(content).encode()
+    request.send_response(status)
+    request.send_header("Content-Type", "application/json")
+    request.send_header("Content-Length", str(len(encoded)))
+    request.end_headers()
+    request.wfile.write(encoded)
 
 
 def answer_unknown(hub: Hub, path: list[str], body: bytes) -> tuple[int, object]:
