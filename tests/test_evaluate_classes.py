@@ -124,26 +124,26 @@ def test_macro_f1_is_drawn_and_tested_as_a_whole():
     outcomes = [count_outcomes(task, np.arange(30), targets, np.eye(3)[own[:, 0]]) for own in models]
     folded = Folded(outcomes, lambda values: average_f1(values, of_all=False))
     right = np.array([(own == targets).all(1) for own in models], dtype=float)
-    found = compare(Scores("f1", right, np.ones(30), folded=folded), seed=0, num_resamples=400)
-    rows = np.random.default_rng(0).integers(30, size=(400, 30))
+    found = compare(Scores("f1", right, np.ones(30), folded=folded), seed=0, num_resamples=150)
+    rows = np.random.default_rng(0).integers(30, size=(150, 30))
     for own, value in zip(models, found["values"], strict=True):
         expected = metrics.f1_score(targets, own, average="macro", zero_division=0)
         drawn = [metrics.f1_score(targets[some], own[some], average="macro", zero_division=0) for some in rows]
         assert value["mean"] == pytest.approx(expected)
         assert [value["low"], value["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]))
     # p of a few samples, against all ways of exchanging what the models said
-    few = [counts[:8] for counts in outcomes]
+    few = [counts[:6] for counts in outcomes]
     (pair,) = compare(
-        Scores("f1", right[:, :8], np.ones(8), folded=Folded(few, folded.fold)), seed=0, num_resamples=20_000
+        Scores("f1", right[:, :6], np.ones(6), folded=Folded(few, folded.fold)), seed=0, num_resamples=20_000
     )["pairs"]
-    first, second = ([own[:8, 0], other[:8, 0]] for own, other in (models, models[::-1]))
+    first, second = ([own[:6, 0], other[:6, 0]] for own, other in (models, models[::-1]))
 
     def measure(exchanged: np.ndarray) -> float:
         said = [np.where(exchanged, b, a) for a, b in (first, second)]
-        values = [metrics.f1_score(targets[:8, 0], own, average="macro", zero_division=0) for own in said]
+        values = [metrics.f1_score(targets[:6, 0], own, average="macro", zero_division=0) for own in said]
         return abs(values[1] - values[0])
 
-    ways = [measure(np.array(way, dtype=bool)) for way in itertools.product((0, 1), repeat=8)]
+    ways = [measure(np.array(way, dtype=bool)) for way in itertools.product((0, 1), repeat=6)]
     assert pair["p"] == pytest.approx(np.mean(np.array(ways) >= ways[0] - 1e-9), abs=0.02)
     assert pair["test"] == "exchange"
 
