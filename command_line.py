@@ -11,9 +11,8 @@ import math
 import os
 import re
 import sys
-import time
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, get_origin
 
 from options import (
     PRESETS,
@@ -39,7 +38,7 @@ from options import (
     parse_steps,
     parse_subset,
 )
-from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
+from ranks.ending import exit_with_message
 
 # What an adapter to go on from says, and no option beside it.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
@@ -772,17 +771,3 @@ def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
     if o.base is not None and not o.weights:
         problems.append("--base needs --weights: how much of each model's difference from it is added")
     return problems
-
-
-def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
-    """Prints one message to stderr and ends this process with `code`.
-
-    Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended
-    by torchrun, and speak only if they are still there, because then the mistake was theirs alone.
-    """
-    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
-    if local_rank != "0":
-        time.sleep(SECONDS_TO_BE_ENDED)
-    where = "" if rank in (None, "0") else f"[rank {rank}] "
-    print(f"{where}error: {message}", file=sys.stderr, flush=True)
-    os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank

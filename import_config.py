@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from command_line import describe_options, exit_with_message, parse_options, read_yaml
+from command_line import describe_options, parse_options, read_yaml
 from corpus.files import ENDINGS, data_ending
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
+from ranks.ending import exit_with_message
 
 NEEDLESS, MISSING = "needs no option", "no counterpart"
 

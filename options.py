@@ -619,7 +619,8 @@ class EvaluateOptions:
     run: str | None = None
     """Output directory of train.py: all its exports, beside the models of --model."""
     data: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy."""
+    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy; of classifiers macro F1,
+    accuracy and loss."""
     task: tuple[str, ...] = ()
     """Files of prompts with references: the last answer of a chat, completion, answer, or choices with the right
     one's number."""

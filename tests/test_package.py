@@ -151,15 +151,12 @@ def test_the_command_is_declared_beside_the_version():
 @pytest.fixture(scope="module")
 def run_flags(site, elsewhere) -> list[str]:
     """Flags of a run on a tiny model and on data that the installed program made."""
+    from tiny_data import write_counting_chats
     from tiny_models import FAMILIES, save_model, save_tokenizer
 
     save_model(FAMILIES["llama"], elsewhere / "model")
     save_tokenizer(elsewhere / "model")
-    chats = [
-        [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 " * n}]
-        for n in range(1, 13)
-    ]
-    (elsewhere / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_counting_chats(elsewhere / "chats.jsonl")
     words = flags(input_file="chats.jsonl", output_file="chats.arrow", model_name_or_path="model")
     done = finish(start(site, elsewhere, "process-data", *words))
     assert done.returncode == 0, done.stderr
