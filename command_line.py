@@ -11,9 +11,8 @@ import math
 import os
 import re
 import sys
-import time
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, get_origin
 
 from options import (
     PRESETS,
@@ -39,7 +38,7 @@ from options import (
     parse_steps,
     parse_subset,
 )
-from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
+from ranks.ending import exit_with_message
 
 # What an adapter to go on from says, and no option beside it.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
@@ -277,6 +276,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    alpha = values["neftune_alpha"]
+    require(alpha is None or 0 < alpha < math.inf, "neftune_alpha", "must be above 0, and finite")
     try:
         parse_steps(values["profile_steps"] or "1")
     except ValueError as error:
@@ -344,13 +345,13 @@ def find_validation_problems(options: TrainOptions) -> list[str]:
 def find_classifier_problems(options: TrainOptions) -> list[str]:
     """What only classifiers have, and what they do not."""
     problems, o = [], options.classification
-    if o.objective == "causal-lm":
-        given = list_given(o)
-        if options.validation.write_predictions:
-            given.append("--write-predictions")
-        return [f"{', '.join(given)}: no effect on --objective causal-lm"] if given else []
     if not 0 <= o.label_smoothing < 1:
         problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
+    if o.objective == "causal-lm":
+        given = list_given(dataclasses.replace(o, label_smoothing=0.0))
+        if options.validation.write_predictions:
+            given.append("--write-predictions")
+        return [*problems, f"{', '.join(given)}: no effect on --objective causal-lm"] if given else problems
     if options.optimization.router_aux_loss:
         problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
     if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
@@ -770,17 +771,3 @@ def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
     if o.base is not None and not o.weights:
         problems.append("--base needs --weights: how much of each model's difference from it is added")
     return problems
-
-
-def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
-    """Prints one message to stderr and ends this process with `code`.
-
-    Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended
-    by torchrun, and speak only if they are still there, because then the mistake was theirs alone.
-    """
-    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
-    if local_rank != "0":
-        time.sleep(SECONDS_TO_BE_ENDED)
-    where = "" if rank in (None, "0") else f"[rank {rank}] "
-    print(f"{where}error: {message}", file=sys.stderr, flush=True)
-    os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from command_line import describe_options, exit_with_message, parse_options, read_yaml
+from command_line import describe_options, parse_options, read_yaml
 from corpus.files import ENDINGS, data_ending
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
+from ranks.ending import exit_with_message
 
 NEEDLESS, MISSING = "needs no option", "no counterpart"
 
@@ -46,6 +47,11 @@ def say(name: str) -> Rule:
         return f"{name}: {value}"
 
     return rule
+
+
+def say_unless_zero(name: str) -> Rule:
+    """The key is train.py's option `name`, and 0 turns it off there."""
+    return lambda to, key, value: say(name)(to, key, value) if value else NEEDLESS
 
 
 def say_data(name: str) -> Rule:
@@ -351,8 +357,8 @@ SHARED: dict[str, Rule] = {
     "remove_unused_columns": needless("tokenized data has the columns that training reads"),
     "per_device_eval_batch_size": needless("validation is packed as training is"),
     "eval_batch_size": needless("validation is packed as training is"),
-    "neftune_noise_alpha": missing("no noise is added to embeddings"),
-    "label_smoothing_factor": missing("of language models the loss is plain cross-entropy"),
+    "neftune_noise_alpha": say_unless_zero("neftune_alpha"),
+    "label_smoothing_factor": say_unless_zero("label_smoothing"),
     "do_train": needless("train.py trains"),
     "do_eval": needless("data for validation is measured"),
     "lora_r": say("lora_rank"),
@@ -380,6 +386,7 @@ AXOLOTL: dict[str, Rule] = SHARED | {
     "lora_target_linear": say_targets,
     "peft_use_rslora": say("lora_use_rslora"),
     "peft_use_dora": say("lora_use_dora"),
+    "noisy_embedding_alpha": say_unless_zero("neftune_alpha"),
     "cosine_min_lr_ratio": say("min_lr_ratio"),
     "wandb_project": say_tracker("wandb", option="track_project"),
     "wandb_name": say_tracker("wandb", option="track_name"),

@@ -158,7 +158,8 @@ class ClassificationOptions:
     """Classifiers: what each class counts in the loss, a number for each in the order of the labels; balanced: the
     rarer, the more."""
     label_smoothing: float = 0.0
-    """Classifiers: this share of each target is spread over all classes."""
+    """This share of each target is spread over all classes, of language models over the whole vocabulary. Their
+    validations measure without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,9 @@ class OptimizationOptions:
     router_aux_loss: float | None = None
     """Mixtures of experts: how much the loss that keeps experts evenly used counts (router_aux_loss_coef); None: as the
     model's config says, which is 0 unless it has output_router_logits."""
+    neftune_alpha: float | None = None
+    """NEFTune: while training, add noise to each sample's embeddings, uniform up to this / sqrt(its tokens x hidden
+    size); 5 to 15 are usual."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
 
@@ -615,7 +619,8 @@ class EvaluateOptions:
     run: str | None = None
     """Output directory of train.py: all its exports, beside the models of --model."""
     data: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy."""
+    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy; of classifiers macro F1,
+    accuracy and loss."""
     task: tuple[str, ...] = ()
     """Files of prompts with references: the last answer of a chat, completion, answer, or choices with the right
     one's number."""

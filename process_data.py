@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from chat.masking import ChatMasker, load_stop_token_ids
 from chat.templates import change_tokenizer, load_tokenizer
-from command_line import exit_with_message, parse_options
+from command_line import parse_options
 from corpus.files import Source, find_sources
 from corpus.formats import OWN_NAMES, FieldPaths
 from corpus.hub_rows import find_dataset
@@ -58,7 +58,7 @@ from corpus.writer import BlockCutter, open_output
 from disk import written_aside
 from model.files import find_model
 from options import ProcessDataOptions, RowOptions
-from ranks.ending import ExitCode
+from ranks.ending import ExitCode, exit_with_message
 
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10

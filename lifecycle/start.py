@@ -24,6 +24,7 @@ from model.files import find_model
 from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
+from objectives.embedding_noise import EmbeddingNoise
 from objectives.objective import Objective, PackedModel
 from objectives.packed_row import check_positions
 from objectives.text_tower import find_placeholders, text_config
@@ -39,9 +40,13 @@ Result = TypeVar("Result")
 
 def choose_objective(options: TrainOptions) -> Objective:
     """What the options say is learned."""
-    if options.classification.objective != CausalLM.name:
-        return Classification(options.classification, seed=options.data.seed)
-    return CausalLM(router_aux_loss=options.optimization.router_aux_loss)
+    o, seed, alpha = options.classification, options.data.seed, options.optimization.neftune_alpha
+    noise = None if alpha is None else EmbeddingNoise(alpha, seed=seed)
+    if o.objective != CausalLM.name:
+        return Classification(o, seed=seed, noise=noise)
+    return CausalLM(
+        router_aux_loss=options.optimization.router_aux_loss, label_smoothing=o.label_smoothing, noise=noise
+    )
 
 
 def choose_method(options: TrainOptions) -> Method:

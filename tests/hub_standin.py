@@ -49,14 +49,19 @@ class Hub:
             status, content = self.failures[word].pop(0), {"error": "injected"}
         else:
             status, content = ANSWERS.get(word, answer_unknown)(self, path, body)
-        encoded = json.dumps(content).encode()
-        request.send_response(status)
-        if isinstance(content, dict) and "code" in content:
-            request.send_header("X-Error-Code", content["code"])
-        request.send_header("Content-Type", "application/json")
-        request.send_header("Content-Length", str(len(encoded)))
-        request.end_headers()
-        request.wfile.write(encoded)
+        send_json(request, status, content)
+
+
+def send_json(request: BaseHTTPRequestHandler, status: int, content: object) -> None:
+    """Answers; what names a code, as the hub's errors do, has it in the header too."""
+    encoded = json.dumps(content).encode()
+    request.send_response(status)
+    if isinstance(content, dict) and "code" in content:
+        request.send_header("X-Error-Code", content["code"])
+    request.send_header("Content-Type", "application/json")
+    request.send_header("Content-Length", str(len(encoded)))
+    request.end_headers()
+    request.wfile.write(encoded)
 
 
 def answer_unknown(hub: Hub, path: list[str], body: bytes) -> tuple[int, object]:

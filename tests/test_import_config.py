@@ -154,6 +154,13 @@ def test_every_key_gives_options_that_there_are(trainer):
     assert num_said > len(TRAINERS[trainer][0])
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_noise_and_smoothing_have_counterparts_and_0_is_none(trainer):
+    given = {"neftune_noise_alpha": 5, "label_smoothing_factor": 0.1}
+    assert convert(given, trainer, num_gpus=1).train.items() >= dict(neftune_alpha=5, label_smoothing=0.1).items()
+    assert not {"neftune_alpha", "label_smoothing"} & convert(dict.fromkeys(given, 0), trainer, num_gpus=1).train.keys()
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
