@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from lifecycle.export import ExportParts
@@ -63,7 +64,13 @@ def load_export(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, str(export_dir)).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError) as error:  # whatever transformers and peft raise
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        SafetensorError,
+    ) as error:  # whatever transformers and peft raise
         raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None
     return model
 
