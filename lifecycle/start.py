@@ -28,7 +28,7 @@ from objectives.embedding_noise import EmbeddingNoise
 from objectives.objective import Objective, PackedModel
 from objectives.packed_row import check_positions
 from objectives.text_tower import find_placeholders, text_config
-from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, parse_subset
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -159,16 +159,23 @@ def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
         cap = int(data.lengths.max())
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
     num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=o.drop_overlong))
+    if o.subset is not None and num_dropped is not None:
+        data.take_subset(parse_subset(o.subset), seed=o.seed)
     inputs.sidecars = [source.sidecar for source in data.sources]
     return num_dropped
 
 
 def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
-    """The sets of --validation-data-path; each must have something to predict."""
-    paths = options.validation.validation_data_path
+    """The sets of --validation-data-path, and where it is asked for the training data; each must have something to
+    predict."""
+    o, paths = options.data, options.validation.validation_data_path
+    if options.validation.validate_training_data:
+        paths = tuple(dict.fromkeys((*paths, *o.data_path)))
 
     def open_sets() -> Mixture:
         data = Mixture([TokenizedData(path, option="--validation-data-path") for path in paths])
+        if o.subset is not None:
+            data.take_subset(parse_subset(o.subset), seed=o.seed)
         for source in data.sources:
             if source.num_loss_tokens.sum() == 0:
                 raise ValueError(f"--validation-data-path {source.path}: no token of it is trained, so it has no loss")
@@ -281,7 +288,7 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
             for name, kept, share in zip(data.names, data.kept_of, data.shares, strict=True)
         )
     if validation_data is not None:
-        sources += f"\nvalidation: {len(validation_data.lengths):,} samples of {', '.join(validation_data.names)}"
+        sources += f"\nvalidation: {len(validation_data.kept):,} samples of {', '.join(validation_data.names)}"
     log.info(
         f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
         f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu{sources}\n"
@@ -296,7 +303,7 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) 
     data, num_steps = inputs.data, inputs.num_steps
     if data is not None and batch_size > len(data.kept):
         inputs.warnings.append(f"--batch-size {batch_size}: each step draws the {len(data.kept)} samples repeatedly")
-    if data is not None and inputs.validation_data is not None:
+    if data is not None and inputs.validation_data is not None and not options.validation.validate_training_data:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
             if source.path.resolve() in trained:

@@ -40,8 +40,8 @@ class Classification:
     Invariant: `task` and `loss` are there once `open_data` has been called, `pad_token_id` after `use_tokenizer`.
     """
 
-    def __init__(self, options: ClassificationOptions, *, seed: int, noise: EmbeddingNoise | None = None):
-        """`seed`: of a head that the model's files do not have."""
+    def __init__(self, options: ClassificationOptions, *, seed: int | None, noise: EmbeddingNoise | None = None):
+        """`seed`: of a head that the model's files do not have; None: they must have it."""
         self.options, self.seed, self.noise, self.name = options, seed, noise, options.objective
         self.of_tokens = options.objective == "token-classification"
         self.peft_task = "TOKEN_CLS" if self.of_tokens else "SEQ_CLS"
@@ -106,6 +106,8 @@ class Classification:
 
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
         """Parameters of a head that the model's files do not have, as transformers initializes them."""
+        if self.seed is None:
+            return {}
         shell, head = copy.deepcopy(model).to("meta"), self.find_head(model)
         digest = hashlib.sha256(f"{self.seed} {' '.join(head)}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -45,6 +45,7 @@ def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_fo
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_classifiers_are_timed_against_transformers_trainer():
     done = run_forked(0, "benchmarks/classification.py", "--num-samples", "8", "--batch-size", "4",
                 "--num-rounds", "1")  # fmt: skip
@@ -55,6 +56,7 @@ def test_classifiers_are_timed_against_transformers_trainer():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_scaling_runs_at_its_smallest_size():
     done = run_forked(0, "benchmarks/scaling.py", "--measured-shape", "nano", "--processes", "1",
                 "--num-steps", "1", "--max-tokens", "512", "--batch-size", "8", "--num-repeats", "1", "--gpus", "8",
@@ -78,6 +80,7 @@ def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_continual_learning_trains_with_every_method_and_goes_on_from_its_exports(tmp_path: Path):
     done = run_forked(0, "benchmarks/continual_learning.py", "--output-dir", tmp_path, "--num-held-out",
                 "4", "--num-problems", "60", "--vocab-size", "300", "--hidden-size", "32", "--num-layers", "2",
@@ -151,6 +154,7 @@ def test_fitted_costs_are_those_that_made_the_times_and_never_negative():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_the_sweep_of_types_tells_exact_ones_from_those_that_are_refused_and_those_that_are_not_built():
     types = ["bloom", "lfm2", "bart", "gemma4_assistant"]
     done = run_forked(0, "benchmarks/architectures.py", "--seconds", "600", "--types", *types)

@@ -11,6 +11,7 @@ from in_process import train_on
 from scipy import stats
 from sklearn import metrics
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
+from tiny_data import read_lines
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from command_line import find_problems
@@ -33,10 +34,6 @@ def make_inputs(root: Path, family: str = "distilbert", **data: object) -> dict[
     objective = "token-classification" if data.get("of_tokens") else "sequence-classification"
     return dict(model_name_or_path=str(model), objective=objective, data_path=paths["train"],
                 validation_data_path=(paths["small"], paths["large"]))  # fmt: skip
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def read_validations(run: Path) -> list[dict]:
