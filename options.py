@@ -87,6 +87,14 @@ class ClassificationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """Of data with images (docs/vision.md)."""
+
+    freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = ("vision",)
+    """Parts of a model that sees which stay as they are; nothing: all of it trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizationOptions:
     """How gradients become weights."""
 
@@ -374,6 +382,7 @@ class TrainOptions:
     model: ModelOptions
     data: DataOptions
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
+    vision: VisionOptions = field(default_factory=VisionOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
     end: EndOptions = field(default_factory=EndOptions)
@@ -391,7 +400,7 @@ class TrainOptions:
 
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by")
-IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
+IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, VisionOptions, OSFTOptions, LoRAOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
 # Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
 UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
@@ -416,6 +425,11 @@ class ProcessDataOptions:
     is the environment's."""
     format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
     """What the rows of every file are; None: each file's first row shows it, unless they are for classification."""
+    images: bool = False
+    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
+    package pillow; transformers' processors import torch where it is installed."""
+    allow_downloads: bool = False
+    """Fetch images whose rows give an address; training fetches them again."""
     chat_template: str | None = None
     """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory beside the output, which training uses."""
