@@ -429,7 +429,7 @@ class ProcessDataOptions:
     """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
     package pillow; transformers' processors import torch where it is installed."""
     allow_downloads: bool = False
-    """Fetch images whose rows give an address; training fetches them again."""
+    """Fetch images whose rows give an address; the data set holds what was fetched."""
     chat_template: str | None = None
     """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory beside the output, which training uses."""

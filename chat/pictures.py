@@ -43,8 +43,13 @@ def name_reference(reference: str) -> str:
     return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
 
 
-def read_reference(reference: str, *, directory: Path, may_download: bool = False) -> bytes:
-    """The bytes of an image: those of a file below `directory` or anywhere, or those in a data: URL."""
+def as_data_url(data: bytes) -> str:
+    """An image as a text, whose kind Pillow sees in its bytes."""
+    return f"data:image;base64,{base64.b64encode(data).decode()}"
+
+
+def read_reference(reference: str, *, directory: Path) -> bytes:
+    """The bytes of an image: those of a file, whose path is from `directory`, or those in a data: URL."""
     if reference.startswith("data:"):
         head, comma, data = reference.partition(",")
         if not comma or not head.endswith(";base64"):
@@ -53,8 +58,6 @@ def read_reference(reference: str, *, directory: Path, may_download: bool = Fals
             return base64.b64decode(data, validate=True)
         except binascii.Error as error:
             raise ValueError(f"a data: URL whose base64 is broken: {error}") from None
-    if "://" in reference:
-        return download(reference, may_download=may_download)
     try:
         return (directory / reference).read_bytes()
     except FileNotFoundError:
@@ -80,12 +83,12 @@ def download(url: str, *, may_download: bool) -> bytes:
     return data
 
 
-def open_image(reference: str, *, directory: Path, may_download: bool = False) -> "Image":
+def open_image(reference: str, *, directory: Path) -> "Image":
     """The image upright (EXIF) and in RGB, as transformers loads it. ValueError for one that cannot be shown whole."""
     import PIL.Image
     import PIL.ImageOps
 
-    data, name = read_reference(reference, directory=directory, may_download=may_download), name_reference(reference)
+    data, name = read_reference(reference, directory=directory), name_reference(reference)
     try:
         image = PIL.Image.open(io.BytesIO(data))
         width, height = image.size
@@ -159,15 +162,18 @@ class ImageExpander:
         num_found = located.text.count(self.placeholder)
         if num_found != len(references):
             raise ValueError(
-                f"{len(references)} images, and the rendered conversation has {num_found} times"
-                f" {self.placeholder!r}, which stands for one: nobody may write it in a text, and the chat template has to write it for an image"
+                f"{len(references)} images, and the rendered conversation has {num_found} times {self.placeholder!r},"
+                " which stands for one: nobody may write it in a text, and the chat template has to write it for each"
             )
         if not references:
             return located
-        shown = []
+        shown, kept = [], []
         for number, reference in enumerate(references, start=1):
             try:
-                shown.append(open_image(reference, directory=self.directory, may_download=self.may_download))
+                if "://" in reference and not reference.startswith("data:"):
+                    reference = as_data_url(download(reference, may_download=self.may_download))
+                shown.append(open_image(reference, directory=self.directory))
+                kept.append(reference)
             except ValueError as error:
                 raise ValueError(f"image {number}: {error}") from None
         made = self.process(located.text, shown)
@@ -178,7 +184,7 @@ class ImageExpander:
             text=replace_all(located.text, replaced),
             passages=[move_passage(passage, replaced) for passage in located.passages],
             pictures=Pictures(
-                references=tuple(references),
+                references=tuple(kept),
                 sizes=tuple((image.height, image.width) for image in shown),
                 num_tokens=sum(token in self.image_token_ids for token in ids),
                 input_ids=ids,

@@ -9,7 +9,6 @@
 X is the path of a file, from the row's own file; a data: URL; an address; {"path": ..., "bytes": ...}; or bytes.
 """
 
-import base64
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chat.examples import Chat
+from chat.pictures import as_data_url
 from chat.placeholders import IMAGE_PART
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import Example, Fields, parse_row, quote, read_example
@@ -107,7 +107,7 @@ def find_path(value: Any, directory: Path, output_dir: Path) -> str:
     if isinstance(value, dict):
         value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
     if isinstance(value, bytes):
-        return f"data:image;base64,{base64.b64encode(value).decode()}"
+        return as_data_url(value)
     if not isinstance(value, str) or not value:
         raise ValueError(f"an image is {quote(value)}, expected a path, a data: URL or bytes")
     if value.startswith("data:") or "://" in value:

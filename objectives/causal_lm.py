@@ -301,7 +301,8 @@ def pass_on(hidden: Tensor) -> Tensor:
 def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
     """What stands between the model's last hidden states and its head's matrix; None if there is nothing with weights.
 
-    It is the one module beside what holds the base model that has weights of its own; the start check tells whether that is so.
+    It is the one module beside what holds the base model that has weights of its own; the start check tells whether
+    that is so.
     """
     head = model.get_output_embeddings()
     base = find_decoder(model)

@@ -86,7 +86,7 @@ class Objective(Protocol):
         ...
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
-        """Token ids that stand for what the model is not given, and how the config calls each: no data may have them."""
+        """Token ids that stand for what the model is not given, and how the config calls each: not for data."""
         ...
 
     def find_head(self, model: PreTrainedModel) -> list[str]:

@@ -4,7 +4,6 @@ T tokens in a packed row, H hidden size. Pixels are read and resized where batch
 row needs beside its tokens goes with its micro-batch.
 """
 
-import base64
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from transformers import (
 )
 
 from chat.labels import IGNORED
-from chat.pictures import load_processor, open_image
+from chat.pictures import as_data_url, load_processor, open_image
 from objectives.causal_lm import CausalLM, PackedCausalLM
 from objectives.columns import VISION, Sample, Task, check_task
 from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
@@ -117,7 +116,7 @@ class VisionLanguage:
 
     def read_pixels(self, references: Sequence[str]) -> dict[str, Tensor]:
         """What the model's tower takes of these images, as its processor makes it."""
-        images = [open_image(reference, directory=Path(), may_download=True) for reference in references]
+        images = [open_image(reference, directory=Path()) for reference in references]
         made = self.processor.image_processor(images=[images], return_tensors="pt")
         return {name: value for name, value in made.items() if name in self.sight.taken}
 
@@ -180,4 +179,4 @@ def write_data_url(pixels: np.ndarray) -> str:
 
     file = io.BytesIO()
     PIL.Image.fromarray(pixels).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return as_data_url(file.getvalue())
