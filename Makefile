@@ -21,8 +21,14 @@ quickstart: $(BIN)/installed
 	$(BIN)/python quickstart/ask.py --model $(RUN)/run/hf_format/samples_* --questions $(RUN)/held_out.jsonl
 	$(BIN)/python plot_metrics.py $(RUN)/run --output $(RUN)/curves.html
 
-test: $(BIN)/installed
+# tox has an environment of its own: what it needs here is tox.
+test: $(BIN)/tox
 	$(BIN)/tox -e test
+
+$(BIN)/tox: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt tox
+	touch $@
 
 $(BIN)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -11,13 +11,12 @@ import math
 import os
 import re
 import sys
-import time
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
+from typing import Any, get_origin
 
 from options import (
+    PRESETS,
     SCHEDULES_WITH_END,
-    DataOptions,
     EngineOptions,
     EvaluateOptions,
     GenerateOptions,
@@ -28,20 +27,25 @@ from options import (
     OSFTOptions,
     PlotOptions,
     ProcessDataOptions,
+    RowOptions,
     SamplingOptions,
     TrackingOptions,
     TrainOptions,
-    ValidationOptions,
     flag_name,
     flatten_options,
     iterate_fields,
     parse_duration,
     parse_steps,
+    parse_subset,
 )
-from ranks.ending import SECONDS_TO_BE_ENDED, ExitCode
+from ranks.ending import exit_with_message
 
 # What an adapter to go on from says, and no option beside it.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
+
+# The least that options of rows can be; a block is cut one token short where the next would begin with an end-of-text
+# token, and two make a target.
+ROW_MINIMA = {"max_sample_num_tokens": 1, "block_size": 3, "num_proc": 1, "mock_data": 1, "mock_length": 2}
 
 # Whose one required option is given as words without a flag.
 WITHOUT_FLAG = (PlotOptions, ImportConfigOptions)
@@ -66,10 +70,11 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         markers.append(tyro.conf.PositionalRequiredArgs)
     try:
         refuse_repeated_flags(argv, options_class)
+        words = read_configs_as_flags(find_configs(argv, options_class), options_class) + argv
         options = tyro.cli(
             options_class,
             config=markers,
-            args=read_configs_as_flags(find_configs(argv, options_class), options_class) + argv,
+            args=find_preset_words(words, options_class) + words,
             console_outputs=is_first,
         )
         problems = find_problems(options)
@@ -84,6 +89,17 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             print(describe_options(TrainOptions, values), end="")
         sys.exit()
     return options
+
+
+def find_preset_words(words: list[str], options_class: type) -> list[str]:
+    """The command line of the preset that `words` name; whatever they say themselves comes later, and wins."""
+    if options_class is not TrainOptions:
+        return []
+    names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == "--preset"]
+    names += [word.removeprefix("--preset=") for word in words if word.startswith("--preset=")]
+    values = PRESETS.get(names[-1], {}) if names else {}  # tyro refuses a name that is none
+    types = {option.name: option.type for option, _ in iterate_fields(TrainOptions)}
+    return [word for name, value in values.items() for word in flag_for(name, value, field_type=types[name])]
 
 
 def describe_options(options_class: type, values: dict[str, Any]) -> str:
@@ -227,8 +243,8 @@ def find_train_problems(options: TrainOptions) -> list[str]:
     """Values out of range, options without effect, and options that contradict each other."""
     return [
         *find_numbers_out_of_range(flatten_options(options)),
-        *find_training_data_problems(options.data),
-        *find_validation_problems(options.validation),
+        *find_training_data_problems(options),
+        *find_validation_problems(options),
         *find_classifier_problems(options),
         *find_optimization_problems(options),
         *find_compute_problems(options),
@@ -260,6 +276,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
     router = values["router_aux_loss"]
     require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    alpha = values["neftune_alpha"]
+    require(alpha is None or 0 < alpha < math.inf, "neftune_alpha", "must be above 0, and finite")
     try:
         parse_steps(values["profile_steps"] or "1")
     except ValueError as error:
@@ -280,25 +298,44 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     return problems
 
 
-def find_training_data_problems(o: DataOptions) -> list[str]:
-    """Of several data sets."""
-    problems, weights = [], o.data_weights
-    if weights and len(weights) != len(o.data_path):
+def find_training_data_problems(options: TrainOptions) -> list[str]:
+    """Of what is trained on: none, too much, or of several data sets."""
+    o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
+    problems = find_row_problems(options.rows)
+    if not o.data_path and not rows:
+        problems.append("no data is given: name data sets by --data-path, or rows by --input-file or --input-dataset")
+    if o.data_path and rows:
+        problems.append(f"--data-path and {rows[0]} both say what is trained on: give one of them")
+    if not rows and (given := list_changed(options.rows)):
+        problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
+    if options.rows.format == "classification" and options.classification.objective == "causal-lm":
+        problems.append("--format classification has no effect on --objective causal-lm: say what kind of classifier")
+    if rows and options.classification.objective != "causal-lm" and options.rows.format != "classification":
+        problems.append(f"--objective {options.classification.objective} needs rows of --format classification")
+    if weights and o.data_path and len(weights) != len(o.data_path):
         problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
     if not all(0 < weight < math.inf for weight in weights):
         problems.append(f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite")
-    if weights and len(o.data_path) == 1:
+    if weights and len(o.data_path) <= 1:
         problems.append("--data-weights has no effect on one data set: name several with --data-path")
     if not weights and o.data_weights_by != "samples":
         problems.append("--data-weights-by has no effect without --data-weights")
+    if o.subset is not None:
+        try:
+            parse_subset(o.subset)
+        except ValueError as error:
+            problems.append(f"--subset {error}")
     return problems
 
 
-def find_validation_problems(o: ValidationOptions) -> list[str]:
+def find_validation_problems(options: TrainOptions) -> list[str]:
     """Options without effect."""
-    given = list_given(o)
-    if not o.validation_data_path:
+    o = options.validation
+    if not (o.is_asked or options.rows.validation_share):
+        given = list_given(o)
         return [f"{', '.join(given)}: no effect without --validation-data-path"] if given else []
+    if o.validation_data_path and options.rows.validation_share:
+        return ["--validation-share and --validation-data-path both say what is measured on: give one of them"]
     if o.early_stopping_patience is not None and o.validate_every_steps is None and not o.validate_at_epoch:
         return ["--early-stopping-patience needs validations on the way: add --validate-every-steps or"
                 " --validate-at-epoch"]  # fmt: skip
@@ -308,18 +345,18 @@ def find_validation_problems(o: ValidationOptions) -> list[str]:
 def find_classifier_problems(options: TrainOptions) -> list[str]:
     """What only classifiers have, and what they do not."""
     problems, o = [], options.classification
-    if o.objective == "causal-lm":
-        given = list_given(o)
-        if options.validation.write_predictions:
-            given.append("--write-predictions")
-        return [f"{', '.join(given)}: no effect on --objective causal-lm"] if given else []
     if not 0 <= o.label_smoothing < 1:
         problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
+    if o.objective == "causal-lm":
+        given = list_given(dataclasses.replace(o, label_smoothing=0.0))
+        if options.validation.write_predictions:
+            given.append("--write-predictions")
+        return [*problems, f"{', '.join(given)}: no effect on --objective causal-lm"] if given else problems
     if options.optimization.router_aux_loss:
         problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
-    if options.validation.validation_data_path and not is_installed("sklearn"):
+    if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
         problems.append(
-            "--validation-data-path measures classifiers by scikit-learn, which is not installed: pip install"
+            "a validation measures classifiers by scikit-learn, which is not installed: pip install"
             " 'mini-trainer[classification]'"
         )
     return problems
@@ -520,11 +557,12 @@ def is_installed(module: str) -> bool:
 def list_given(group: Any) -> list[str]:
     """The flags of a group's options that are not at their defaults, but for the group's switch."""
     switch = dataclasses.fields(group)[0].name
-    return [
-        flag_name(option.name)
-        for option in dataclasses.fields(group)
-        if option.name != switch and getattr(group, option.name) != option.default
-    ]
+    return [flag_name(name) for name in list_changed(group) if name != switch]
+
+
+def list_changed(group: Any) -> list[str]:
+    """The names of a group's options that are not at their defaults."""
+    return [option.name for option in dataclasses.fields(group) if getattr(group, option.name) != option.default]
 
 
 def find_data_problems(o: ProcessDataOptions) -> list[str]:
@@ -532,32 +570,77 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     problems = []
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
         problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
-    # a block is cut one token short where the next would begin with an end-of-text token, and two make a target
-    for name, least in {"max_sample_num_tokens": 1, "block_size": 3, "preview": 0, "num_proc": 1}.items():
+    if not list_row_sources(o.rows):
+        problems.append("no rows are given: name them by --input-file or --input-dataset")
+    problems += find_row_problems(o.rows)
+    if o.preview < 0:
+        problems.append(f"--preview {o.preview}: must be at least 0")
+    if o.string_for_printing_masks is not None and o.preview == 0:
+        problems.append("--string-for-printing-masks has no effect with --preview 0")
+    if o.string_for_printing_masks is not None and o.rows.format == "classification":
+        problems.append("--string-for-printing-masks: no effect with --format classification")
+    return problems
+
+
+def list_row_sources(o: RowOptions) -> list[str]:
+    """The flags by which rows are given."""
+    return [flag_name(name) for name in ("input_file", "input_dataset", "mock_data") if getattr(o, name)]
+
+
+def find_row_problems(o: RowOptions) -> list[str]:
+    """Of rows: values out of range, options without effect, and two that say the same."""
+    problems, given = [], list_row_sources(o)
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)} both say where rows are: give one of them")
+    for name, least in ROW_MINIMA.items():
         value = getattr(o, name)
         if value is not None and value < least:
             problems.append(f"{flag_name(name)} {value}: must be at least {least}")
+    useless = [flag_name(name) for name in ("split", "revision") if getattr(o, name) is not None]
+    if useless and o.input_dataset is None:
+        problems.append(f"{', '.join(useless)}: no effect without --input-dataset")
+    if o.mock_length is not None and o.mock_data is None:
+        problems.append("--mock-length has no effect without --mock-data")
+    if o.mock_data is not None:
+        kept = ("mock_data", "mock_length", "num_proc")
+        given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
+        if given:
+            problems.append(f"{', '.join(map(flag_name, given))}: no effect with --mock-data, which reads no rows")
     if o.block_size is not None and o.max_sample_num_tokens is not None:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
     if o.block_size is not None and o.format not in (None, "messages", "document"):
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
-    problems += find_classification_problems(o)
-    if o.string_for_printing_masks is not None and o.preview == 0:
-        problems.append("--string-for-printing-masks has no effect with --preview 0")
-    return problems
+    return [*problems, *find_field_problems(o), *find_classification_problems(o)]
 
 
-def find_classification_problems(o: ProcessDataOptions) -> list[str]:
+def find_field_problems(o: RowOptions) -> list[str]:
+    """Of the names of columns: of several formats, or of another than --format."""
+    formats = {
+        "messages_field": ("messages", "sharegpt"),
+        "prompt_field": ("completion",),
+        "completion_field": ("completion",),
+        "text_field": ("document", "classification"),
+    }
+    given = [name for name in formats if getattr(o, name) is not None]
+    if len({formats[name] for name in given}) > 1:
+        return [f"{', '.join(map(flag_name, given))}: belong to several formats; rows have one"]
+    return [
+        f"{flag_name(name)} has no effect with --format {o.format}: it belongs to {' and '.join(formats[name])}"
+        for name in given
+        if o.format is not None and o.format not in formats[name]
+    ]
+
+
+def find_classification_problems(o: RowOptions) -> list[str]:
     """Options that are for classifiers only, or for all others only; labels that are said twice."""
     only_classification = (
-        *("truncate", "text_field", "text_pair_field", "label_field", "label_separator"),
+        *("truncate", "text_pair_field", "label_field", "label_separator"),
         *("label_type", "label_names", "labels_from"),
     )
-    only_others = ("allow_missing_stop_token", "string_for_printing_masks")
     is_classification = o.format == "classification"
-    useless = only_others if is_classification else only_classification
+    useless = ("allow_missing_stop_token",) if is_classification else only_classification
     given = [flag_name(name) for name in useless if getattr(o, name)]
     problems = []
     if given:
@@ -688,17 +771,3 @@ def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
     if o.base is not None and not o.weights:
         problems.append("--base needs --weights: how much of each model's difference from it is added")
     return problems
-
-
-def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
-    """Prints one message to stderr and ends this process with `code`.
-
-    Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended
-    by torchrun, and speak only if they are still there, because then the mistake was theirs alone.
-    """
-    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
-    if local_rank != "0":
-        time.sleep(SECONDS_TO_BE_ENDED)
-    where = "" if rank in (None, "0") else f"[rank {rank}] "
-    print(f"{where}error: {message}", file=sys.stderr, flush=True)
-    os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank

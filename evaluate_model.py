@@ -1,4 +1,4 @@
-"""Measures models side by side: losses on tokenized sets, answers to tasks, EleutherAI's harness.
+"""Measures models side by side: losses and classes on tokenized sets, answers to tasks, EleutherAI's harness.
 
     python evaluate_model.py --run runs/qwen --model Qwen/Qwen2.5-7B --task gsm8k_test.jsonl --output-dir compared
     python evaluate_model.py --model base tuned --data held_out.arrow --output-dir compared
@@ -8,7 +8,7 @@ Writes results.json, what each model said to each sample, and results.html, a pa
 there already is not computed again: a killed evaluation goes on, and one more model costs that model.
 """
 
-from command_line import exit_with_message, parse_options
+from command_line import parse_options
 from options import EvaluateOptions
 
 if __name__ == "__main__":
@@ -18,19 +18,16 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from corpus.mixture import Mixture
+from evaluation.data_sets import check_set, collect_set, measure_sets, open_set
 from evaluation.harness import check_harness, collect_harness, run_harness
-from evaluation.losses import check_set, collect_losses, measure_losses, open_set
 from evaluation.models import Named, list_models, name_files
 from evaluation.results import Measured, write_results
 from evaluation.tasks import Task, collect_task, measure_task, open_task
 from inference.choice import open_engine
 from inference.engine import require
-from inference.models import FoundModel, find_answering_model
-from ranks.ending import ExitCode, RunError
-from ranks.world import World, init_world, setup_logging
+from inference.models import FoundModel, check_answering, find_answering_model
+from ranks.world import World, call_with_world
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:
@@ -46,6 +43,8 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
         raise ValueError("--lm-eval, and engines other than hf, run in one process, and torchrun has started several")
     found = [find_model(model, options) for model in models]
     for one in found:
+        if one is not None and (tasks or options.lm_eval):
+            check_answering(one)
         for data in data_sets.values():
             check_set(data, one)
     # One model after the other, on all sets; what they found, side by side.
@@ -57,7 +56,9 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
         gc.collect()  # a model is gone before the next one comes
     if world.rank == 0:
         measured = [collect_task(task, [own[task.name] for own in outcomes]) for task in tasks]
-        measured += [collect_losses(name, data, [own[name] for own in outcomes]) for name, data in data_sets.items()]
+        measured += [
+            collect_set(name, data, found[0], [own[name] for own in outcomes]) for name, data in data_sets.items()
+        ]
         measured += collect_harness([own.get("lm_eval") for own in outcomes])
         report(options, models, found, measured)
 
@@ -86,7 +87,7 @@ def measure(
     outcome = {task.name: measure_task(task, engine, options.sampling, folder, world=world) for task in tasks}
     del engine
     if data_sets:
-        outcome |= measure_losses(
+        outcome |= measure_sets(
             found, data_sets, folder, dtype=options.engines.dtype, cap=options.max_tokens_per_gpu, world=world
         )
     if options.lm_eval:
@@ -108,17 +109,5 @@ def report(
     print(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
 
 
-def main(options: EvaluateOptions) -> None:
-    setup_logging("WARNING")
-    world = init_world()
-    try:
-        evaluate(options, world)
-    except (ValueError, OSError, RunError) as error:
-        exit_with_message(str(error))
-    except KeyboardInterrupt:
-        exit_with_message("interrupted; start the same command again to go on", code=ExitCode.INTERRUPTED)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(options)
+    call_with_world(lambda world: evaluate(options, world))

@@ -8,15 +8,13 @@ Greedy unless a temperature is given. Several processes share the prompts. A run
 when the same command is started again.
 """
 
-from command_line import exit_with_message, parse_options
+from command_line import parse_options
 from options import GenerateOptions
 
 if __name__ == "__main__":
     options = parse_options(GenerateOptions)  # before the heavy imports: --help and typos answer at once
 
 from pathlib import Path
-
-import torch.distributed as dist
 
 from inference.answers import AnswerFile, describe_making
 from inference.batch import answer_all
@@ -25,8 +23,7 @@ from inference.engine import Engine
 from inference.models import find_answering_model
 from inference.prompts import read_prompts
 from inference.terminal import chat
-from ranks.ending import ExitCode, RunError
-from ranks.world import World, init_world, setup_logging
+from ranks.world import World, call_with_world
 
 
 def generate(options: GenerateOptions, world: World) -> None:
@@ -62,17 +59,5 @@ def open_model(options: GenerateOptions, world: World) -> Engine:
     return open_engine(found, options.model, options.engines, options.sampling, device=world.device)
 
 
-def main(options: GenerateOptions) -> None:
-    setup_logging("WARNING")
-    world = init_world()
-    try:
-        generate(options, world)
-    except (ValueError, OSError, RunError) as error:
-        exit_with_message(str(error))
-    except KeyboardInterrupt:
-        exit_with_message("interrupted; start the same command again to go on", code=ExitCode.INTERRUPTED)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(options)
+    call_with_world(lambda world: generate(options, world))

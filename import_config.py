@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from command_line import describe_options, exit_with_message, parse_options, read_yaml
+from command_line import describe_options, parse_options, read_yaml
+from corpus.files import ENDINGS, data_ending
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
+from ranks.ending import exit_with_message
 
 NEEDLESS, MISSING = "needs no option", "no counterpart"
 
@@ -45,6 +47,11 @@ def say(name: str) -> Rule:
         return f"{name}: {value}"
 
     return rule
+
+
+def say_unless_zero(name: str) -> Rule:
+    """The key is train.py's option `name`, and 0 turns it off there."""
+    return lambda to, key, value: say(name)(to, key, value) if value else NEEDLESS
 
 
 def say_data(name: str) -> Rule:
@@ -193,15 +200,34 @@ def say_targets(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_datasets(to: Conversion, key: str, value: Any) -> str:
-    """Axolotl's list of data sets: files of rows; what a row is, process_data.py sees by itself."""
-    entries = value if isinstance(value, list) else [value]
-    paths = [entry["path"] if isinstance(entry, dict) else entry for entry in entries]
-    to.data["input_file"] = paths
-    others = sorted(
-        {name for entry in entries if isinstance(entry, dict) for name in entry} - {"path", "type", "ds_type"}
-    )
-    more = f"; of its own keys {', '.join(others)} have no counterpart" if others else ""
-    return f"input_file: {paths} (of process_data.py, which reads local files and sees their format){more}"
+    """Axolotl's list of data sets: files of rows, or one of the hub; what a row is, process_data.py sees by itself."""
+    listed = value if isinstance(value, list) else [value]
+    entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
+    paths = [str(entry["path"]) for entry in entries]
+    others = {name for entry in entries for name in entry} - {"path", "type", "ds_type"}
+    is_hub = len(entries) == 1 and data_ending(Path(paths[0])) not in ENDINGS
+    said = {"field_messages": "messages_field"}
+    if is_hub:
+        said |= {"split": "split", "revision": "revision"}
+        name = entries[0].get("name")
+        others -= {"name"}
+        to.data["input_dataset"] = paths[0] if name is None else f"{paths[0]}:{name}"
+    else:
+        to.data["input_file"] = paths
+    for name, option in said.items():
+        given = {entry.get(name) for entry in entries}
+        if len(given) == 1 and None not in given:
+            to.data[option] = given.pop()
+            others -= {name}
+    more = f"; of its own keys {', '.join(sorted(others))} have no counterpart" if others else ""
+    return f"{'input_dataset' if is_hub else 'input_file'}: {', '.join(paths)} (of process_data.py){more}"
+
+
+def say_hub_dataset(to: Conversion, key: str, value: Any) -> str:
+    """TRL's data set of the hub, with its configuration."""
+    config = to.given.get("dataset_config")
+    to.data["input_dataset"] = value if config is None else f"{value}:{config}"
+    return f"input_dataset: {to.data['input_dataset']} (of process_data.py)"
 
 
 def say_template(to: Conversion, key: str, value: Any) -> str:
@@ -331,8 +357,8 @@ SHARED: dict[str, Rule] = {
     "remove_unused_columns": needless("tokenized data has the columns that training reads"),
     "per_device_eval_batch_size": needless("validation is packed as training is"),
     "eval_batch_size": needless("validation is packed as training is"),
-    "neftune_noise_alpha": missing("no noise is added to embeddings"),
-    "label_smoothing_factor": missing("of language models the loss is plain cross-entropy"),
+    "neftune_noise_alpha": say_unless_zero("neftune_alpha"),
+    "label_smoothing_factor": say_unless_zero("label_smoothing"),
     "do_train": needless("train.py trains"),
     "do_eval": needless("data for validation is measured"),
     "lora_r": say("lora_rank"),
@@ -360,6 +386,7 @@ AXOLOTL: dict[str, Rule] = SHARED | {
     "lora_target_linear": say_targets,
     "peft_use_rslora": say("lora_use_rslora"),
     "peft_use_dora": say("lora_use_dora"),
+    "noisy_embedding_alpha": say_unless_zero("neftune_alpha"),
     "cosine_min_lr_ratio": say("min_lr_ratio"),
     "wandb_project": say_tracker("wandb", option="track_project"),
     "wandb_name": say_tracker("wandb", option="track_name"),
@@ -418,7 +445,9 @@ LLAMA_FACTORY: dict[str, Rule] = SHARED | {
 TRL: dict[str, Rule] = SHARED | {
     "model_name_or_path": say_model,
     "model_revision": say("model_revision"),
-    "dataset_name": lambda to, key, value: f"{MISSING}: name its file as input_file in data.yaml (given {value!r})",
+    "dataset_name": say_hub_dataset,
+    "dataset_config": needless("it is written into input_dataset"),
+    "dataset_train_split": say_data("split"),
     "max_length": say_length,
     "max_seq_length": say_length,
     "chat_template_path": say_data("chat_template"),
@@ -516,6 +545,8 @@ def import_config(options: ImportConfigOptions) -> None:
     for output, (options_class, values) in outputs.items():
         needed = [option.name for option, _ in iterate_fields(options_class) if option.default is dataclasses.MISSING]
         head = f"# From {path.name} ({trainer}), by import_config.py.\n"
+        if options_class is ProcessDataOptions and not {"input_file", "input_dataset"} & set(values):
+            needed.append("input_file")
         head += "".join(f"# {name}: has to be given\n" for name in needed if name not in values)
         output.write_text(head + describe_options(options_class, values))
     print(f"{path}: read as {trainer}'s, for {options.num_gpus} GPUs")

@@ -8,10 +8,9 @@ A layer at a time, on the CPU; the adapter may be another program's, as long as 
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from chat.templates import load_tokenizer
-from command_line import exit_with_message, parse_options
+from command_line import parse_options
 from lifecycle.export import ExportParts, write_export
 from methods.full import Full
 from methods.lora import LoRA
@@ -24,8 +23,7 @@ from model.weights import read_weights
 from objectives.causal_lm import CausalLM
 from objectives.text_tower import keep_text_tower, text_config
 from options import LoRAOptions, MergeAdapterOptions
-from ranks.ending import RunError
-from ranks.world import World, init_world, setup_logging
+from ranks.world import World, call_with_world
 
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
@@ -82,13 +80,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
 
 def main() -> None:
     options = parse_options(MergeAdapterOptions)
-    setup_logging("WARNING")
-    world = init_world()
-    try:
-        merge_adapter(options, world)
-    except (ValueError, OSError, RunError) as error:
-        exit_with_message(str(error))
-    dist.destroy_process_group()
+    call_with_world(lambda world: merge_adapter(options, world), when_interrupted="interrupted; nothing is left")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ In fp32, a few rows of a tensor at a time: it takes the memory of one file of we
 models of any size. Config, tokenizer and data types are the first model's, and the others must have the same.
 """
 
-from command_line import exit_with_message, parse_options
+from command_line import parse_options
 from options import MergeModelsOptions
 
 if __name__ == "__main__":
@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from model.merging import merge_into, open_models
-from ranks.ending import ExitCode
+from ranks.ending import ExitCode, exit_with_message
 
 
 def merge_models(options: MergeModelsOptions) -> None:

@@ -34,8 +34,9 @@ class ModelOptions:
 class DataOptions:
     """What it is trained on, and how much of that at a time."""
 
-    data_path: tuple[str, ...]
-    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl."""
+    data_path: tuple[str, ...] = ()
+    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl. Or give rows, by --input-file,
+    --input-dataset or --mock-data."""
     data_weights: tuple[float, ...] = ()
     """Of several data sets, how much is drawn of each beside the others, such as 7 3; none: as much as they hold, so
     that an epoch has every sample once."""
@@ -50,6 +51,73 @@ class DataOptions:
     """Drop (and count) samples longer than max-tokens-per-gpu instead of refusing to start."""
     seed: int = 42
     """Seed of the sample order and of dropout."""
+    subset: str | None = None
+    """Use only so many samples of each data set (10), or this share of them (1%), drawn at random; also of validation
+    sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """Rows that are tokenized: where they are, what they hold, and how they become samples (docs/data.md)."""
+
+    input_file: tuple[str, ...] = ()
+    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
+    input_dataset: str | None = None
+    """In place of files, a data set of the hub, NAME or NAME:CONFIG, read as it comes; or a local folder of the
+    datasets library."""
+    split: str | None = None
+    """Of --input-dataset: which of its splits; train if not given."""
+    revision: str | None = None
+    """Of --input-dataset on the hub: branch, tag or commit; its main branch if not given."""
+    mock_data: int | None = None
+    """In place of rows, this many samples of random tokens, for trying how fast a model trains."""
+    mock_length: int | None = None
+    """Tokens of each of them; 2048 if not given."""
+    format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
+    """What the rows of every file are; None: each file's first row shows it, unless they are for classification."""
+    messages_field: str | None = None
+    """Where a row has its messages, if not in messages: a column or key, with dots for one in another (chat.turns)."""
+    prompt_field: str | None = None
+    """Where a row has its prompt, if not in prompt."""
+    completion_field: str | None = None
+    """Where a row has its completion, if not in completion or generation."""
+    text_field: str | None = None
+    """The column or key of the text: of a document, or what is classified, there also the list of words or the
+    chat."""
+    chat_template: str | None = None
+    """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
+    needs, in the tokenizer directory beside the output, which training uses."""
+    add_special_tokens: tuple[str, ...] = ()
+    """Special tokens to add to the vocabulary; saved in the same directory."""
+    allow_missing_stop_token: bool = False
+    """Use a chat template that writes no stop token after the assistant's turns: their contents are trained, and the
+    model is not taught to stop."""
+    max_sample_num_tokens: int | None = None
+    """Drop (and count) samples with more tokens than this."""
+    truncate: bool = False
+    """Classification: cut what is longer than --max-sample-num-tokens, and count it, instead of dropping it."""
+    text_pair_field: str | None = None
+    """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
+    label_field: str | None = None
+    """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
+    label_separator: str | None = None
+    """Classification: what stands between several labels in one text, such as ; in a table."""
+    label_type: Literal["single", "multi", "regression"] | None = None
+    """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
+    label_names: tuple[str, ...] = ()
+    """Classification: the labels, in the order of their classes; if not given, all that occur, sorted."""
+    labels_from: str | None = None
+    """Classification: a data set of this script, or its sidecar, whose labels these rows have, too, as a validation
+    set has its training set's."""
+    block_size: int | None = None
+    """Documents only: cut their stream into blocks of this many tokens."""
+    validation_share: float | None = None
+    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. A row's content alone decides
+    where it goes."""
+    skip_invalid: bool = False
+    """Write rows that cannot be used beside the output and go on, instead of stopping."""
+    num_proc: int = os.cpu_count() or 1
+    """Worker processes that tokenize."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +130,8 @@ class ValidationOptions:
     """Measure each time this many steps have been taken."""
     validate_at_epoch: bool = False
     """Measure at the first step that completes an epoch."""
+    validate_training_data: bool = False
+    """Measure on the training data, too."""
     export_best: bool = True
     """Export the model to hf_format/best whenever its validation is the best so far, by --best-metric."""
     best_metric: str = "loss"
@@ -71,6 +141,11 @@ class ValidationOptions:
     """Classifiers: write what each validation predicts to output-dir/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None = None
     """End the run when this many validations in a row have not been better than the best."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the model is measured at all."""
+        return bool(self.validation_data_path) or self.validate_training_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +158,8 @@ class ClassificationOptions:
     """Classifiers: what each class counts in the loss, a number for each in the order of the labels; balanced: the
     rarer, the more."""
     label_smoothing: float = 0.0
-    """Classifiers: this share of each target is spread over all classes."""
+    """This share of each target is spread over all classes, of language models over the whole vocabulary. Their
+    validations measure without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +215,9 @@ class OptimizationOptions:
     router_aux_loss: float | None = None
     """Mixtures of experts: how much the loss that keeps experts evenly used counts (router_aux_loss_coef); None: as the
     model's config says, which is 0 unless it has output_router_logits."""
+    neftune_alpha: float | None = None
+    """NEFTune: while training, add noise to each sample's embeddings, uniform up to this / sqrt(its tokens x hidden
+    size); 5 to 15 are usual."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient's global norm to this; None: no clipping."""
 
@@ -207,6 +286,9 @@ class ExportOptions:
     """Exports to keep, the newest ones, beside hf_format/best; None: all."""
     export_name: str | None = None
     """Name in hf_format that every export has, each in the place of the one before, such as last; None: samples_N."""
+
+    check_export: bool = False
+    """Load each export back, as anyone would, and end the run if it does not compute what the trained model does."""
 
     @property
     def on_the_way(self) -> bool:
@@ -379,8 +461,14 @@ class TrainOptions:
     is the environment's."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """What rank 0 prints; WARNING leaves out the step lines."""
+    preset: Literal["sanity", "toy", "full"] | None = None
+    """Values for options that are not given. sanity: 10 samples, 2 steps, a validation, an export that is loaded back;
+    toy: 1 % of the data, at most 100 steps; full: none, all of it."""
+    data_cache_dir: str = "~/.cache/mini_trainer/data"
+    """Where rows are kept once they are tokenized, by their content, for the next start; every node must see it."""
     model: ModelOptions
-    data: DataOptions
+    data: DataOptions = field(default_factory=DataOptions)
+    rows: RowOptions = field(default_factory=RowOptions)
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
     vision: VisionOptions = field(default_factory=VisionOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
@@ -398,6 +486,20 @@ class TrainOptions:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
+# By preset, the values of options that neither flags nor YAML give.
+PRESETS: dict[str, dict[str, Any]] = {
+    "sanity": {
+        "subset": "10",
+        "batch_size": 5,
+        "max_steps": 2,
+        "validate_training_data": True,
+        "export_best": False,
+        "check_export": True,
+    },
+    "toy": {"subset": "1%", "max_steps": 100},
+    "full": {},
+}
+
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by")
 IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, VisionOptions, OSFTOptions, LoRAOptions)
@@ -410,12 +512,15 @@ UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
 class ProcessDataOptions:
     """Tokenize chats, completions or documents for training; of chats only the assistant's tokens are trained."""
 
-    input_file: tuple[str, ...]
-    """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
     output_file: str
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
+    images: bool = False
+    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
+    package pillow; transformers' processors import torch where it is installed."""
+    allow_downloads: bool = False
+    """With --images: fetch those whose rows give an address; the data set holds what was fetched."""
     model_revision: str | None = None
     """Of a model on the hub: branch, tag or commit; its main branch if not given."""
     trust_remote_code: bool = False
@@ -423,56 +528,13 @@ class ProcessDataOptions:
     config: tuple[str, ...] = ()
     """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
     is the environment's."""
-    format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
-    """What the rows of every file are; None: each file's first row shows it, unless they are for classification."""
-    images: bool = False
-    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
-    package pillow; transformers' processors import torch where it is installed."""
-    allow_downloads: bool = False
-    """Fetch images whose rows give an address; the data set holds what was fetched."""
-    chat_template: str | None = None
-    """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
-    needs, in the tokenizer directory beside the output, which training uses."""
-    add_special_tokens: tuple[str, ...] = ()
-    """Special tokens to add to the vocabulary; saved in the same directory."""
-    allow_missing_stop_token: bool = False
-    """Use a chat template that writes no stop token after the assistant's turns: their contents are trained, and the
-    model is not taught to stop."""
-    max_sample_num_tokens: int | None = None
-    """Drop (and count) samples with more tokens than this."""
-    truncate: bool = False
-    """Classification: cut what is longer than --max-sample-num-tokens, and count it, instead of dropping it."""
-    text_field: str | None = None
-    """Classification: the column or key of the text, the list of words, or the chat; text, tokens or messages if not
-    given."""
-    text_pair_field: str | None = None
-    """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
-    label_field: str | None = None
-    """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
-    label_separator: str | None = None
-    """Classification: what stands between several labels in one text, such as ; in a table."""
-    label_type: Literal["single", "multi", "regression"] | None = None
-    """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
-    label_names: tuple[str, ...] = ()
-    """Classification: the labels, in the order of their classes; if not given, all that occur, sorted."""
-    labels_from: str | None = None
-    """Classification: a data set of this script, or its sidecar, whose labels these rows have, too, as a validation
-    set has its training set's."""
-    block_size: int | None = None
-    """Documents only: cut their stream into blocks of this many tokens."""
-    validation_share: float | None = None
-    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. A row's content alone decides
-    where it goes."""
-    skip_invalid: bool = False
-    """Write rows that cannot be used beside the output and go on, instead of stopping."""
     preview: int = 2
     """Samples to print at the end, trained tokens in colour, or in brackets where there is no terminal."""
     preview_html: str | None = None
     """Page to write, for a browser: the report, and samples to look through."""
     string_for_printing_masks: str | None = None
     """In samples printed, put this for each run of masked tokens instead of their text."""
-    num_proc: int = os.cpu_count() or 1
-    """Worker processes."""
+    rows: RowOptions = field(default_factory=RowOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -571,7 +633,8 @@ class EvaluateOptions:
     run: str | None = None
     """Output directory of train.py: all its exports, beside the models of --model."""
     data: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy."""
+    """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy; of classifiers macro F1,
+    accuracy and loss."""
     task: tuple[str, ...] = ()
     """Files of prompts with references: the last answer of a chat, completion, answer, or choices with the right
     one's number."""
@@ -730,6 +793,19 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise ValueError(f"{text}: must be a step (10), or the first and the last one (10:13), counted from 1")
     return first, last
+
+
+def parse_subset(text: str) -> int | float:
+    """A number of samples in '10', a share of them in '1%'; ValueError if it is neither."""
+    try:
+        if not text.endswith("%"):
+            if (count := int(text)) >= 1:
+                return count
+        elif 0 < (share := float(text[:-1]) / 100) <= 1:
+            return share
+    except ValueError:
+        pass
+    raise ValueError(f"{text}: must be a number of samples (10), or a share of them above 0 and up to 100% (1%)")
 
 
 def flag_name(field_name: str) -> str:

@@ -11,13 +11,14 @@ and keeps up with runs that go on. Runs may have ended or not: they are only rea
 import sys
 from pathlib import Path
 
-from command_line import exit_with_message, parse_options
+from command_line import parse_options
 from disk import written_aside
 from options import PlotOptions
 from plots.figure import write_figure
 from plots.page import choose_smoothing, make_curves_page
 from plots.run_files import Run, iterate_warnings, open_runs
 from plots.server import serve
+from ranks.ending import exit_with_message
 
 
 def plot_metrics(options: PlotOptions) -> None:

@@ -23,13 +23,16 @@ from typing import Any, BinaryIO, NoReturn
 from chat.masking import ChatMasker, load_stop_token_ids
 from chat.pictures import ImageExpander, load_processor
 from chat.templates import change_tokenizer, load_tokenizer
-from command_line import exit_with_message, parse_options
+from command_line import parse_options
 from corpus.files import Source, find_sources
+from corpus.formats import OWN_NAMES, FieldPaths
+from corpus.hub_rows import find_dataset
 from corpus.labelled import FieldNames
 from corpus.labelled_tokens import LabelledTokenizer, describe_pairs
 from corpus.labels import describe_similar
 from corpus.outputs import Outputs
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
+from corpus.random_rows import make_random_source, prepare_random
 from corpus.report import (
     DROPPED,
     Totals,
@@ -56,8 +59,8 @@ from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import written_aside
 from model.files import find_model
-from options import ProcessDataOptions
-from ranks.ending import ExitCode
+from options import ProcessDataOptions, RowOptions
+from ranks.ending import ExitCode, exit_with_message
 
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10
@@ -68,25 +71,27 @@ interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 def process_data(options: ProcessDataOptions) -> None:
     """Writes the data set and its sidecar, prints the report. Raises ValueError or OSError for what a user can mend."""
     # What can be refused is refused before any row is read.
-    sources = find_sources(options.input_file)
+    sources = open_sources(options.rows)
     outputs = Outputs(
         Path(options.output_file),
         page=None if options.preview_html is None else Path(options.preview_html),
-        is_split=options.validation_share is not None,
+        is_split=options.rows.validation_share is not None,
     )
-    outputs.check([source.path for source in sources])
+    outputs.check([source.path for source in sources if source.read is None])
     model_dir = find_model(
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
     )
     tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
-    if options.format == CLASSIFICATION:
-        preparation, notes = prepare_classification(tokenizer, sources, options)
-        stop_token_id = None
+    stop_token_id, notes = None, []
+    if options.rows.mock_data is not None:
+        preparation = prepare_random(tokenizer, options.rows)
+    elif options.rows.format == CLASSIFICATION:
+        preparation, notes = prepare_classification(tokenizer, sources, options.rows)
     else:
         masker = ChatMasker(
             tokenizer,
             stop_token_ids=load_stop_token_ids(model_dir),
-            allow_missing_stop_token=options.allow_missing_stop_token,
+            allow_missing_stop_token=options.rows.allow_missing_stop_token,
             expander=open_expander(model_dir, options),
         )
         notes = check_template(masker, options)
@@ -110,9 +115,9 @@ def process_data(options: ProcessDataOptions) -> None:
         check_interrupt()
         totals = add_up(sides)
         notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
-        check_totals(totals, reasons, sources=sources, skip_invalid=options.skip_invalid)
+        check_totals(totals, reasons, sources=sources, skip_invalid=options.rows.skip_invalid)
         if outputs.is_split:
-            check_sides(sides, share=options.validation_share)
+            check_sides(sides, share=options.rows.validation_share)
         if not reasons:
             aside[outputs.rejected].unlink()
         describe = partial(
@@ -138,8 +143,24 @@ def process_data(options: ProcessDataOptions) -> None:
     print_samples(totals.samples[: options.preview], tokenizer, mask=options.string_for_printing_masks)
 
 
+def open_sources(options: RowOptions) -> list[Source]:
+    """What the rows are read from."""
+    if options.mock_data is not None:
+        return [make_random_source(options)]
+    if options.input_dataset is not None:
+        return [find_dataset(options)]
+    return find_sources(options.input_file)
+
+
+def choose_paths(options: RowOptions) -> FieldPaths:
+    """Where rows have what is tokenized; those of classifiers have a reader of their own."""
+    if options.format == CLASSIFICATION:
+        return OWN_NAMES
+    return FieldPaths(options.messages_field, options.prompt_field, options.completion_field, options.text_field)
+
+
 def changes_tokenizer(options: ProcessDataOptions) -> bool:
-    return options.chat_template is not None or bool(options.add_special_tokens)
+    return options.rows.chat_template is not None or bool(options.rows.add_special_tokens)
 
 
 def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any, dict[str, int]]:
@@ -147,7 +168,9 @@ def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any,
     tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
     if not changes_tokenizer(options):
         return tokenizer, {}
-    added = change_tokenizer(tokenizer, template=options.chat_template, special_tokens=options.add_special_tokens)
+    added = change_tokenizer(
+        tokenizer, template=options.rows.chat_template, special_tokens=options.rows.add_special_tokens
+    )
     return tokenizer, added
 
 
@@ -162,18 +185,20 @@ def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander 
 
 def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
     """How rows of conversations, completions and documents become samples."""
+    paths, is_given = choose_paths(options.rows), options.rows.format is not None
     if not options.images:
-        return prepare_chats(masker, format_is_given=options.format is not None)
+        return prepare_chats(masker, paths, format_is_given=is_given)
     return prepare_pictured(
         masker,
-        format_is_given=options.format is not None,
+        paths,
+        format_is_given=is_given,
         directories={source.name: source.path.resolve().parent for source in sources},
         output_dir=Path(options.output_file).resolve().parent,
     )
 
 
 def prepare_classification(
-    tokenizer: Any, sources: Sequence[Source], options: ProcessDataOptions
+    tokenizer: Any, sources: Sequence[Source], options: RowOptions
 ) -> tuple[Preparation, list[str]]:
     """Reads all rows for their labels; how rows become samples, and what there is to know about them."""
     fields = FieldNames(options.text_field, options.text_pair_field, options.label_field, options.label_separator)
@@ -192,9 +217,9 @@ def prepare_classification(
 def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
     """What there is to know about the template. Without one, what is no chat can still be tokenized."""
     if masker.tokenizer.chat_template is not None:
-        given = options.chat_template
+        given = options.rows.chat_template
         return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
-    if options.allow_missing_stop_token:
+    if options.rows.allow_missing_stop_token:
         raise ValueError("--allow-missing-stop-token has no effect: the tokenizer has no chat template")
     return []
 
@@ -216,7 +241,7 @@ def write_companions(
         sidecar = describe(
             totals,
             tokenizer_dir=files.tokenizer.name if changes_tokenizer(options) else None,
-            split=None if other is None else describe_split(SIDES[i], share=options.validation_share, other=other),
+            split=None if other is None else describe_split(SIDES[i], share=options.rows.validation_share, other=other),
         )
         aside[files.sidecar].write_text(json.dumps(sidecar, indent=2) + "\n")
 
@@ -239,15 +264,15 @@ def write_data(
         preparation=preparation,
         ending=ending,
         num_shown=num_samples_shown(options),
-        max_sample_num_tokens=options.max_sample_num_tokens,
-        cuts_blocks=options.block_size is not None,
-        validation_share=options.validation_share,
+        max_sample_num_tokens=options.rows.max_sample_num_tokens,
+        cuts_blocks=options.rows.block_size is not None,
+        validation_share=options.rows.validation_share,
     )
     num_bytes = sum(source.num_bytes for source in sources)
-    chunks = read_formatted_chunks(sources, options.format)
+    chunks = read_formatted_chunks(sources, options.rows.format, choose_paths(options.rows))
     reasons = []
     with (
-        closing(run_in_order(process, chunks, num_workers=count_workers(sources, options))) as results,
+        closing(run_in_order(process, chunks, num_workers=count_workers(sources, options.rows))) as results,
         ExitStack() as files,
         report_progress(num_bytes) as advance,
     ):
@@ -256,7 +281,7 @@ def write_data(
                 files.enter_context(open_output(path, ending, preparation.task)),
                 ending=ending,
                 num_shown=num_samples_shown(options),
-                cutter=make_cutter(side, eos_token_id=eos_token_id, block_size=options.block_size),
+                cutter=make_cutter(side, eos_token_id=eos_token_id, block_size=options.rows.block_size),
             )
             for path, side in zip(paths, SIDES, strict=False)
         ]
@@ -272,7 +297,9 @@ def write_data(
     return [writer.totals for writer in writers], reasons
 
 
-def count_workers(sources: Sequence[Source], options: ProcessDataOptions) -> int:
+def count_workers(sources: Sequence[Source], options: RowOptions) -> int:
+    if any(source.num_bytes == 0 and source.read is not None for source in sources):
+        return options.num_proc  # of how much there is to read, nothing is known
     return min(options.num_proc, 1 + sum(source.num_bytes for source in sources) // BYTES_PER_WORKER)
 
 
@@ -289,7 +316,7 @@ def num_samples_shown(options: ProcessDataOptions) -> int:
 
 def check_totals(totals: Totals, reasons: list[str], *, sources: Sequence[Source], skip_invalid: bool) -> None:
     """Refuses invalid rows, shown with their lines, unless they are to be skipped; and a data set without samples."""
-    shown, where = "".join(f"\n  {reason}" for reason in reasons), f"--input-file {describe_sources(sources)}"
+    shown, where = "".join(f"\n  {reason}" for reason in reasons), describe_sources(sources)
     if reasons and not skip_invalid:
         more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
         raise ValueError(

@@ -164,7 +164,10 @@ def iterate_batches(
         sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
         lengths = data.lengths[sample_ids]
         table = pack_batch(lengths, options.max_tokens_per_gpu, world_size, attention_cost)
-        micro_batches = [read_micro_batch(data, sample_ids[row[rank]], objective) for row in table]
+        micro_batches = [
+            replace(read_micro_batch(data, sample_ids[row[rank]], objective), draws=[num_drawn + i for i in row[rank]])
+            for row in table
+        ]
         counts = data.num_loss_tokens[sample_ids]  # (batch_size,)
         num_targets, num_counted_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
         divisor = objective.measure_divisor(num_targets, map(data.read, sample_ids.tolist()))

@@ -4,6 +4,7 @@ On one node, and in one process:
 
     torchrun --nproc-per-node=8 train.py --model-name-or-path M --data-path O --output-dir D
     python train.py --config recipes/gsm8k_tiny.yaml --output-dir D
+    python train.py --model-name-or-path M --input-file chats.jsonl --output-dir D --max-epochs 1
 
 The script reads top to bottom: what is refused early, the model, the loop.
 """
@@ -32,6 +33,7 @@ import torch.distributed as dist
 
 from lifecycle.due import what_is_due
 from lifecycle.metrics import StepMeter
+from lifecycle.raw_rows import tokenize_rows
 from lifecycle.record import describe_run
 from lifecycle.run_directory import RunDirectory
 from lifecycle.start import build_run_model, open_inputs
@@ -133,6 +135,7 @@ if __name__ == "__main__":
     try:
         world = init_world(options.sharding, hang_timeout=options.end.hang_timeout)
         connect_lifeline(world, control)
+        options = tokenize_rows(options, world, control)
         code, message = train(options, world, control)
         dist.destroy_process_group()
     except BaseException as error:  # whatever it is, the other ranks end with this one

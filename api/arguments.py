@@ -104,13 +104,16 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """What is trained: any option of train.py, and InstructLab's names for them, of which each is given by one.
 
     With `process_data`, `data_path` is chats, which are tokenized into `data_output_dir` first; without, it is what
-    process_data.py has written. `lora` and `osft` take True, with options beside, or all of theirs in one object.
+    process_data.py has written. In place of it, `input_file`, `input_dataset` or `mock_data` say what to train on.
+    `lora` and `osft` take True, with options beside, or all of theirs in one object.
     """
 
     process_data: bool = True
     data_output_dir: str | None = None
     max_seq_len: int | None = None
     chat_tmpl_path: str | None = None
+    mock_data: int | bool | Given = NOTHING  # samples of random tokens in place of data; True: 10,000
+    mock_data_len: int | Given = NOTHING  # tokens of each
     data_process_num_cpu_procs: int | None = None
     validation_split: float = 0.0
     validation_frequency: int | None = None

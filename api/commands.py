@@ -13,6 +13,7 @@ from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, 
 from .errors import BadInputError
 
 DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
+NUM_MOCK_SAMPLES = 10_000  # where mock_data is True
 
 # InstructLab's name -> ours.
 TRAIN_NAMES = {
@@ -28,6 +29,7 @@ TRAIN_NAMES = {
     "adamw_eps": "adam_eps",
     "use_liger": "use_liger_kernels",
     "log_level": "logging_level",
+    "mock_data_len": "mock_length",
 }
 DATA_NAMES = {
     "data_path": "input_file",
@@ -93,7 +95,11 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     for name, reason in NO_COUNTERPART.items():
         if given.pop(name, None):
             raise make_bad_input(f"{name} has no counterpart here: {reason}")
-    if args.process_data:
+    if given.get("mock_data") is False:
+        del given["mock_data"]
+    if given.get("mock_data") is True:
+        given["mock_data"] = NUM_MOCK_SAMPLES
+    if tokenizes_first(args):
         given.pop("data_path", None)
         values.give("data_path", (str(find_data_file(args)),), by="process_data")
     if "adamw_betas" in given:
@@ -115,6 +121,14 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     if not any(end in values for end in ENDS):
         values.give("max_epochs", 1, by="the default of InstructLab")
     return make_words(TrainOptions, values)
+
+
+def tokenizes_first(args: TrainingArgs) -> bool:
+    """Whether `data_path` is chats, and not train.py itself is given rows, or none are needed."""
+    gives_rows = any(
+        getattr(args, name) not in (NOTHING, False) for name in ("input_file", "input_dataset", "mock_data")
+    )
+    return args.process_data and not gives_rows
 
 
 def make_data_words(args: DataProcessArgs) -> list[str]:
@@ -223,7 +237,7 @@ def give_sharding(values: Values, args: TrainingArgs) -> None:
 def give_validation(values: Values, args: TrainingArgs) -> None:
     """A share of the chats, measured every so many steps."""
     if args.validation_split:
-        if not args.process_data:
+        if not tokenizes_first(args):
             raise make_bad_input("validation_split has no effect without process_data: give validation_data_path")
         file = find_data_file(args)
         validation_file = file.with_name(f"{file.stem}.validation{file.suffix}")

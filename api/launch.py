@@ -13,7 +13,7 @@ from typing import IO, Any
 from ..disk import identify_file
 from ..ranks.ending import EXIT_FILE, ExitCode
 from .arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
-from .commands import make_data_args, make_data_words, make_torchrun_words, make_train_words
+from .commands import make_data_args, make_data_words, make_torchrun_words, make_train_words, tokenizes_first
 from .errors import make_error
 
 PROGRAM = Path(__file__).parent.parent / "__main__.py"
@@ -64,7 +64,7 @@ def run_training(
     if training_args is None:
         raise TypeError("run_training() needs training_args")
     words = [*make_torchrun_words(torchrun_args), *make_train_words(training_args)]  # refused before anything starts
-    if training_args.process_data:
+    if tokenizes_first(training_args):
         Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)
         process_data(make_data_args(training_args))
     output_dir = next(Path(word.partition("=")[2]) for word in words if word.startswith("--output-dir="))

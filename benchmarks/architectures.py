@@ -334,6 +334,22 @@ def write_table(results: dict[str, Result], title: str) -> str:
     return "\n".join([title, "", *rows, "", f"{len(results)} types: {total}", ""])
 
 
+def judge_all(
+    model_types: list[str], judge_type: Callable[[str, Path], Result], *, processes: int, seconds: float
+) -> dict[str, Result]:
+    """Each type in a process of its own, several at a time; told as they come."""
+    results = {}
+
+    def judge_one(model_type: str) -> tuple[str, Result]:
+        return model_type, judge_apart(functools.partial(judge_type, model_type), seconds=seconds)
+
+    with ThreadPoolExecutor(processes) as pool:
+        for model_type, result in pool.map(judge_one, model_types):
+            results[model_type] = result
+            print(f"{model_type}: {result.outcome}: {result.detail}", flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types; by default all, and a table is kept")
@@ -348,16 +364,12 @@ def main() -> None:
     if unknown := set(model_types) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         parser.error(f"--types: transformers has no causal language model of type {', '.join(sorted(unknown))}")
     import_models(model_types)
-    results = {}
-
-    def judge_one(model_type: str) -> tuple[str, Result]:
-        judge_type = functools.partial(judge, model_type, activation_checkpointing=args.activation_checkpointing)
-        return model_type, judge_apart(judge_type, seconds=args.seconds)
-
-    with ThreadPoolExecutor(args.processes) as pool:
-        for model_type, result in pool.map(judge_one, model_types):
-            results[model_type] = result
-            print(f"{model_type}: {result.outcome}: {result.detail}", flush=True)
+    results = judge_all(
+        model_types,
+        functools.partial(judge, activation_checkpointing=args.activation_checkpointing),
+        processes=args.processes,
+        seconds=args.seconds,
+    )
     title = (
         f"Causal types of transformers, {describe_versions('transformers', 'torch')}, CPU, fp32,"
         f" --activation-checkpointing {args.activation_checkpointing}: a packed row of"

@@ -11,10 +11,8 @@ made from, byte by byte. With `--types` nothing is written.
 """
 
 import argparse
-import functools
 import sys
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from architectures import (
     Result,
     compare,
     describe,
-    judge_apart,
+    judge_all,
     save_tiny_model,
     write_table,
 )
@@ -196,15 +194,7 @@ def main() -> None:
     if unknown := set(model_types) - set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
         parser.error(f"--types: transformers has no multi-modal language model of type {', '.join(sorted(unknown))}")
     import_models(model_types)
-    results = {}
-
-    def judge_one(model_type: str) -> tuple[str, Result]:
-        return model_type, judge_apart(functools.partial(judge, model_type), seconds=args.seconds)
-
-    with ThreadPoolExecutor(args.processes) as pool:
-        for model_type, result in pool.map(judge_one, model_types):
-            results[model_type] = result
-            print(f"{model_type}: {result.outcome}: {result.detail}", flush=True)
+    results = judge_all(model_types, judge, processes=args.processes, seconds=args.seconds)
     title = (
         f"Multi-modal types of transformers on text, {describe_versions('transformers', 'torch')}, CPU, fp32: a packed"
         f" row of {', '.join(map(str, LENGTHS))} tokens, and an export"

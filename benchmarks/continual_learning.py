@@ -49,7 +49,7 @@ from objectives.causal_lm import CausalLM
 from objectives.objective import PackedModel
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
-from options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions
+from options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
 from osft import OSFT
 from process_data import process_data
 from ranks.world import World, init_world, setup_logging
@@ -94,7 +94,7 @@ def prepare(args: argparse.Namespace, work: Path) -> None:
         for part, chats in (("train", trained), ("held_out", held_out)):
             source = work / f"{task}_{part}.jsonl"
             source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-            options = ProcessDataOptions(
+            options = group_options(ProcessDataOptions, 
                 input_file=(str(source),), output_file=str(data_path(work, task, part)),
                 model_name_or_path=str(work / "random"), preview=0, num_proc=1,
             )  # fmt: skip

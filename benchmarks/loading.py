@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -91,19 +92,28 @@ def write_model(path: Path, *, num_layers: int) -> tuple[int, int]:
     path.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(path)
     params = list(model.named_parameters())
+    num_bytes = write_weights(
+        path, params, lambda name, shape: {name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)}
+    )
+    return num_bytes, sum(p.numel() for _, p in params)
+
+
+def write_weights(
+    path: Path, params: list[tuple[str, torch.Tensor]], make: Callable[[str, torch.Size], dict[str, torch.Tensor]]
+) -> int:
+    """Writes what `make` gives for each parameter, a file at a time, all on the disk; its bytes."""
     weight_map = {}
     for i in range(NUM_FILES):
         file = f"model-{i + 1:05}-of-{NUM_FILES:05}.safetensors"
-        tensors = {
-            name: torch.empty(p.shape, dtype=torch.bfloat16).normal_(0, 0.02) for name, p in params[i::NUM_FILES]
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for name, param in params[i::NUM_FILES]:
+            tensors |= make(name, param.shape)
         save_file(tensors, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         with (path / file).open("rb") as written:
             os.fsync(written.fileno())
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return num_bytes, sum(p.numel() for _, p in params)
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def drop_from_cache(file: Path) -> None:

@@ -62,7 +62,7 @@ MODELS = {
 
 
 SQUARE_SHAPE = dict(
-    hidden_size=1024, intermediate_size=3584, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+    hidden_size=1024, intermediate_size=3584, num_attention_heads=16, num_key_value_heads=4,
     vocab_size=32_000, max_position_embeddings=4096, tie_word_embeddings=True,
 )  # fmt: skip
 LEARNING_RATE = 1e-4
@@ -127,9 +127,9 @@ def print_shapes(ratios: list[float]) -> None:
             print(f"| {row} | {' | '.join(f'{share:.2f}' for share in shares)} |")
 
 
-def print_square(ratios: list[float]) -> None:
+def print_square(ratios: list[float], num_layers: int) -> None:
     """Weights, gradients and optimizer state by the plan's simulation, with the square form and without."""
-    shape = SQUARE_SHAPE
+    shape = SQUARE_SHAPE | dict(num_hidden_layers=num_layers)
     print(f"{shape['num_hidden_layers']} layers, hidden {shape['hidden_size']}, MLP {shape['intermediate_size']},"
           f" vocabulary {shape['vocab_size']:,}: q and o are square\n")  # fmt: skip
     print("| compute dtype, R | square form | without | saved | of the square layers |")
@@ -137,9 +137,10 @@ def print_square(ratios: list[float]) -> None:
     sizes = (shape["hidden_size"], shape["hidden_size"])
     for dtype in ("float32", "bfloat16"):
         for ratio in ratios:
-            own, layer = simulate_bytes(ratio, dtype), count_layer_bytes(*sizes, ratio, getattr(torch, dtype))
+            own, layer = simulate_bytes(shape, ratio, dtype), count_layer_bytes(*sizes, ratio, getattr(torch, dtype))
             with without_square_form():
-                plain, as_tall = simulate_bytes(ratio, dtype), count_layer_bytes(*sizes, ratio, getattr(torch, dtype))
+                plain = simulate_bytes(shape, ratio, dtype)
+                as_tall = count_layer_bytes(*sizes, ratio, getattr(torch, dtype))
             print(
                 f"| {dtype}, {ratio} | {own / 1e6:,.1f} MB | {plain / 1e6:,.1f} MB | {1 - own / plain:.1%}"
                 f" | {1 - layer / as_tall:.1%} |"
@@ -147,12 +148,12 @@ def print_square(ratios: list[float]) -> None:
     print()
 
 
-def simulate_bytes(ratio: float, dtype: str) -> int:
-    """Bytes of one rank's weights, gradients and optimizer state where a step of `SQUARE_SHAPE` needs most."""
+def simulate_bytes(shape: dict, ratio: float, dtype: str) -> int:
+    """Bytes of one rank's weights, gradients and optimizer state where a step needs most."""
     options = make_options(osft=True, osft_unfreeze_rank_ratio=ratio, compute_dtype=dtype)
     compute_dtype = choose_compute_dtype(options.compute, torch.device("cpu"))
     inputs = RunInputs(
-        CausalLM(), OSFT(options.osft), options.data, compute_dtype, model_dir="", config=LlamaConfig(**SQUARE_SHAPE)
+        CausalLM(), OSFT(options.osft), options.data, compute_dtype, model_dir="", config=LlamaConfig(**shape)
     )
     planned = lay_out_model(options, inputs, options.compute)
     load = Load(num_tokens=512, num_trained=256, longest=256, accumulates=True)
@@ -177,6 +178,7 @@ def parse_args() -> argparse.Namespace:
         "--compute-dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bfloat16 on CUDA only"
     )
     parser.add_argument("--square", action="store_true", help="also without the form that square weights have")
+    parser.add_argument("--square-layers", type=int, default=8, help="of the model that --square plans")
     parser.add_argument(
         "--decompositions", nargs="+", choices=list(MODELS), metavar="MODEL", help="only the time of their first start"
     )
@@ -254,7 +256,7 @@ def main() -> None:
         return print_shapes(args.ratios)
     setup_logging("ERROR")
     if args.square:
-        print_square(args.ratios)  # before there is a process group
+        print_square(args.ratios, args.square_layers)  # before there is a process group
     world = init_world()
     if args.decompositions:
         print_decompositions(args.decompositions, world)

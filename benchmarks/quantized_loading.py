@@ -18,12 +18,11 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import build, describe_versions, make_options, read_status, watch_memory
-from loading import drop_from_cache
+from loading import NUM_FILES, drop_from_cache, write_weights
 
 from ranks.world import init_world
 
@@ -43,7 +42,7 @@ SETTINGS = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
 DEQUANTIZE = {"mxfp4": Mxfp4Config(dequantize=True), "fp8": FineGrainedFP8Config(dequantize=True)}
-BLOCK, NUM_FILES = 128, 4
+BLOCK = 128
 
 
 def main() -> None:
@@ -106,18 +105,8 @@ def write_release(kind: str, path: Path, *, num_layers: int | None) -> tuple[int
     path.mkdir(parents=True, exist_ok=True)
     written = json.loads(config.to_json_string()) | {"quantization_config": SETTINGS[kind]}
     (path / "config.json").write_text(json.dumps(written))
-    params, weight_map = list(model.named_parameters()), {}
-    for i in range(NUM_FILES):
-        file = f"model-{i + 1:05}-of-{NUM_FILES:05}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for name, param in params[i::NUM_FILES]:
-            tensors |= quantize_random(kind, name, param.shape)
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        with (path / file).open("rb") as opened:
-            os.fsync(opened.fileno())
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    params = list(model.named_parameters())
+    num_bytes = write_weights(path, params, lambda name, shape: quantize_random(kind, name, shape))
     return num_bytes, sum(param.numel() for _, param in params)
 
 

@@ -46,7 +46,7 @@ from transformers import AutoTokenizer
 
 from chat.labels import IGNORED
 from chat.masking import Chat, ChatMasker
-from options import ProcessDataOptions
+from options import ProcessDataOptions, group_options
 from process_data import process_data
 
 CHUNK_ROWS = 1000
@@ -96,7 +96,8 @@ def run_bare(model: str, source: Path, work_dir: Path, num_proc: int, conversati
 
 
 def run_process_data(model: str, source: Path, work_dir: Path, num_proc: int, conversations: list[Any]) -> None:
-    options = ProcessDataOptions(
+    options = group_options(
+        ProcessDataOptions,
         input_file=(str(source),),
         output_file=str(work_dir / "out.arrow"),
         model_name_or_path=model,

@@ -8,7 +8,7 @@ import io
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,13 +51,14 @@ class Chunk:
 
 @dataclass
 class Source:
-    """A file of rows. `sha256` and `format` are known when it was read."""
+    """A file of rows, or what `read` gives in its place. `sha256` and `format` are known when it was read."""
 
     path: Path
     name: str  # in messages and the sidecar: the path within the directory that was given, or the file's name
-    num_bytes: int
+    num_bytes: int  # 0: not known before it is read
     sha256: str | None = None
     format: str | None = None
+    read: Callable[["Source"], Iterator[Chunk]] | None = None  # the rows, where they are in no file of ours
 
     @property
     def compression(self) -> str | None:
@@ -135,6 +136,9 @@ class HashingReader(io.RawIOBase):
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
     """The file's rows; ValueError where the file is damaged. Sets `source.sha256` at the end."""
+    if source.read is not None:
+        yield from source.read(source)
+        return
     with HashingReader(source.path) as raw:
         try:
             with open_decompressed(raw, source.compression) as stream:

@@ -9,10 +9,13 @@
 | document   | document or text                              | text that is all trained                         |
 """
 
+import contextlib
+import difflib
 import json
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
@@ -27,12 +30,32 @@ SHAREGPT_ROLES = {
     "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 
+MOST_PATHS = 40  # that a message lists
+
 Fields = dict[str, Any]
 Example = Chat | Completion | Document
 
 
+@dataclass(frozen=True)
+class FieldPaths:
+    """Where rows have what their format reads under a name of its own; a path has dots for a key within another."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    text: str | None = None
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The paths by those names."""
+        return {name: path for name, path in vars(self).items() if path is not None}
+
+
+OWN_NAMES = FieldPaths()
+
+
 def read_examples(
-    chunk: Chunk, data_format: str | None, *, is_given: bool
+    chunk: Chunk, data_format: str | None, *, is_given: bool, paths: FieldPaths = OWN_NAMES
 ) -> Iterator[tuple[Row, Example | ValueError | None]]:
     """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line.
 
@@ -40,23 +63,85 @@ def read_examples(
     """
     for row in iterate_rows(chunk):
         try:
-            fields = parse_row(row.value, chunk.encoding)
+            fields = rename_fields(parse_row(row.value, chunk.encoding), paths)
             yield row, None if fields is None else read_example(fields, data_format, is_given=is_given)
         except ValueError as error:
             yield row, error
 
 
-def detect_format(chunk: Chunk) -> str | None:
+def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
     """The format of the first row that has one."""
     for row in iterate_rows(chunk):
         try:
-            fields = parse_row(row.value, chunk.encoding)
+            fields = rename_fields(parse_row(row.value, chunk.encoding), paths)
         except ValueError:
             continue  # refused, with its reason, where it is read
         found = None if fields is None else find_format(fields)
         if found is not None:
             return found
     return None
+
+
+def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
+    """ValueError for a path that no row of the chunk has, with those that there are."""
+    rows = []
+    for row in iterate_rows(chunk):
+        with contextlib.suppress(ValueError):  # what cannot be read is refused, with its reason, where it is read
+            rows.append(parse_row(row.value, chunk.encoding) or {})
+    for name, path in paths.given.items():
+        if rows and all(look_up(row, path) is None for row in rows):
+            found = sorted({path for row in rows for path in list_paths(row)})
+            close = difflib.get_close_matches(path, found, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            more = f" and {len(found) - MOST_PATHS} more" if len(found) > MOST_PATHS else ""
+            raise ValueError(
+                f"--{name}-field {path}: no row of {chunk.file}:{chunk.first_row} and the {len(rows)} from there has"
+                f" it{hint}; there are {', '.join(found[:MOST_PATHS])}{more}"
+            )
+
+
+def look_up(row: Fields, path: str) -> Any:
+    """What a row has under a name, which may hold dots itself, or else under the names between the dots; or None."""
+    if path in row:
+        return row[path]
+    value = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def list_paths(row: Fields) -> list[str]:
+    """The paths by which `look_up` finds a row's values."""
+    paths = []
+    for name, value in row.items():
+        paths.append(name)
+        paths += [f"{name}.{path}" for path in list_paths(value)] if isinstance(value, dict) else []
+    return paths
+
+
+def rename_fields(row: Fields | None, paths: FieldPaths) -> Fields | None:
+    """The row with what `paths` name under the names of its format, and of all else only what this format reads.
+
+    ValueError where the row does not have it.
+    """
+    given = paths.given
+    if row is None or not given:
+        return row
+    found = {name: look_up(row, path) for name, path in given.items()}
+    for name, value in found.items():
+        if value is None:
+            raise ValueError(f"no {given[name]!r} (--{name}-field), or it is empty: the row has {quote(sorted(row))}")
+    beside = BESIDE["completion" if "prompt" in found or "completion" in found else next(iter(found))]
+    if "messages" in found and is_sharegpt(found["messages"]):
+        found["conversations"], beside = found.pop("messages"), BESIDE["conversations"]
+    if "completion" in found:
+        beside = ("prompt",)
+    return {name: row[name] for name in beside if name in row} | found
+
+
+def is_sharegpt(turns: Any) -> bool:
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and "from" in first and "role" not in first
 
 
 def find_format(fields: Fields) -> str | None:
@@ -204,6 +289,15 @@ FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...
     "alpaca": (read_alpaca, (("instruction",), ("output",))),
     "completion": (read_completion, (("prompt",), ("completion", "generation"))),
     "document": (read_document, (("document", "text"),)),
+}
+
+
+# What a format reads beside what can be given by a path.
+BESIDE = {
+    "messages": ("tools", "unmask"),
+    "conversations": ("system", "tools", "unmask"),
+    "completion": ("prompt", "completion", "generation"),
+    "text": (),
 }
 
 

@@ -20,7 +20,7 @@ from chat.examples import Chat
 from chat.labels import IGNORED
 from chat.masking import check_unicode
 from corpus.files import Chunk, iterate_rows
-from corpus.formats import Fields, build_chat, parse_row, quote, require_list
+from corpus.formats import Fields, build_chat, look_up, parse_row, quote, require_list
 from corpus.lines import Row
 
 NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and what ends a line
@@ -80,7 +80,7 @@ def read_row(values: Fields, fields: FieldNames, *, is_cell: bool) -> Labelled:
     """Raises ValueError for a row that lacks something or has two things to classify."""
     content = read_content(values, fields)
     name = find_name(values, fields.label, ("label", "labels"), what="label", option="--label-field")
-    given = values.get(name)
+    given = look_up(values, name)
     if isinstance(content, Words):
         labels = [read_label(label, f"{name!r}, word {i}") for i, label in enumerate(require_items(given, name), 1)]
         if len(labels) != len(content.words):
@@ -99,10 +99,10 @@ def read_content(values: Fields, fields: FieldNames) -> Content:
     choices = ("text", "tokens", "messages") if fields.text is None else ()
     name = find_name(values, fields.text, choices, what="text", option="--text-field")
     pair = fields.text_pair or "text_pair"
-    is_pair = fields.text_pair is not None or values.get(pair) is not None
-    value = values.get(name)
+    is_pair = fields.text_pair is not None or look_up(values, pair) is not None
+    value = look_up(values, name)
     if is_pair:
-        return TextPair(read_text(value, name), read_text(values.get(pair), pair))
+        return TextPair(read_text(value, name), read_text(look_up(values, pair), pair))
     if name == "messages":
         return build_chat(require_list(values, name), {key: values[key] for key in ("tools",) if key in values})
     if isinstance(value, list):
@@ -114,7 +114,7 @@ def read_content(values: Fields, fields: FieldNames) -> Content:
 def find_name(values: Fields, given: str | None, choices: tuple[str, ...], *, what: str, option: str) -> str:
     """The name under which the row has it: the one that was given, or the one of `choices` that the row has."""
     if given is not None:
-        if given not in values:
+        if look_up(values, given) is None:
             raise ValueError(f"no {given!r} ({option}), or it is empty: the row has {quote(sorted(values))}")
         return given
     found = [name for name in choices if values.get(name) is not None]

@@ -62,6 +62,14 @@ class Mixture:
         self._find_kept()
         return num_dropped
 
+    def take_subset(self, subset: int | float, *, seed: int) -> None:
+        """Leaves of each set that many of the samples that are kept, or this share of them, at least one; at random."""
+        for i, source in enumerate(self.sources):
+            number = subset if isinstance(subset, int) else max(1, round(subset * len(source.kept)))
+            chosen = np.random.default_rng([seed, i]).permutation(source.kept)[:number]
+            source.kept = np.sort(chosen)
+        self._find_kept()
+
     def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
         """Which data set each row is from."""
         return np.searchsorted(self._first_rows, rows, side="right") - 1

@@ -19,7 +19,7 @@ from chat.examples import Chat
 from chat.pictures import as_data_url
 from chat.placeholders import IMAGE_PART
 from corpus.files import Chunk, iterate_rows
-from corpus.formats import Example, Fields, parse_row, quote, read_example
+from corpus.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, rename_fields
 from corpus.lines import Row
 
 MARKER = "<image>"  # as LLaVA's rows have it
@@ -27,22 +27,27 @@ TURNS = {"messages": "content", "conversations": "value"}
 
 
 def read_pictured(
-    formatted_chunk: tuple[Chunk, str | None], *, is_given: bool, directories: dict[str, Path], output_dir: Path
+    formatted_chunk: tuple[Chunk, str | None],
+    *,
+    is_given: bool,
+    paths: FieldPaths,
+    directories: dict[str, Path],
+    output_dir: Path,
 ) -> Iterator[tuple[Row, Example | ValueError | None]]:
     """As `corpus.formats.read_examples`. Paths are from the `directories` of files by their names, and become such
     from `output_dir`."""
     chunk, data_format = formatted_chunk
     for row in iterate_rows(chunk):
         try:
-            fields = parse_row(row.value, chunk.encoding)
+            fields = rename_fields(parse_row(row.value, chunk.encoding), paths)
             if fields is None:
                 yield row, None
                 continue
             fields, found = take_images(fields)
             example = read_example(fields, data_format, is_given=is_given)
             if isinstance(example, Chat):
-                paths = [find_path(value, directories[chunk.file], output_dir) for value in found]
-                example = replace(example, images=tuple(paths))
+                images = [find_path(value, directories[chunk.file], output_dir) for value in found]
+                example = replace(example, images=tuple(images))
             elif found:
                 raise ValueError("has images and is no conversation: give its text as a user's message")
             yield row, example

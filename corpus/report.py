@@ -125,12 +125,15 @@ def add_up(parts: Sequence[Totals]) -> Totals:
 
 @contextmanager
 def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with the rows and bytes done since the last call: a bar, or a line every ten seconds."""
+    """A function to call with the rows and bytes done since the last call: a bar, or a line every ten seconds.
+
+    `num_bytes` is 0 where it is not known how many there are.
+    """
     from tqdm import tqdm
 
     num_rows, num_done, start = 0, 0, time.monotonic()
     next_line = start + SECONDS_PER_LINE
-    bar = tqdm(total=num_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+    bar = tqdm(total=num_bytes or None, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
 
     def advance(rows: int, done: int) -> None:
         nonlocal num_rows, num_done, next_line
@@ -140,11 +143,8 @@ def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
         bar.update(done)
         if bar.disable and now >= next_line:
             left = (now - start) * (num_bytes - num_done) / max(num_done, 1)
-            print(
-                f"{num_rows:,} rows, {num_done / num_bytes:.0%}, {speed}, {tqdm.format_interval(left)} left",
-                file=sys.stderr,
-                flush=True,
-            )
+            share = f"{num_done / num_bytes:.0%}, {speed}, {tqdm.format_interval(left)} left" if num_bytes else speed
+            print(f"{num_rows:,} rows, {share}", file=sys.stderr, flush=True)
             next_line = now + SECONDS_PER_LINE
 
     with bar:

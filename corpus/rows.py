@@ -13,7 +13,7 @@ import numpy as np
 from chat.masking import ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
 from corpus.files import Chunk, Source, iterate_rows, read_chunks
-from corpus.formats import Example, detect_format, read_examples
+from corpus.formats import OWN_NAMES, Example, FieldPaths, check_paths, detect_format, read_examples
 from corpus.labelled import FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
 from corpus.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
@@ -37,22 +37,22 @@ class Preparation:
     tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
 
 
-def prepare_chats(masker: ChatMasker, *, format_is_given: bool) -> Preparation:
+def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
     """Of chats, completions and documents."""
-    return Preparation(Task(), partial(read_formatted, is_given=format_is_given), masker.mask)
+    return Preparation(Task(), partial(read_formatted, is_given=format_is_given, paths=paths), masker.mask)
 
 
 def prepare_pictured(
-    masker: ChatMasker, *, format_is_given: bool, directories: dict[str, Path], output_dir: Path
+    masker: ChatMasker, paths: FieldPaths, *, format_is_given: bool, directories: dict[str, Path], output_dir: Path
 ) -> Preparation:
     """Of chats with images, and of whatever `prepare_chats` takes."""
-    read = partial(read_pictured, is_given=format_is_given, directories=directories, output_dir=output_dir)
+    read = partial(read_pictured, is_given=format_is_given, paths=paths, directories=directories, output_dir=output_dir)
     return Preparation(Task(VISION), read, masker.mask)
 
 
-def read_formatted(formatted_chunk: FormattedChunk, *, is_given: bool) -> Iterator[ReadRow]:
+def read_formatted(formatted_chunk: FormattedChunk, *, is_given: bool, paths: FieldPaths) -> Iterator[ReadRow]:
     chunk, data_format = formatted_chunk
-    return read_examples(chunk, data_format, is_given=is_given)
+    return read_examples(chunk, data_format, is_given=is_given, paths=paths)
 
 
 def prepare_labelled(tokenizer: LabelledTokenizer, fields: FieldNames) -> Preparation:
@@ -81,13 +81,17 @@ class ChunkResult:
     rejected: dict[int, str]  # number of the row -> reason
 
 
-def read_formatted_chunks(sources: Sequence[Source], data_format: str | None) -> Iterator[FormattedChunk]:
+def read_formatted_chunks(
+    sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
+) -> Iterator[FormattedChunk]:
     """The chunks of all files, with the format that was given, or that the file's first row shows."""
     for source in sources:
         source.format = data_format
-        for chunk in read_chunks(source):
+        for i, chunk in enumerate(read_chunks(source)):
+            if i == 0 and paths.given:
+                check_paths(chunk, paths)
             if source.format is None:
-                source.format = detect_format(chunk)
+                source.format = detect_format(chunk, paths)
             yield chunk, source.format
 
 

@@ -75,26 +75,26 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
     model = Path(options.model_name_or_path)
     return {
         "model_name_or_path": model.resolve().name if model.is_dir() else options.model_name_or_path,
-        "format": options.format,
-        "chat_template": None if options.chat_template is None else Path(options.chat_template).name,
-        "add_special_tokens": list(options.add_special_tokens),
-        "max_sample_num_tokens": options.max_sample_num_tokens,
-        "block_size": options.block_size,
-        "validation_share": options.validation_share,
-        "skip_invalid": options.skip_invalid,
-        **(describe_label_options(options) if options.format == CLASSIFICATION else {}),
-        "allow_missing_stop_token": options.allow_missing_stop_token,
+        "format": options.rows.format,
+        "chat_template": None if options.rows.chat_template is None else Path(options.rows.chat_template).name,
+        "add_special_tokens": list(options.rows.add_special_tokens),
+        "max_sample_num_tokens": options.rows.max_sample_num_tokens,
+        "block_size": options.rows.block_size,
+        "validation_share": options.rows.validation_share,
+        "skip_invalid": options.rows.skip_invalid,
+        **(describe_label_options(options) if options.rows.format == CLASSIFICATION else {}),
+        "allow_missing_stop_token": options.rows.allow_missing_stop_token,
     }
 
 
 def describe_label_options(options: ProcessDataOptions) -> dict[str, Any]:
     return {
-        "truncate": options.truncate,
-        "text_field": options.text_field,
-        "text_pair_field": options.text_pair_field,
-        "label_field": options.label_field,
-        "label_separator": options.label_separator,
-        "labels_from": None if options.labels_from is None else Path(options.labels_from).name,
+        "truncate": options.rows.truncate,
+        "text_field": options.rows.text_field,
+        "text_pair_field": options.rows.text_pair_field,
+        "label_field": options.rows.label_field,
+        "label_separator": options.rows.label_separator,
+        "labels_from": None if options.rows.labels_from is None else Path(options.rows.labels_from).name,
     }
 
 

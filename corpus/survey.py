@@ -17,7 +17,7 @@ from corpus.labelled import FieldNames, Labelled, TextPair, Words, is_ignored, r
 from corpus.labels import LabelCounts, Labels, decide_labels, find_declared_names, name_label, read_known_labels
 from corpus.split import HASH_BYTES, hash_example
 from corpus.worker_pool import run_in_order
-from options import ProcessDataOptions
+from options import RowOptions
 
 
 @dataclass
@@ -51,12 +51,10 @@ class Survey:
     has_pairs: bool
 
 
-def survey_rows(
-    sources: Sequence[Source], fields: FieldNames, options: ProcessDataOptions, *, num_workers: int
-) -> Survey:
+def survey_rows(sources: Sequence[Source], fields: FieldNames, rows: RowOptions, *, num_workers: int) -> Survey:
     """Reads all rows. Raises ValueError where it cannot be told what the labels mean, and where no row has one."""
-    known = None if options.labels_from is None else read_known_labels(options.labels_from)
-    declared = () if known is not None or options.label_names else find_declared_names(sources, fields)
+    known = None if rows.labels_from is None else read_known_labels(rows.labels_from)
+    declared = () if known is not None or rows.label_names else find_declared_names(sources, fields)
     counts, first, has_pairs = LabelCounts(), None, False
     names, lines, texts, labels = [], [], [], []
     read = (chunk for source in sources for chunk in read_chunks(source))
@@ -73,8 +71,8 @@ def survey_rows(
     decided = decide_labels(
         counts,
         first=first,
-        label_type=options.label_type,
-        label_names=options.label_names or declared,
+        label_type=rows.label_type,
+        label_names=rows.label_names or declared,
         known=known,
     )
     return Survey(decided, find_repeats(names, lines, texts, labels), has_pairs)

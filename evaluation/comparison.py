@@ -1,10 +1,10 @@
 """How sure a mean is, and whether two models differ: bootstrap intervals and paired tests over the same samples.
 
-Every measure is a ratio of sums over samples: of scores and of what they are divided by, which is 1 for an answer and
-the number of targets for a loss. n samples, m models, R resamples.
+A measure is a ratio of sums over samples: of scores and of what they are divided by, which is 1 for an answer and
+the number of targets for a loss; or it is made of sums (`Folded`). n samples, m models, R resamples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,27 @@ MAX_DRAWN = 4_000_000  # indices that are held at once
 
 
 @dataclass(frozen=True)
+class Folded:
+    """How to make a measure that is no mean over samples, such as macro F1, of counts that are."""
+
+    counts: Sequence[Any]  # of each model: scipy's sparse array (n, k)
+    fold: Callable[[np.ndarray], np.ndarray]  # of counts that are summed over samples: (..., k) -> (...)
+
+
+@dataclass(frozen=True)
 class Scores:
-    """A measure of all models on all samples."""
+    """A measure of all models on all samples. `sums` of one that is `folded` say which samples a model is better on."""
 
     name: str
     sums: np.ndarray  # (m, n) fp64
     divisors: np.ndarray  # (n,) fp64
     higher_is_better: bool = True
+    folded: Folded | None = None
 
     @property
     def means(self) -> np.ndarray:  # (m,)
+        if self.folded is not None:
+            return np.array([self.folded.fold(counts.sum(0)) for counts in self.folded.counts])
         return self.sums.sum(1) / self.divisors.sum()
 
     @property
@@ -49,7 +60,7 @@ def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
         pair["p_holm"] = adjusted
     return {
         "name": scores.name, "higher_is_better": scores.higher_is_better, "is_right_or_wrong": scores.is_binary,
-        "num_samples": num_samples,
+        "is_mean": scores.folded is None, "num_samples": num_samples,
         "values": values, "pairs": pairs,
     }  # fmt: skip
 
@@ -57,11 +68,21 @@ def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
 def draw_means(scores: Scores, *, seed: int, num_resamples: int) -> Iterator[np.ndarray]:  # of (r, m)
     """Every model's mean over samples drawn with replacement: the same samples for all of them."""
     random, num_samples = np.random.default_rng(seed), len(scores.divisors)
-    at_once = max(1, MAX_DRAWN // num_samples)
-    for start in range(0, num_resamples, at_once):
-        rows = random.integers(num_samples, size=(min(at_once, num_resamples - start), num_samples))
+    for num_drawn in cut(num_resamples, num_samples):
+        rows = random.integers(num_samples, size=(num_drawn, num_samples))
+        if scores.folded is not None:
+            places = rows + num_samples * np.arange(num_drawn)[:, None]
+            times = np.bincount(places.ravel(), minlength=rows.size).reshape(rows.shape)  # that each sample was drawn
+            yield np.stack([scores.folded.fold(times @ counts) for counts in scores.folded.counts], axis=1)
+            continue
         divisors = scores.divisors[rows].sum(1)
         yield np.stack([sums[rows].sum(1) / divisors for sums in scores.sums], axis=1)
+
+
+def cut(num_resamples: int, num_samples: int) -> Iterator[int]:
+    """How many resamples are drawn at a time."""
+    at_once = max(1, MAX_DRAWN // num_samples)
+    yield from (min(at_once, num_resamples - start) for start in range(0, num_resamples, at_once))
 
 
 def find_interval(drawn: np.ndarray) -> np.ndarray:  # (R, ...) -> (2, ...)
@@ -75,7 +96,12 @@ def compare_pair(scores: Scores, a: int, b: int, *, drawn: np.ndarray, seed: int
     changes = scores.sums[b] - scores.sums[a]  # (n,)
     gains = changes if scores.higher_is_better else -changes
     better, worse = int((gains > 0).sum()), int((gains < 0).sum())
-    test, p = find_p_value(changes, better, worse, is_binary=scores.is_binary, seed=seed, num_resamples=num_resamples)
+    if scores.folded is not None:
+        test, p = "exchange", permute_models(scores.folded, a, b, seed=seed, num_resamples=num_resamples)
+    else:
+        test, p = find_p_value(
+            changes, better, worse, is_binary=scores.is_binary, seed=seed, num_resamples=num_resamples
+        )
     return {
         "a": a, "b": b, "difference": float(scores.means[b] - scores.means[a]), "low": float(low), "high": float(high),
         "num_better": better, "num_worse": worse, "test": test, "p": p,
@@ -106,6 +132,21 @@ def find_p_value(
         rng=np.random.default_rng(seed),
     )
     return "sign permutation", float(result.pvalue)
+
+
+def permute_models(folded: Folded, a: int, b: int, *, seed: int, num_resamples: int) -> float:
+    """p, by exchanging at random which of the two models has said what to a sample (Yeh 2000, ACL C00-2137)."""
+    random, first, second = np.random.default_rng(seed), folded.counts[a], folded.counts[b]
+
+    def measure(moved: np.ndarray) -> np.ndarray:  # (..., k) -> (...)
+        return np.abs(folded.fold(second.sum(0) - moved) - folded.fold(first.sum(0) + moved))
+
+    changes = second - first
+    observed, num_as_large = measure(np.zeros(changes.shape[1])), 0
+    for num_drawn in cut(num_resamples, changes.shape[0]):
+        exchanged = random.integers(2, size=(num_drawn, changes.shape[0])) @ changes  # (r, k)
+        num_as_large += int((measure(exchanged) >= observed - 1e-12).sum())
+    return (num_as_large + 1) / (num_resamples + 1)
 
 
 def adjust_by_holm(values: list[float]) -> list[float]:

@@ -30,6 +30,7 @@ function choose(set) {
 function draw() {
   drawMeans();
   drawPairs();
+  drawClasses();
   find();
 }
 
@@ -57,6 +58,8 @@ function drawMeans() {
     extra.perplexity && `${data.models[i]}: perplexity ${format(extra.perplexity)}`,
     extra.corpus_bleu !== undefined && `${data.models[i]}: BLEU of all ${extra.corpus_bleu.toFixed(2)}`,
     extra.label && `${data.models[i]}: macro F1 ${format(extra.label.macro_f1)}`,
+    extra.classification?.matthews !== undefined && `${data.models[i]}: Matthews ${format(extra.classification.matthews)}`,
+    extra.classification?.pearson && `${data.models[i]}: Pearson ${format(extra.classification.pearson)}`,
     extra.num_cut && `${data.models[i]}: ${extra.num_cut} answers cut at their longest`,
   ].filter(Boolean).join(", ")).filter(Boolean).join("; ");
   byId("about").textContent = `${one.num_samples.toLocaleString("en")} samples, ${direction}; the bars are 95 % intervals`
@@ -79,6 +82,25 @@ function drawPairs() {
       make("td", kind, signed(pair.difference)), make("td", "", interval(pair)),
       make("td", "", pair.num_better), make("td", "", pair.num_worse), last,
     );
+    return row;
+  }));
+}
+
+// scikit-learn's report, of classifiers and of labels that are read out of answers.
+function drawClasses() {
+  const reports = chosen.extras.map(extra => extra.classification?.classes ?? extra.label?.labels);
+  byId("classes").hidden = !reports[0];
+  if (!reports[0]) return;
+  const classes = Object.entries(reports[0]).map(([name, first]) => {
+    const scores = reports.map(report => report[name].f1 ?? report[name]["f1-score"]);
+    return { name, scores, count: first.num_targets ?? first.support, spread: Math.max(...scores) - Math.min(...scores) };
+  }).sort((a, b) => b.spread - a.spread);
+  const head = make("tr", "", "");
+  head.append(...["class", "targets", ...data.models].map(text => make("th", "", text)));
+  byId("classes-table").replaceChildren(head, ...classes.map(one => {
+    const row = make("tr", "", "");
+    row.append(make("td", "", one.name), make("td", "", one.count.toLocaleString("en")),
+      ...one.scores.map(score => make("td", "", score.toFixed(4))));
     return row;
   }));
 }
@@ -145,7 +167,8 @@ function drawSample(sample) {
     const box = make("div", "answer" + (tells ? isGood(sample, i) ? " right" : " wrong" : ""), "");
     box.append(make("h3", "", data.models[i]));
     if (chosen.kind !== "losses") box.append(fill(make("p", "", ""), answer.text || "(nothing)"));
-    const scores = chosen.metrics.map((one, k) => `${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`);
+    const scores = chosen.metrics.flatMap((one, k) =>
+      one.is_mean ? [`${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`] : []);
     box.append(make("small", "", scores.join(" · ") + (answer.is_cut ? " · cut at its longest" : "")));
     answers.append(box);
   });

@@ -21,7 +21,7 @@ class Measured:
     """One task or data set, measured for all models: `samples[model][i]`."""
 
     name: str
-    kind: str  # answers, choices, losses, harness
+    kind: str  # answers, choices, losses, classes, harness
     shown: list[dict[str, Any]]  # of each sample what was asked, and what is right
     samples: list[list[Sample]]
     scores: list[Scores]

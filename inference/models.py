@@ -17,6 +17,7 @@ from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE
 from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
 from objectives.causal_lm import CausalLM
+from objectives.columns import SEQUENCES, TOKENS
 from ranks.terminal import shows_progress
 
 
@@ -31,6 +32,16 @@ class FoundModel:
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     trust_remote_code: bool
+
+    @property
+    def classifies(self) -> str | None:
+        """Which objective a classifier is for, as its config or its adapter's says; None: it is none."""
+        if self.adapter is not None:
+            task = json.loads((self.adapter / ADAPTER_CONFIG).read_text()).get("task_type")
+            return {"SEQ_CLS": SEQUENCES, "TOKEN_CLS": TOKENS}.get(task)
+        endings = {"ForSequenceClassification": SEQUENCES, "ForTokenClassification": TOKENS}
+        found = [endings[end] for name in self.config.architectures or () for end in endings if name.endswith(end)]
+        return found[0] if found else None
 
     def identify(self) -> dict[str, Any]:
         """What tells it from others: names, and digests of config and weights."""
@@ -96,6 +107,14 @@ def check_adapter_files(adapter: Path, *, flag: str) -> None:
         raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install 'mini-trainer[lora]'") from None
 
 
+def check_answering(found: FoundModel) -> None:
+    if found.classifies is not None:
+        raise ValueError(
+            f"--model {found.name}: is a classifier ({found.classifies}) and has no answers: evaluate_model.py --data"
+            " measures it on a tokenized set"
+        )
+
+
 def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
     """What the weights are stored in, unless something else is asked for."""
     return (config.dtype or torch.float32) if given == "auto" else getattr(torch, given)
@@ -103,6 +122,7 @@ def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
 
 def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with its weights, and its adapter beside them, on `device`; ValueError if they do not fit."""
+    check_answering(found)
     objective = CausalLM()
     obstacle = objective.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:

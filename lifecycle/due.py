@@ -58,7 +58,7 @@ def is_validation_due(
     position: RunPosition, options: ValidationOptions, *, batch_size: int, epoch_length: int, is_last: bool
 ) -> bool:
     """Whether the model is measured at `position`, the end of a step."""
-    if not options.validation_data_path:
+    if not options.is_asked:
         return False
     every = options.validate_every_steps
     return (

@@ -14,6 +14,7 @@ from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer
 from lifecycle.due import what_is_due
 from lifecycle.export import ExportParts, export_model
+from lifecycle.export_check import check_export
 from lifecycle.hub import BEST, MAIN, Uploads
 from lifecycle.live_line import open_console
 from lifecycle.model_card import make_card
@@ -263,6 +264,9 @@ class RunDirectory:
         )
         with self.control.slow(f"the export after step {position.step}"):
             export_model(state.model, export_dir, parts, world=self.world)
+            if self.options.exports.check_export:
+                is_packed = self.options.lora.base_quantization != "none"
+                check_export(state.model, export_dir, parts, world=self.world, is_packed=is_packed)
             call_on_rank0(self.world, lambda: self.remove_old_exports(position))
         if self.uploads is not None:
             message = f"After step {position.step:,}, {position.num_samples:,} samples"

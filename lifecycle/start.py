@@ -25,11 +25,12 @@ from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.columns import VISION
+from objectives.embedding_noise import EmbeddingNoise
 from objectives.objective import Objective, PackedModel
 from objectives.packed_row import check_positions
 from objectives.text_tower import text_config
 from objectives.vision import VisionLanguage
-from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, VisionOptions
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, VisionOptions, parse_subset
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -41,19 +42,24 @@ Result = TypeVar("Result")
 
 def choose_objective(options: TrainOptions) -> Objective:
     """What the options say is learned."""
-    if options.classification.objective != CausalLM.name:
-        return Classification(options.classification, seed=options.data.seed)
+    o, seed, alpha = options.classification, options.data.seed, options.optimization.neftune_alpha
+    noise = None if alpha is None else EmbeddingNoise(alpha, seed=seed)
+    if o.objective != CausalLM.name:
+        return Classification(o, seed=seed, noise=noise)
+    text = CausalLM(
+        router_aux_loss=options.optimization.router_aux_loss, label_smoothing=o.label_smoothing, noise=noise
+    )
     if has_images(options.data):
-        return VisionLanguage(options.vision, router_aux_loss=options.optimization.router_aux_loss)
+        return VisionLanguage(options.vision, text)
     if options.vision != VisionOptions():
         raise ValueError("--freeze: no effect on data without images (process_data.py --images)")
-    return CausalLM(router_aux_loss=options.optimization.router_aux_loss)
+    return text
 
 
 def has_images(options: DataOptions) -> bool:
     """Whether the data was made for models that see; what cannot be read is told where it is opened."""
     try:
-        sidecar = read_sidecar(options.data_path[0])
+        sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
     except ValueError:
         return False
     return sidecar is not None and sidecar.get("objective") == VISION
@@ -169,16 +175,23 @@ def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
         cap = int(data.lengths.max())
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
     num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=o.drop_overlong))
+    if o.subset is not None and num_dropped is not None:
+        data.take_subset(parse_subset(o.subset), seed=o.seed)
     inputs.sidecars = [source.sidecar for source in data.sources]
     return num_dropped
 
 
 def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
-    """The sets of --validation-data-path; each must have something to predict."""
-    paths = options.validation.validation_data_path
+    """The sets of --validation-data-path, and where it is asked for the training data; each must have something to
+    predict."""
+    o, paths = options.data, options.validation.validation_data_path
+    if options.validation.validate_training_data:
+        paths = tuple(dict.fromkeys((*paths, *o.data_path)))
 
     def open_sets() -> Mixture:
         data = Mixture([TokenizedData(path, option="--validation-data-path") for path in paths])
+        if o.subset is not None:
+            data.take_subset(parse_subset(o.subset), seed=o.seed)
         for source in data.sources:
             if source.num_loss_tokens.sum() == 0:
                 raise ValueError(f"--validation-data-path {source.path}: no token of it is trained, so it has no loss")
@@ -291,7 +304,7 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
             for name, kept, share in zip(data.names, data.kept_of, data.shares, strict=True)
         )
     if validation_data is not None:
-        sources += f"\nvalidation: {len(validation_data.lengths):,} samples of {', '.join(validation_data.names)}"
+        sources += f"\nvalidation: {len(validation_data.kept):,} samples of {', '.join(validation_data.names)}"
     log.info(
         f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
         f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu{sources}\n"
@@ -306,7 +319,7 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) 
     data, num_steps = inputs.data, inputs.num_steps
     if data is not None and batch_size > len(data.kept):
         inputs.warnings.append(f"--batch-size {batch_size}: each step draws the {len(data.kept)} samples repeatedly")
-    if data is not None and inputs.validation_data is not None:
+    if data is not None and inputs.validation_data is not None and not options.validation.validate_training_data:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
             if source.path.resolve() in trained:

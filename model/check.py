@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from model.attention import OWN
 from model.blocks import find_blocks
@@ -55,15 +55,13 @@ def check_packing(
 
     The modules in `training` compute as they train, all others as they validate.
     """
-    model, config = packed_model.model, text_config(packed_model.model.config)
+    model = packed_model.model
     # Other kernels round otherwise. In bf16 that adds up over layers (4 % was seen after 80) and sends some tokens to
     # another expert, so there the middle token tells: wrong attention or positions move nearly all.
     exact = packed_model.compute_dtype == torch.float32
     tolerance, rounding, loss_tolerance = (1e-4, 1e-4, 1e-5) if exact else (3e-2, 1e-1, 3e-2)
     random = np.random.default_rng(0)
-    texts = np.setdiff1d(np.arange(config.vocab_size), list(find_placeholders(model.config)))
-    sequences = [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
-    others = [texts[random.integers(0, len(texts), len(sequence))] for sequence in sequences]
+    sequences, others = draw_sequences(model, random), draw_sequences(model, random)
     backend = find_decoder(model).config._attn_implementation
     refused = f"model type {model.config.model_type!r} cannot be trained here: "
     packed_model.eval()
@@ -121,6 +119,13 @@ def check_packing(
         )
     reshard(packed_model)
     packed_model.train()
+
+
+def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[np.ndarray]:
+    """Three short sequences of random tokens, of those that stand for text."""
+    vocab_size = text_config(model.config).vocab_size
+    texts = np.setdiff1d(np.arange(vocab_size), list(find_placeholders(model.config)))
+    return [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
 
 
 def split_rows(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:

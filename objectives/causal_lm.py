@@ -22,6 +22,7 @@ from transformers import (
 
 from chat.labels import IGNORED
 from objectives.columns import Task, check_task
+from objectives.embedding_noise import EmbeddingNoise
 from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idle_sample, pack_samples
 from objectives.objective import Scores
 from objectives.packed_row import describe_row, find_pad_position
@@ -49,9 +50,18 @@ class CausalLM:
 
     name, peft_task = "causal-lm", "CAUSAL_LM"
 
-    def __init__(self, *, router_aux_loss: float | None = None):
-        """`router_aux_loss`: how much a mixture of experts' auxiliary loss counts; None: as the model's config says."""
-        self.router_aux_loss = router_aux_loss
+    def __init__(
+        self,
+        *,
+        router_aux_loss: float | None = None,
+        label_smoothing: float = 0.0,
+        noise: EmbeddingNoise | None = None,
+    ):
+        """`router_aux_loss`: how much a mixture of experts' auxiliary loss counts; None: as the model's config says.
+
+        `label_smoothing` and `noise` concern what is trained; validations measure without them.
+        """
+        self.router_aux_loss, self.label_smoothing, self.noise = router_aux_loss, label_smoothing, noise
 
     def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
         check_task(task, self.name)
@@ -117,13 +127,17 @@ class CausalLM:
     def wrap(
         self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool
     ) -> "PackedCausalLM":
-        return PackedCausalLM(
+        packed_model = PackedCausalLM(
             model,
             backend=backend,
             compute_dtype=compute_dtype,
             fuses_loss=fuses_loss,
             router_aux_loss=find_router_loss(model, self.router_aux_loss),
+            label_smoothing=self.label_smoothing,
         )
+        if self.noise is not None:
+            self.noise.attach(packed_model)
+        return packed_model
 
     def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
         return pack_samples(samples, sources=sources, num_sources=num_sources)
@@ -182,6 +196,7 @@ class PackedCausalLM(nn.Module):
         compute_dtype: torch.dtype,
         fuses_loss: bool = False,
         router_aux_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ):
         super().__init__()
         self.model = model
@@ -202,6 +217,7 @@ class PackedCausalLM(nn.Module):
         self.fuses_loss = fuses_loss
         self.router_aux_loss = router_aux_loss
         self.sight: Sight | None = None  # of a model that sees images
+        self.label_smoothing = label_smoothing
         self.router_loss: Tensor | None = None
         self.reports: dict[str, Tensor] = {}
 
@@ -260,7 +276,9 @@ class PackedCausalLM(nn.Module):
             sums = torch.zeros(micro_batch.num_sources, device=micro_batch.targets.device)
             self.reports["source_losses"] = sums
             by_source = None if micro_batch.sources is None else (micro_batch.sources, sums)
-        return sum_token_loss(**arguments, compiled=self.fuses_loss, by_source=by_source)
+        return sum_token_loss(
+            **arguments, smoothing=self.label_smoothing, compiled=self.fuses_loss, by_source=by_source
+        )
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> Scores:
@@ -287,7 +305,11 @@ class PackedCausalLM(nn.Module):
         outputs = self.model(**own, use_cache=False, **routed)
         logits = outputs.logits  # (1, L, V)
         loss_sum = nn.functional.cross_entropy(
-            logits[0].float(), micro_batch.targets, ignore_index=IGNORED, reduction="sum"
+            logits[0].float(),
+            micro_batch.targets,
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
         if self.router_aux_loss:
             loss_sum = loss_sum + self.router_aux_loss * outputs.aux_loss * input_ids.shape[1]

@@ -25,9 +25,17 @@ def summarize_classes(task: Task, targets: np.ndarray, logits: np.ndarray) -> di
         warnings.simplefilter("ignore")  # of a class that nothing has, or values that are all the same
         if task.label_type == "regression":
             return score_values(targets, logits)
+        targets, predicted = targets.astype(int), predict_classes(task, logits)
         if task.label_type == "multi":
-            return score_many(task, targets.astype(int), (logits > 0).astype(int))
-        return score_classes(task, targets[:, 0].astype(int), logits.argmax(1))
+            return score_many(task, targets, predicted)
+        return score_classes(task, targets[:, 0], predicted[:, 0])
+
+
+def predict_classes(task: Task, logits: np.ndarray) -> np.ndarray:  # (N, C) -> (N, K)
+    """What the logits say, as targets are: a class, a zero or one for each class, or values."""
+    if task.label_type == "regression":
+        return logits
+    return (logits > 0).astype(int) if task.label_type == "multi" else logits.argmax(1)[:, None]
 
 
 def score_classes(task: Task, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N,) each

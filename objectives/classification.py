@@ -21,6 +21,7 @@ from objectives.class_loss import ClassLoss, choose_class_weights
 from objectives.class_packing import cut_lengths, make_idle_classified, pack_classified
 from objectives.class_scores import METRICS, describe_prediction, summarize_classes
 from objectives.columns import Sample, Task, check_task
+from objectives.embedding_noise import EmbeddingNoise
 from objectives.micro_batch import MicroBatch
 from objectives.packed_classifier import PackedClassifier
 from objectives.text_tower import LeftOut, find_base
@@ -39,9 +40,9 @@ class Classification:
     Invariant: `task` and `loss` are there once `open_data` has been called, `pad_token_id` after `use_tokenizer`.
     """
 
-    def __init__(self, options: ClassificationOptions, *, seed: int):
-        """`seed`: of a head that the model's files do not have."""
-        self.options, self.seed, self.name = options, seed, options.objective
+    def __init__(self, options: ClassificationOptions, *, seed: int | None, noise: EmbeddingNoise | None = None):
+        """`seed`: of a head that the model's files do not have; None: they must have it."""
+        self.options, self.seed, self.noise, self.name = options, seed, noise, options.objective
         self.of_tokens = options.objective == "token-classification"
         self.peft_task = "TOKEN_CLS" if self.of_tokens else "SEQ_CLS"
         self.auto_class = AutoModelForTokenClassification if self.of_tokens else AutoModelForSequenceClassification
@@ -111,6 +112,8 @@ class Classification:
 
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
         """Parameters of a head that the model's files do not have, as transformers initializes them."""
+        if self.seed is None:
+            return {}
         shell, head = copy.deepcopy(model).to("meta"), self.find_head(model)
         digest = hashlib.sha256(f"{self.seed} {' '.join(head)}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -129,9 +132,12 @@ class Classification:
     ) -> PackedClassifier:
         if self.pad_token_id is not None and self.pad_token_id < model.config.vocab_size:
             model.config.pad_token_id = self.pad_token_id  # as an export has it: decoders look for it
-        return PackedClassifier(
+        packed_model = PackedClassifier(
             model, backend=backend, compute_dtype=compute_dtype, loss=self.loss, of_tokens=self.of_tokens
         )
+        if self.noise is not None:
+            self.noise.attach(packed_model)
+        return packed_model
 
     # Samples.
 

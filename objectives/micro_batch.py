@@ -25,6 +25,8 @@ class MicroBatch:
     target_weights: Tensor | None  # (T,) fp32, of each target's loss; None: all are 1
     max_seqlen: int
     seq_lengths: list[int]
+    # Of each sequence its sample's position in the stream that a run draws from; None where nothing is trained.
+    draws: list[int] | None = None
     sources: Tensor | None = None  # (N,) int64: the data set that each trained position is of; None: all of the first
     num_sources: int = 1  # data sets
     chunks: "MicroBatch | None" = None  # the same row with borders inside of sequences (see `chunk_sequences`)

@@ -24,25 +24,31 @@ def sum_token_loss(
     bias: Tensor | None = None,  # (V,)
     token_weights: Tensor | None = None,  # (N,) fp32
     softcap: float | None = None,
+    smoothing: float = 0.0,
     chunk_bytes: int = CHUNK_BYTES,
     compiled: bool = False,
     by_source: tuple[Tensor, Tensor] | None = None,  # (N,) int64 and (sources,) fp32
 ) -> Tensor:
     """Sum over N of token_weights * cross_entropy(hidden @ weight.T + bias, targets), in fp32.
 
-    `softcap`: the logits z become softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118, section 2). Works with
-    N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so
+    `softcap`: the logits z become softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118, section 2). `smoothing`: this
+    share of each target is spread over the whole vocabulary (transformers' LabelSmoother). Works with N = 0: the loss
+    is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so
     the peak memory is one chunk of logits plus the gradients themselves, whatever N is. `compiled`: all that is done
     with a chunk's logits between the matrix products is fused by torch.compile. `by_source`: each token's source, and
     sums of their losses, to which they are added.
     """
-    return _SumTokenLoss.apply(hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled, by_source)
+    return _SumTokenLoss.apply(
+        hidden, weight, targets, bias, token_weights, softcap, smoothing, chunk_bytes, compiled, by_source
+    )
 
 
 class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
     @memory_kind("loss")
-    def forward(ctx, hidden, weight, targets, bias, token_weights, softcap, chunk_bytes, compiled, by_source):
+    def forward(
+        ctx, hidden, weight, targets, bias, token_weights, softcap, smoothing, chunk_bytes, compiled, by_source
+    ):
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -55,7 +61,7 @@ class _SumTokenLoss(torch.autograd.Function):
             is_fused = compiled and len(logits) > 1  # a dimension of 1 would be compiled by itself
             chunk_weights = None if token_weights is None else token_weights[chunk, None]
             losses, d_logits, d_bias_part = (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
-                logits, targets[chunk, None], chunk_weights, softcap, needs_bias
+                logits, targets[chunk, None], chunk_weights, softcap, smoothing, needs_bias
             )
             loss_sum += losses.sum()
             if by_source is not None:
@@ -82,7 +88,7 @@ class _SumTokenLoss(torch.autograd.Function):
             d_weight = d_weight.mul_(d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
-        return d_hidden, d_weight, None, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, None, d_bias, None, None, None, None, None, None
 
 
 def sum_chunk_loss(
@@ -90,6 +96,7 @@ def sum_chunk_loss(
     target: Tensor,  # (rows, 1)
     token_weights: Tensor | None,  # (rows, 1)
     softcap: float | None,
+    smoothing: float,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The losses (rows, 1), their derivatives by the logits (rows, V) in their type, by the bias (V,) in fp32."""
@@ -98,9 +105,13 @@ def sum_chunk_loss(
         logits = logits.float().div_(softcap).tanh_().mul_(softcap)
     log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     losses = -log_probs.gather(1, target)
+    if smoothing:
+        losses = (1 - smoothing) * losses - smoothing * log_probs.mean(dim=1, keepdim=True)
     slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
     d_logits = log_probs.exp_()
-    d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target))
+    if smoothing:
+        d_logits.sub_(smoothing / logits.shape[1])
+    d_logits.scatter_add_(1, target, d_logits.new_full((), smoothing - 1).expand_as(target))
     if slope is not None:
         d_logits.mul_(slope)
     if token_weights is not None:

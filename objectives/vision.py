@@ -42,8 +42,9 @@ class VisionLanguage:
 
     name, peft_task = VISION, "CAUSAL_LM"
 
-    def __init__(self, options: VisionOptions, *, router_aux_loss: float | None = None):
-        self.options, self.text = options, CausalLM(router_aux_loss=router_aux_loss)
+    def __init__(self, options: VisionOptions, text: CausalLM):
+        """`text`: the objective of what is said; its settings are of both."""
+        self.options, self.text = options, text
         self.config: PreTrainedConfig | None = None
         self.trust_remote_code = False
         self.processor: Any = None

@@ -21,6 +21,7 @@ from disk import SPARE_BYTES, read_json
 from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import check_state
 from lifecycle.due import is_export_due
+from lifecycle.raw_rows import find_data
 from lifecycle.record import check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from lifecycle.start import Errors, RunInputs, keeps_to_budget, open_inputs
 from model.files import find_weights
@@ -109,6 +110,11 @@ def plan_run(options: TrainOptions) -> ExitCode:
     is_rank0 = os.environ.get("RANK", "0") == "0"
     findings = Findings()
     if is_rank0:
+        found = findings.problems.attempt(lambda: find_data(options))
+        if found is None:
+            findings.print()
+            return ExitCode.BAD_INPUT
+        options = replace_options(options, **found)
         target = find_target(options, world_size, findings, is_here=is_here)
         run = look_at_run(options, target, findings)
         options, packing, is_simulated = plan_memory(options, target, run, findings)
@@ -130,9 +136,10 @@ def plan_run(options: TrainOptions) -> ExitCode:
 
 
 def list_settled(options: TrainOptions) -> dict[str, Any]:
-    """What rank 0 alone has found for options that may have been auto."""
+    """What rank 0 alone has found: for options that may have been auto, and where rows became data sets."""
     mode, cap = options.compute.activation_checkpointing, options.data.max_tokens_per_gpu
-    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap)
+    paths = dict(data_path=options.data.data_path, validation_data_path=options.validation.validation_data_path)
+    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap) | paths
 
 
 def find_target(options: TrainOptions, world_size: int, findings: Findings, *, is_here: bool) -> Target:
@@ -416,7 +423,7 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
     model_bytes = num_exported * getattr(torch, options.exports.export_dtype).itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
     num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
-    if options.validation.validation_data_path and options.validation.export_best:
+    if options.validation.is_asked and options.validation.export_best:
         num_exports += 2  # the best, and a better one that is being written
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free

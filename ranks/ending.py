@@ -122,6 +122,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 
 
+def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
+    """Prints one message to stderr and ends this process with `code`.
+
+    Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended
+    by torchrun, and speak only if they are still there, because then the mistake was theirs alone.
+    """
+    rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
+    if local_rank != "0":
+        time.sleep(SECONDS_TO_BE_ENDED)
+    where = "" if rank in (None, "0") else f"[rank {rank}] "
+    print(f"{where}error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank
+
+
 def dump_stacks(head: str, path: Path | None) -> None:
     """Writes `head` and every thread's stack to `path`, whose directory is made; to stderr if it is None."""
     if path is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
-from ranks.ending import ExitCode, RunError, describe_error
+from ranks.ending import ExitCode, RunError, describe_error, exit_with_message
 from ranks.monitor import RunControl
 from ranks.peers import SLOW_LIMIT
 from ranks.terminal import LinesAboveBars, shows_progress
@@ -107,6 +107,21 @@ def setup_logging(level: str) -> None:
     handlers = [LinesAboveBars()] if shows_progress() else None
     logging.basicConfig(format="%(message)s", level=logging.ERROR, handlers=handlers)
     log.setLevel(level if os.environ.get("RANK", "0") == "0" else "ERROR")
+
+
+def call_with_world(
+    work: Callable[[World], None], *, when_interrupted: str = "interrupted; start the same command again to go on"
+) -> None:
+    """A script's whole work, which computes and has no run: one message for what a user can mend, and for Ctrl-C."""
+    setup_logging("WARNING")
+    world = init_world()
+    try:
+        work(world)
+    except (ValueError, OSError) as error:
+        exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message(when_interrupted, code=ExitCode.INTERRUPTED)
+    dist.destroy_process_group()
 
 
 def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:

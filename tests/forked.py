@@ -23,7 +23,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-from processes import ROOT
+from processes import ROOT, Job
 from torch.distributed import TCPStore
 
 SECONDS_TO_END = 30  # for a rank whose neighbour has failed, as torchrun gives it
@@ -109,8 +109,8 @@ class ForkedRanks:
             process.join()
 
 
-class ForkedJob:
-    """A run of a script on forked ranks in the background, to be used as processes.Job is.
+class ForkedJob(Job):
+    """A run of a script on forked ranks in the background.
 
     There is no torchrun: when a rank is killed, the others have to end by themselves.
     """

@@ -18,6 +18,7 @@ class Hub:
         self.commits: list[tuple[str, str, str]] = []  # repository, branch, message
         self.tokens: set[str] = set()
         self.requests: Counter[str] = Counter()  # by the path's last word
+        self.datasets: dict[str, dict[str, str]] = {}  # data sets: commits by branch or tag
         self.failures: dict[str, list[int]] = {}  # statuses to answer the next requests of this last word with
         hub = self
 
@@ -48,12 +49,19 @@ class Hub:
             status, content = self.failures[word].pop(0), {"error": "injected"}
         else:
             status, content = ANSWERS.get(word, answer_unknown)(self, path, body)
-        encoded = json.dumps(content).encode()
-        request.send_response(status)
-        request.send_header("Content-Type", "application/json")
-        request.send_header("Content-Length", str(len(encoded)))
-        request.end_headers()
-        request.wfile.write(encoded)
+        send_json(request, status, content)
+
+
+def send_json(request: BaseHTTPRequestHandler, status: int, content: object) -> None:
+    """Answers; what names a code, as the hub's errors do, has it in the header too."""
+    encoded = json.dumps(content).encode()
+    request.send_response(status)
+    if isinstance(content, dict) and "code" in content:
+        request.send_header("X-Error-Code", content["code"])
+    request.send_header("Content-Type", "application/json")
+    request.send_header("Content-Length", str(len(encoded)))
+    request.end_headers()
+    request.wfile.write(encoded)
 
 
 def answer_unknown(hub: Hub, path: list[str], body: bytes) -> tuple[int, object]:
@@ -91,6 +99,16 @@ def describe_revision(hub: Hub, path: list[str], body: bytes) -> tuple[int, obje
     name = "/".join(path[2:4])
     files = hub.repos[name][path[-1]] if path[-2] == "revision" else hub.repos[name]["main"]
     return 200, {"id": name, "sha": "0" * 40, "siblings": [{"rfilename": file} for file in files]}
+
+
+def describe_dataset(hub: Hub, path: list[str], body: bytes) -> tuple[int, object]:
+    name = "/".join(path[2:4])
+    revision = path[5] if len(path) > 5 else "main"
+    if name not in hub.datasets:
+        return 404, {"error": "Repository not found", "code": "RepoNotFound"}
+    if revision not in hub.datasets[name]:
+        return 404, {"error": "Invalid rev id", "code": "RevisionNotFound"}
+    return 200, {"id": name, "sha": hub.datasets[name][revision], "siblings": []}
 
 
 def choose_modes(hub: Hub, path: list[str], body: bytes) -> tuple[int, object]:
@@ -132,6 +150,7 @@ def commit(hub: Hub, path: list[str], body: bytes) -> tuple[int, object]:
 
 ANSWERS = {
     "create": create, "whoami-v2": name_user, "branch": make_branch, "tree": list_files, "models": describe_revision,
+    "datasets": describe_dataset,
     "preupload": choose_modes, "batch": offer_upload, "blobs": keep_blob, "commit": commit,
     "validate-yaml": lambda hub, path, body: (200, {"errors": [], "warnings": []}),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
-# For the environment of a run in which rank 1 raises in its third update.
+# Makes the third optimizer step of rank 1 fail.
 RAISING_RANK = """
 import os
 if os.environ.get("RANK") == "1":

@@ -1,14 +1,13 @@
 """The benchmarks still run, at their smallest size, and find what they are to find."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scaling
+from forked import run_forked
 from harness import build_state, count_state_bytes, make_batch, make_options
 from osft_cost import count_layer_bytes, without_square_form
-from processes import ROOT, run
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 from torch import float32
 
@@ -31,9 +30,9 @@ def read_table(text: str, first_column: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_found():
-    done = run([sys.executable, ROOT / "benchmarks/train_step.py", "--shape", "nano", "--batch-size", "8",
+    done = run_forked(0, "benchmarks/train_step.py", "--shape", "nano", "--batch-size", "8",
                 "--micro-batch-size", "4", "--max-tokens-per-gpu", "512", "--num-steps", "1", "--num-rounds", "1",
-                "--learning-rate", "1e-2", "--in-one-process"])  # fmt: skip
+                "--learning-rate", "1e-2", "--in-one-process")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_table(done.stdout, "method")
     apart = {method: cells[-1] for method, cells in rows.items()}
@@ -46,9 +45,10 @@ def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_fo
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_classifiers_are_timed_against_transformers_trainer():
-    done = run([sys.executable, ROOT / "benchmarks/classification.py", "--num-samples", "8", "--batch-size", "4",
-                "--num-rounds", "1"])  # fmt: skip
+    done = run_forked(0, "benchmarks/classification.py", "--num-samples", "8", "--batch-size", "4",
+                "--num-rounds", "1")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_table(done.stdout, "method")
     assert set(rows) == {"ours, packed", "Trainer, padded", "Trainer, group_by_length"}
@@ -56,20 +56,21 @@ def test_classifiers_are_timed_against_transformers_trainer():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_scaling_runs_at_its_smallest_size():
-    done = run([sys.executable, ROOT / "benchmarks/scaling.py", "--measured-shape", "nano", "--processes", "2",
+    done = run_forked(0, "benchmarks/scaling.py", "--measured-shape", "nano", "--processes", "1",
                 "--num-steps", "1", "--max-tokens", "512", "--batch-size", "8", "--num-repeats", "1", "--gpus", "8",
-                "64", "--num-batches", "1", "--lengths", "chats", "--samples-per-gpu", "8"])  # fmt: skip
+                "64", "--num-batches", "1", "--lengths", "chats", "--samples-per-gpu", "8")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(read_table(done.stdout, "ranks")) == {"2"}
+    assert set(read_table(done.stdout, "ranks")) == {"1"}
     assert set(read_table(done.stdout, "GPUs")) == {"8", "64"}
 
 
 @pytest.mark.slow
 def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
-    done = run([sys.executable, ROOT / "benchmarks/osft_cost.py", "--square", "--ratios", "0.25", "--hidden-size", "64",
-                "--intermediate-size", "128", "--num-layers", "2", "--num-heads", "4", "--vocab-size", "512",
-                "--num-steps", "1", "--num-micro-batches", "1", "--tokens", "256"])  # fmt: skip
+    done = run_forked(0, "benchmarks/osft_cost.py", "--square", "--square-layers", "1", "--ratios", "0.25",
+                "--hidden-size", "64", "--intermediate-size", "128", "--num-layers", "2", "--num-heads", "4",
+                "--vocab-size", "512", "--num-steps", "1", "--num-micro-batches", "1", "--tokens", "256")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     planned = read_table(done.stdout, "compute dtype, R")
     assert all(float(cells[2].rstrip("%")) > 1 for cells in planned.values()), planned
@@ -79,12 +80,13 @@ def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_continual_learning_trains_with_every_method_and_goes_on_from_its_exports(tmp_path: Path):
-    done = run([sys.executable, ROOT / "benchmarks/continual_learning.py", "--output-dir", tmp_path, "--num-held-out",
+    done = run_forked(0, "benchmarks/continual_learning.py", "--output-dir", tmp_path, "--num-held-out",
                 "4", "--num-problems", "60", "--vocab-size", "300", "--hidden-size", "32", "--num-layers", "2",
                 "--steps-a", "2", "--steps", "2", "--batch-size", "2", "--learning-rates", "1e-3", "--num-workers", "1",
                 "--methods", "full", "full linear", "LoRA 32", "OSFT weights 0.25",
-                "OSFT activations 0.5"])  # fmt: skip
+                "OSFT activations 0.5")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(read_table((tmp_path / "results.md").read_text(), "method")) == 5
     assert (tmp_path / "LoRA 32 @ 1e-3 @ c" / "model.safetensors").exists(), "no third task from LoRA's export"
@@ -152,9 +154,10 @@ def test_fitted_costs_are_those_that_made_the_times_and_never_negative():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_the_sweep_of_types_tells_exact_ones_from_those_that_are_refused_and_those_that_are_not_built():
     types = ["bloom", "lfm2", "bart", "gemma4_assistant"]
-    done = run([sys.executable, ROOT / "benchmarks/architectures.py", "--seconds", "600", "--types", *types])
+    done = run_forked(0, "benchmarks/architectures.py", "--seconds", "600", "--types", *types)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = dict(line.split(": ")[:2] for line in done.stdout.splitlines() if line.split(":")[0] in types)
     assert outcomes == {"bloom": "exact", "lfm2": "exact", "bart": "refused", "gemma4_assistant": "not built"}

@@ -11,6 +11,7 @@ from in_process import train_on
 from scipy import stats
 from sklearn import metrics
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
+from tiny_data import read_lines
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from command_line import find_problems
@@ -33,10 +34,6 @@ def make_inputs(root: Path, family: str = "distilbert", **data: object) -> dict[
     objective = "token-classification" if data.get("of_tokens") else "sequence-classification"
     return dict(model_name_or_path=str(model), objective=objective, data_path=paths["train"],
                 validation_data_path=(paths["small"], paths["large"]))  # fmt: skip
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def read_validations(run: Path) -> list[dict]:
@@ -165,8 +162,12 @@ def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (dict(label_smoothing=0.1), "--label-smoothing: no effect on --objective causal-lm"),
+        (dict(class_weights=("balanced",)), "--class-weights: no effect on --objective causal-lm"),
         (dict(write_predictions=True, validation_data_path=("v",)), "--write-predictions: no effect on --objective"),
+        (
+            dict(label_smoothing=1.0, class_weights=("balanced",)),
+            "--label-smoothing 1.0: must be at least 0 and below 1",
+        ),
         (dict(objective="token-classification", label_smoothing=1.0), "must be at least 0 and below 1"),
         (dict(objective="token-classification", router_aux_loss=0.1), "classifiers have no such loss"),
     ],

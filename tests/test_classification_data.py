@@ -4,7 +4,6 @@ What is right is said by transformers' tokenizer on its own, by the csv files th
 """
 
 import csv
-import dataclasses
 import gzip
 import json
 import subprocess
@@ -29,7 +28,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from corpus.survey import survey_rows
 from objectives.columns import SEQUENCES, TOKENS, Task
-from options import ProcessDataOptions
+from options import ProcessDataOptions, RowOptions, group_options, replace_options
 from process_data import process_data
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +90,8 @@ def prepare(model: Path, source: Path | tuple[Path, ...], output: Path, **option
     """What process_data.py makes of the source, read back."""
     sources = source if isinstance(source, tuple) else (source,)
     process_data(
-        ProcessDataOptions(
+        group_options(
+            ProcessDataOptions,
             input_file=tuple(map(str, sources)),
             output_file=str(output),
             model_name_or_path=str(model),
@@ -109,7 +109,7 @@ def read_all(data: TokenizedData) -> list[tuple]:
 
 def find_task(path: Path, **options) -> Task:
     """What the labels of a file are taken for, without anything being tokenized."""
-    given = ProcessDataOptions(input_file=(), output_file="", model_name_or_path="", format="classification", **options)
+    given = RowOptions(format="classification", **options)
     return survey_rows(find_sources([str(path)]), FieldNames(), given, num_workers=1).labels.task
 
 
@@ -465,14 +465,14 @@ def test_the_script_ends_with_one_message(encoder, tmp_path):
 
 
 def test_options_without_effect_are_refused():
-    options = ProcessDataOptions(input_file=("a",), output_file="o.arrow", model_name_or_path="m")
-    assert find_problems(dataclasses.replace(options, label_field="y", truncate=True)) == [
+    options = group_options(ProcessDataOptions, input_file=("a",), output_file="o.arrow", model_name_or_path="m")
+    assert find_problems(replace_options(options, label_field="y", truncate=True)) == [
         "--truncate, --label-field: no effect without --format classification",
         "--truncate needs --max-sample-num-tokens, which says to how many tokens",
     ]
-    options = dataclasses.replace(options, format="classification")
+    options = replace_options(options, format="classification")
     assert find_problems(options) == []
-    problems = find_problems(dataclasses.replace(options, label_names=("a", "a"), labels_from="t.arrow", block_size=9))
+    problems = find_problems(replace_options(options, label_names=("a", "a"), labels_from="t.arrow", block_size=9))
     assert len(problems) == 3 and "--label-names and --labels-from" in " ".join(problems)
 
 

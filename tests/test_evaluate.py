@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, needs_browser
+from evaluations import evaluate_here, list_means
 from forked import run_forked
 from in_process import train_here
 from processes import flags
 from scipy import stats
 from sklearn.metrics import f1_score
 from small_runs import OPTIONS
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from command_line import find_problems
-from evaluate_model import evaluate
 from evaluation.comparison import Scores, adjust_by_holm, compare
 from evaluation.metrics import MEASURES, choose_measures, extract_number, read_label, score_corpus
 from evaluation.models import list_models, make_labels, name_files
@@ -173,22 +173,13 @@ def files(root) -> dict[str, str]:
 
 
 def run(world, output_dir: Path, **changes) -> dict:
-    """results.json of an evaluation."""
-    given = dict(output_dir=str(output_dir), max_new_tokens=NEW, num_resamples=200) | changes
-    options = group_options(EvaluateOptions, **given)
-    assert find_problems(options) == []
-    evaluate(options, world)
-    return json.loads((output_dir / "results.json").read_text())
+    return evaluate_here(world, output_dir, **dict(max_new_tokens=NEW) | changes)
 
 
 @pytest.fixture(scope="module")
 def results(world, root, files) -> dict:
     models = (files["base"], files["other"])
     return run(world, root / "results", model=models, task=(files["task"], files["choices"]), data=files["data"])
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_answers_are_kept_scored_and_added_up(results, root, files):
@@ -300,8 +291,7 @@ def test_the_harness_is_used_as_it_is(world, root, files):
     )  # fmt: skip
     same, harness = found["sets"]
     assert (harness["name"], harness["num_samples"]) == ("tiny_choice", 2)
-    by_name = {metric["name"]: [value["mean"] for value in metric["values"]] for metric in harness["metrics"]}
-    own = {metric["name"]: [value["mean"] for value in metric["values"]] for metric in same["metrics"]}
+    by_name, own = list_means(harness), list_means(same)
     assert (by_name["acc"], by_name["acc_norm"]) == (own["choice"], own["choice_normalised"])
 
 

@@ -1,10 +1,9 @@
-"""What can befall the real program under torchrun: every rank is gone soon, and exit.json says what it was."""
+"""What can befall the real program: every rank is gone soon, and exit.json says what it was."""
 
 import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import RAISING_RANK, ROOT, Job, flags, run, torchrun
+from forked import ForkedJob, run_forked
+from processes import RAISING_RANK, Job, flags, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import LlamaConfig
@@ -29,7 +29,6 @@ NUM_SAMPLES, BATCH_SIZE, SEED, HANG_TIMEOUT = 4000, 8, 5, 6
 LONG_STEP, LONGEST = 150, 8192  # the step, from 1, that draws the one long sample; its tokens
 
 
-# Found on PYTHONPATH by Python itself: makes the third optimizer step of rank 1 fail.
 @dataclass
 class Result:
     job: Job
@@ -57,21 +56,22 @@ def limit_memory(job: Job) -> None:
         resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
 
 
-# Name: processes (0: no torchrun), the step to wait for, the fault, options.
+# Name: processes, the step to wait for, the fault, options.
 FAULTS: dict[str, tuple[int, int, Callable[[Job], None], dict]] = {
     "frozen": (2, 3, freeze_a_rank, dict(hang_timeout=HANG_TIMEOUT)),
-    "killed_rank": (4, 3, kill_a_rank, {}),
+    "killed_rank": (3, 3, kill_a_rank, {}),
     "killed_torchrun": (2, 3, kill_torchrun, {}),
     "raising": (2, 2, lambda job: None, {}),
     "out_of_memory": (2, 3, limit_memory, {}),
     "terminated": (2, 3, lambda job: job.process.terminate(), {}),
     "max_time": (0, 0, lambda job: None, dict(max_time="0.2")),
 }
+UNDER_TORCHRUN = ("killed_rank", "killed_torchrun", "terminated")  # which torchrun has a part in
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, Result]:
-    """Every fault, in a run that would go on for ever; a few at a time, since most of a run here is importing."""
+    """Every fault, in a run that would go on for ever; a few at a time, since those under torchrun mostly import."""
     root = tmp_path_factory.mktemp("faults")
     model = save_tokenizer(save_model(LlamaConfig(**SHAPE | dict(intermediate_size=8192)), root / "model"))
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, max_len=10)
@@ -79,19 +79,22 @@ def results(tmp_path_factory) -> dict[str, Result]:
     drawn = draw_samples(Mixture([TokenizedData(data)]), seed=SEED, start=(LONG_STEP - 1) * BATCH_SIZE, count=1)[0]
     samples[drawn] = ([7] * LONGEST, [-100] + [7] * (LONGEST - 1))
     write_samples(data, samples)
-    (root / "sitecustomize.py").write_text(RAISING_RANK)
+    raising = root / "raising.py"
+    raising.write_text(RAISING_RANK + "import runpy\nrunpy.run_path('train.py', run_name='__main__')\n")
 
     def suffer(name: str) -> Result:
         num_processes, step, fault, options = FAULTS[name]
-        argv = ["train.py", *flags(
+        argv = [raising if name == "raising" else "train.py", *flags(
             model_name_or_path=model, data_path=data, output_dir=root / name, batch_size=BATCH_SIZE, seed=SEED,
             max_tokens_per_gpu=LONGEST, max_steps=1_000_000, activation_checkpointing="none", **options,
         )]  # fmt: skip
-        command = torchrun(num_processes, *argv) if num_processes else [sys.executable, *argv]
-        job = Job(command, root / name, env={"PYTHONPATH": f"{root}:{ROOT}"} if name == "raising" else None)
+        if name in UNDER_TORCHRUN:
+            job = Job(torchrun(num_processes, *argv), root / name)
+        else:
+            job = ForkedJob(num_processes, argv, root / name)
         try:
             job.wait_for_step(step)
-            other = run([sys.executable, *argv]) if name == "terminated" else None
+            other = run_forked(0, *argv) if name == "terminated" else None
             start = time.monotonic()
             fault(job)
             if name == "frozen":

@@ -8,6 +8,7 @@ import torch
 from forked import run_forked
 from peft import LoraConfig, get_peft_model
 from processes import flags
+from tiny_data import read_lines
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
@@ -36,10 +37,6 @@ NEW = 12
 def write_rows(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def make_model(root: Path, name: str) -> Path:

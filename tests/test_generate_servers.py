@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
+from hub_standin import send_json
 from processes import ENV, ROOT, flags
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.num_running -= 1
         if fails or server.refuses is not None:
-            self.reply(503 if fails else 400, {"error": {"message": server.refuses or "busy"}})
+            send_json(self, 503 if fails else 400, {"error": {"message": server.refuses or "busy"}})
         elif body["stream"]:
             self.stream(body["messages"][-1]["content"].upper())
         else:
@@ -68,15 +69,7 @@ class Handler(BaseHTTPRequestHandler):
             usage = {"prompt_tokens": 3, "completion_tokens": len(said), "total_tokens": 3 + len(said)}
             choice = content | {"index": 0, "finish_reason": "stop"}
             kind = "chat.completion" if is_chat else "text_completion"
-            self.reply(200, dict(id="1", object=kind, created=1, model="m", choices=[choice], usage=usage))
-
-    def reply(self, code: int, value: dict) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+            send_json(self, 200, dict(id="1", object=kind, created=1, model="m", choices=[choice], usage=usage))
 
     def stream(self, text: str) -> None:
         self.send_response(200)

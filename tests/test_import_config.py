@@ -75,7 +75,7 @@ def read_options(tmp_path: Path) -> tuple[dict, dict]:
     """What the scripts read of the files that were written."""
     train = parse_options(TrainOptions, ["--config", str(tmp_path / "train.yaml")])
     data = ["--config", str(tmp_path / "data.yaml")]
-    if "input_file" not in yaml.safe_load((tmp_path / "data.yaml").read_text()):
+    if not {"input_file", "input_dataset"} & set(yaml.safe_load((tmp_path / "data.yaml").read_text())):
         data += ["--input-file", "chats.jsonl"]
     return flatten_options(train), flatten_options(parse_options(ProcessDataOptions, data))
 
@@ -86,7 +86,7 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     assert "read as axolotl's, for 8 GPUs" in done.stdout
     assert all(f"  {key} " in done.stdout for key in yaml.safe_load(AXOLOTL))
     assert "no counterpart: evals_per_epoch, mystery\n" in done.stdout
-    assert "field_messages have no counterpart" in done.stdout
+    assert "of its own keys" not in done.stdout
     train, data = read_options(tmp_path)
     assert train.items() >= dict(
         model_name_or_path="meta-llama/Llama-3.2-1B", lora=True, base_quantization="nf4", lora_rank=32, lora_alpha=16,
@@ -119,7 +119,9 @@ def test_what_is_left_out_keeps_the_other_trainers_default(text, expected, tmp_p
     assert "default)" in done.stdout
     train, data = read_options(tmp_path)
     assert train.items() >= expected.items()
-    assert "# input_file: has to be given\n" in (tmp_path / "data.yaml").read_text()
+    is_named = "dataset_name" in text
+    assert ("# input_file: has to be given\n" in (tmp_path / "data.yaml").read_text()) == (not is_named)
+    assert data["input_dataset"] == ("trl-lib/Capybara" if is_named else None)
     assert data["max_sample_num_tokens"] in (4096, 1024)
 
 
@@ -150,6 +152,13 @@ def test_every_key_gives_options_that_there_are(trainer):
             assert to.train.keys() <= train and to.data.keys() <= data, key
             num_said += to.told[key] != "" and not to.told[key].startswith(MISSING)
     assert num_said > len(TRAINERS[trainer][0])
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_noise_and_smoothing_have_counterparts_and_0_is_none(trainer):
+    given = {"neftune_noise_alpha": 5, "label_smoothing_factor": 0.1}
+    assert convert(given, trainer, num_gpus=1).train.items() >= dict(neftune_alpha=5, label_smoothing=0.1).items()
+    assert not {"neftune_alpha", "label_smoothing"} & convert(dict.fromkeys(given, 0), trainer, num_gpus=1).train.keys()
 
 
 @pytest.mark.parametrize(

@@ -172,11 +172,11 @@ def test_a_schedule_that_decays_needs_an_end_and_a_run_without_end_needs_exports
 
 def test_process_data_options():
     paths = dict(input_file="i.jsonl", model_name_or_path="m")
-    assert find_problems(ProcessDataOptions(**paths, output_file="o.csv", num_proc=0)) == [
+    assert find_problems(group_options(ProcessDataOptions, **paths, output_file="o.csv", num_proc=0)) == [
         "--output-file o.csv: must end in .arrow, .parquet or .jsonl",
         "--num-proc 0: must be at least 1",
     ]
-    assert find_problems(ProcessDataOptions(**paths, output_file="o.parquet")) == []
+    assert find_problems(group_options(ProcessDataOptions, **paths, output_file="o.parquet")) == []
 
 
 @pytest.mark.parametrize("script", ["train.py", "process_data.py"])

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 from processes import ENV, ROOT, flags, free_port, is_alive, list_children
 
 # What a checkout has beside the package.
@@ -150,15 +151,12 @@ def test_the_command_is_declared_beside_the_version():
 @pytest.fixture(scope="module")
 def run_flags(site, elsewhere) -> list[str]:
     """Flags of a run on a tiny model and on data that the installed program made."""
+    from tiny_data import write_counting_chats
     from tiny_models import FAMILIES, save_model, save_tokenizer
 
     save_model(FAMILIES["llama"], elsewhere / "model")
     save_tokenizer(elsewhere / "model")
-    chats = [
-        [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 " * n}]
-        for n in range(1, 13)
-    ]
-    (elsewhere / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_counting_chats(elsewhere / "chats.jsonl")
     words = flags(input_file="chats.jsonl", output_file="chats.arrow", model_name_or_path="model")
     done = finish(start(site, elsewhere, "process-data", *words))
     assert done.returncode == 0, done.stderr
@@ -172,9 +170,10 @@ def read_losses(output_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_one_process_and_two_machines_train_alike_from_elsewhere(site, elsewhere, run_flags):
+def test_two_machines_train_from_elsewhere_as_one_process_does_in_a_checkout(site, elsewhere, run_flags):
     end = ["--max-steps", 3]
-    alone = finish(start(site, elsewhere, "train", *run_flags, *end, "--output-dir", "alone"))
+    here = [elsewhere / word if word in ("model", "chats.arrow") else word for word in run_flags]
+    alone = run_forked(0, "train.py", *here, *end, "--output-dir", elsewhere / "alone")
     assert alone.returncode == 0, alone.stderr
     meeting = ["--nnodes=2", "--nproc_per_node", 1, "--rdzv-backend=c10d", "--rdzv-id", "test"]
     argv = ["train", *meeting, f"--rdzv-endpoint=127.0.0.1:{free_port()}", *run_flags, *end, "--output-dir", "both"]

@@ -15,7 +15,7 @@ from osft import OSFT
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")] + sorted(DOCS.glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")] + sorted(DOCS.rglob("*.md"))
 ARCHITECTURE = DOCS / "architecture.md"
 THREE_SCREENS = 120  # lines
 # In backquotes, but no names of our modules: words of Python and torch, the package, columns of a data set.
@@ -83,7 +83,8 @@ def test_a_broken_link_and_a_missing_module_are_found():
 @pytest.mark.parametrize("index", [DOCS / "README.md", ROOT / "README.md"], ids=["docs", "root"])
 def test_an_index_has_every_page(index):
     linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+\.md)\)", index.read_text())}
-    assert sorted(set(DOCS.glob("*.md")) - {DOCS / "README.md"} - linked) == []
+    pages = DOCS.rglob("*.md") if index.parent == DOCS else DOCS.glob("*.md")
+    assert sorted(set(pages) - {DOCS / "README.md"} - linked) == []
 
 
 def test_every_name_in_the_architecture_exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from forked import run_forked, start_server
 from in_process import train_here
 from processes import flags
@@ -30,21 +31,21 @@ from ranks.memory import MemoryCounter
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
 SIMULATIONS = [  # family, options
-    ("llama", dict(lora=True)),
+    wide("llama", dict(lora=True)),
     ("mixtral", dict(lora=True, compute_dtype="bfloat16")),
     ("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
-    ("qwen3", dict(activation_checkpointing="none")),
+    wide("qwen3", dict(activation_checkpointing="none")),
     ("gemma2_softcaps", dict(activation_checkpointing="full")),
-    ("phi_head_bias", dict(activation_checkpointing="selective")),
+    wide("phi_head_bias", dict(activation_checkpointing="selective")),
     ("mistral_window", dict(optimizer="adamw8bit", master_weights="bfloat16")),
-    ("mixtral", dict(activation_checkpointing="none")),
+    wide("mixtral", dict(activation_checkpointing="none")),
     ("mixtral", dict(compute_dtype="bfloat16", micro_batch_grad_sync="last", reshard_after_forward="never")),
-    ("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
+    wide("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
     ("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.75)),
-    ("gated delta net, experts", dict(activation_checkpointing="full")),
+    wide("gated delta net, experts", dict(activation_checkpointing="full")),
     ("mamba 2, attention, experts", dict(activation_checkpointing="none")),
     ("short convolution", dict(activation_checkpointing="selective")),
-    ("attention that chooses keys", dict(activation_checkpointing="none")),
+    wide("attention that chooses keys", dict(activation_checkpointing="none")),
 ]
 
 

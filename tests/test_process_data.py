@@ -26,7 +26,7 @@ from command_line import find_problems, parse_options
 from corpus.files import MAX_ROW_BYTES
 from corpus.reader import TokenizedData
 from corpus.report import percentile
-from options import ProcessDataOptions
+from options import ProcessDataOptions, group_options
 from process_data import BYTES_PER_WORKER, process_data
 
 ROOT = Path(__file__).parent.parent
@@ -55,8 +55,12 @@ def write_rows(path: Path, rows: list) -> Path:
 
 
 def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDataOptions:
-    return ProcessDataOptions(
-        input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), **{"num_proc": 1} | options
+    return group_options(
+        ProcessDataOptions,
+        input_file=(str(source),),
+        output_file=str(output),
+        model_name_or_path=str(model),
+        **{"num_proc": 1} | options,
     )
 
 
@@ -503,9 +507,9 @@ def test_input_files_and_tokens_can_be_lists_on_the_command_line_and_in_yaml(tmp
     config = tmp_path / "options.yaml"
     config.write_text("input_file: [a.jsonl, b.jsonl]\nadd_special_tokens: <|a|>\noutput_file: o.arrow\n")
     options = parse_options(ProcessDataOptions, ["--config", str(config), "--model-name-or-path", "m"])
-    assert options.input_file == ("a.jsonl", "b.jsonl") and options.add_special_tokens == ("<|a|>",)
+    assert options.rows.input_file == ("a.jsonl", "b.jsonl") and options.rows.add_special_tokens == ("<|a|>",)
     flags = ["--input-file", "a", "b", "--output-file", "o.arrow", "--model-name-or-path", "m"]
-    assert parse_options(ProcessDataOptions, flags).input_file == ("a", "b")
+    assert parse_options(ProcessDataOptions, flags).rows.input_file == ("a", "b")
 
 
 @pytest.mark.parametrize(

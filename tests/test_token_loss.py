@@ -1,9 +1,12 @@
 """The chunked loss is the naive one, whatever the chunk."""
 
+import itertools
+
 import pytest
 import torch
 from op_recording import OpRecorder
 from torch.nn.functional import cross_entropy, linear
+from transformers.trainer_pt_utils import LabelSmoother
 
 from objectives.token_loss import sum_token_loss
 
@@ -36,6 +39,27 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(rows_per_chunk, soft
     for tensor, reference in zip(ours, naive, strict=True):
         if tensor is not None and tensor.requires_grad:
             torch.testing.assert_close(tensor.grad, reference.grad)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [4, 100])
+def test_smoothed_targets_give_transformers_loss_and_its_gradients(rows_per_chunk):
+    for softcap, weighted in itertools.product((None, 1.5), (False, True)):
+        ours, naive = make_inputs(bias=True), make_inputs(bias=True)
+        weights = torch.rand(N) if weighted else None
+        loss = sum_token_loss(
+            *ours[:3], bias=ours[3], token_weights=weights, softcap=softcap, smoothing=0.1,
+            chunk_bytes=rows_per_chunk * 4 * V,
+        )  # fmt: skip
+        logits = linear(naive[0], naive[1], naive[3])
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        smoother = LabelSmoother(epsilon=0.1)
+        losses = [smoother({"logits": logits[i : i + 1]}, naive[2][i : i + 1]) for i in range(N)]
+        expected = torch.stack(losses) @ (weights if weighted else torch.ones(N))
+        loss.backward(), expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        for tensor, reference in zip(ours, naive, strict=True):
+            if tensor.requires_grad:
+                torch.testing.assert_close(tensor.grad, reference.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_without_trained_tokens_the_loss_and_every_gradient_are_zero():

@@ -249,6 +249,7 @@ TESTED_ELSEWHERE = {
     "objective",  # these: test_classification.py
     "class_weights",
     "label_smoothing",
+    "neftune_alpha",  # test_regularization.py
     "best_metric",  # these two: test_class_validation.py
     "write_predictions",
     "validation_data_path",  # these: test_validation.py

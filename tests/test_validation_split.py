@@ -24,7 +24,7 @@ from corpus.formats import read_example
 from corpus.outputs import Outputs
 from corpus.reader import TokenizedData
 from corpus.split import HASH_BYTES, falls_into_validation, hash_example
-from options import ProcessDataOptions
+from options import ProcessDataOptions, group_options
 from process_data import process_data
 
 SHARE = 0.3
@@ -64,7 +64,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 def process(model: Path, source: Path, output: Path, **options) -> None:
     places = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model))
-    process_data(ProcessDataOptions(**places, **{"num_proc": 1, "preview": 0} | options))
+    process_data(group_options(ProcessDataOptions, **places, **{"num_proc": 1, "preview": 0} | options))
 
 
 def split(model: Path, source: Path, output: Path, **options) -> tuple[list[dict], list[dict]]:
@@ -331,7 +331,7 @@ def test_inputs_are_not_overwritten(models, tmp_path):
 
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5, math.nan, math.inf])
 def test_shares_out_of_range(share):
-    options = ProcessDataOptions(input_file=("a.jsonl",), output_file="o.arrow", model_name_or_path="m",
+    options = group_options(ProcessDataOptions, input_file=("a.jsonl",), output_file="o.arrow", model_name_or_path="m",
                                  validation_share=share)  # fmt: skip
     (problem,) = find_problems(options)
     assert problem.startswith(f"--validation-share {share}: must be above 0 and below 1")
@@ -339,8 +339,8 @@ def test_shares_out_of_range(share):
 
 def test_the_option_on_the_command_line():
     flags = ["--input-file", "a", "--output-file", "o.arrow", "--model-name-or-path", "m"]
-    assert parse_options(ProcessDataOptions, [*flags, "--validation-share", "0.02"]).validation_share == 0.02
-    assert parse_options(ProcessDataOptions, flags).validation_share is None
+    assert parse_options(ProcessDataOptions, [*flags, "--validation-share", "0.02"]).rows.validation_share == 0.02
+    assert parse_options(ProcessDataOptions, flags).rows.validation_share is None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from corpus.reader import TokenizedData
 from methods.full import Full
 from model.build import build_model
 from model.check import check_model
+from objectives.causal_lm import CausalLM
 from objectives.columns import VISION
 from objectives.vision import VisionLanguage
 from options import ProcessDataOptions, TrainOptions, VisionOptions, group_options
@@ -62,7 +63,7 @@ def build(path: Path, world, freeze: tuple[str, ...] = ("vision",)):
     given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none",
                  compute_dtype="float32")  # fmt: skip
     options, source = group_options(TrainOptions, **given), load_source(path)
-    objective = VisionLanguage(VisionOptions(freeze=freeze))
+    objective = VisionLanguage(VisionOptions(freeze=freeze), CausalLM())
     assert objective.check_config(source.config, trust_remote_code=False) is None
     objective.use_tokenizer(None)
     return objective, build_model(

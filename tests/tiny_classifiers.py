@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, save_moved, save_tokenizer
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -61,11 +61,7 @@ def save_base(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
     """Writes a randomly initialised fp32 model without a head, with its tokenizer; biases and norms are random too."""
     torch.manual_seed(seed)
     model = AutoModel.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim < 2:
-                param.add_(torch.randn_like(param) * 0.2)
-    model.save_pretrained(path)
+    save_moved(model, path)
     return save_tokenizer(path)
 
 
@@ -78,11 +74,7 @@ def save_classifier(
     auto_class = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     config.classifier_dropout = 0.0  # which else is 0.1 where the config has none
     model = auto_class.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim < 2:
-                param.add_(torch.randn_like(param) * 0.2)
-    model.save_pretrained(path)
+    save_moved(model, path)
     return save_tokenizer(path)
 
 

@@ -47,3 +47,17 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 def write_samples(path: Path, samples: list[Tokens]) -> Path:
     return write_rows(path, [to_row(sample) for sample in samples])
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_counting_chats(path: Path) -> None:
+    """Twelve chats as a user has them: to count to a number, and the answer."""
+    chats = [
+        [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 " * n}]
+        for n in range(1, 13)
+    ]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))

@@ -26,6 +26,7 @@ from transformers import (
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
@@ -120,15 +121,20 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
-def save_model(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
-    """Writes a randomly initialised fp32 model of `config`; biases, norms and sinks are random too."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+def save_moved(model: PreTrainedModel, path: Path) -> None:
+    """Writes the model with biases, norms and sinks that are random too, so that a wrong one shows."""
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim < 2:
                 param.add_(torch.randn_like(param) * 0.2)
     model.save_pretrained(path)
+
+
+def save_model(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
+    """Writes a randomly initialised fp32 model of `config`; biases, norms and sinks are random too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    save_moved(model, path)
     return path
 
 

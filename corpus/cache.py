@@ -1,0 +1,92 @@
+"""Tokenized data sets that were made once and are found again: by the rows' content, the options and the tokenizer.
+
+    {--data-cache-dir}/{key}/{name}.arrow, beside it what process_data.py writes with every data set
+
+A data set takes its name when all that belongs to it is there, so one that is there is whole.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
+from chat.templates import load_tokenizer
+from corpus.files import find_sources
+from corpus.hub_rows import find_revision, list_files
+from corpus.outputs import Outputs
+from corpus.sidecar import FORMAT_VERSION, describe_versions
+from disk import hash_file, hash_json, remove
+from options import RowOptions
+
+KEY_LENGTH = 16  # digits of the hash
+HOW_ONLY = ("input_file", "num_proc")  # options that do not decide what is in a data set
+
+
+def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_remote_code: bool) -> Outputs:
+    """Where the rows are, or will be, once they are tokenized. Reads all files of rows; ValueError if it cannot."""
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    key = hash_json(
+        {
+            "rows": identify_rows(options),
+            "options": identify_options(options),
+            "tokenizer": fingerprint_tokenizer(tokenizer),
+            "chat template": fingerprint_chat_template(tokenizer),
+            "special tokens": [tokenizer.all_special_tokens, load_stop_token_ids(model_dir)],
+            "versions": [FORMAT_VERSION, describe_versions()],
+        }
+    )
+    data = cache_dir.expanduser() / key[:KEY_LENGTH] / f"{name_rows(options)}.arrow"
+    return Outputs(data, page=None, is_split=options.validation_share is not None)
+
+
+def identify_rows(options: RowOptions) -> Any:
+    """What stands for the rows' content."""
+    if options.mock_data is not None:
+        return None  # the options say it all
+    if options.input_dataset is None:
+        return [[source.name, hash_file(source.path)] for source in find_sources(options.input_file)]
+    folder = Path(options.input_dataset)
+    if folder.exists():
+        return [[str(path.relative_to(folder)), hash_file(path)] for path in list_files(folder)]
+    return find_revision(options)
+
+
+def identify_options(options: RowOptions) -> dict[str, Any]:
+    """The options by name; of a file that one of them names, the content."""
+    values = {name: value for name, value in dataclasses.asdict(options).items() if name not in HOW_ONLY}
+    if options.input_dataset is not None and Path(options.input_dataset).exists():
+        del values["input_dataset"]
+    for name in ("chat_template", "labels_from"):
+        if values[name] is not None and Path(values[name]).is_file():
+            sidecar = Path(f"{values[name]}.meta.json")
+            values[name] = hash_file(sidecar if sidecar.is_file() else Path(values[name]))
+    return values
+
+
+def name_rows(options: RowOptions) -> str:
+    """What the data set is called in a run's log: as the file or folder of its rows, if it is one."""
+    given = [options.input_dataset] if options.input_dataset is not None else list(options.input_file)
+    return Path(given[0].partition(":")[0]).resolve().name.split(".")[0] or "data" if len(given) == 1 else "data"
+
+
+@contextmanager
+def locked(outputs: Outputs) -> Iterator[None]:
+    """One process at a time makes a data set, where the file system has locks; what a killed one left is removed."""
+    import fcntl
+
+    folder = outputs.data.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for leftover in folder.glob(".*.part"):
+                remove(leftover)
+        except OSError:
+            pass  # without locks two may do the same work; each data set appears as a whole
+        yield
+    finally:
+        os.close(file)

@@ -1,0 +1,103 @@
+"""Rows of a data set of the `datasets` library -> chunks of raw rows: from the hub, as they come, or a local folder.
+
+The library and what it brings along are imported only here, and only when such rows are asked for.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from corpus.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, to_stream
+from options import RowOptions
+
+FLAG = "--input-dataset"
+SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
+
+
+def find_dataset(options: RowOptions) -> Source:
+    """The one source that `--input-dataset` names; ValueError for what is not there, with what there is."""
+    given, split = options.input_dataset, options.split or "train"
+    folder = Path(given)
+    if folder.exists():
+        if options.revision is not None:
+            raise ValueError(f"--revision {options.revision}: {FLAG} {given} is a local folder, which has no revisions")
+        num_bytes = sum(path.stat().st_size for path in list_files(folder))
+        return Source(folder, f"{folder.resolve().name} {split}", num_bytes, read=open_rows(given, split, None))
+    revision = find_revision(options)
+    name = f"{given}@{revision[:12]} {split}"
+    return Source(Path(given), name, 0, read=open_rows(given, split, revision))
+
+
+def list_files(folder: Path) -> list[Path]:
+    """The files of a local folder, by name; hidden ones are caches."""
+    if not folder.is_dir():
+        raise ValueError(f"{FLAG} {folder}: is a file: name it by --input-file, or give a folder")
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return [folder / name for name in names if not any(part.startswith(".") for part in name.parts)]
+
+
+def find_revision(options: RowOptions) -> str:
+    """The commit that a data set of the hub is read at, so that its name stands for its content."""
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    name = options.input_dataset.partition(":")[0]
+    given = f"{FLAG} {options.input_dataset}"
+    try:
+        return HfApi().dataset_info(name, revision=options.revision).sha
+    except RevisionNotFoundError:
+        raise ValueError(f"{given}: the hub has no --revision {options.revision} of it") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise ValueError(
+            f"{given}: no such folder, and no data set of the hub; one that is private needs HF_TOKEN"
+        ) from None
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        raise ValueError(f"{given}: no such folder, and the hub cannot be asked: {error}") from None
+
+
+def open_rows(given: str, split: str, revision: str | None) -> Any:
+    """What reads the rows, from the beginning each time; the split and the files are looked for now."""
+    import datasets
+
+    folder, where = Path(given), f"{FLAG} {given}"
+    try:
+        if any((folder / name).is_file() for name in SAVED):
+            data = datasets.load_from_disk(given)
+            if isinstance(data, datasets.DatasetDict):
+                if split not in data:
+                    raise ValueError(f"has no split {split}: there are {', '.join(data)}")
+                data = data[split]
+            elif split != "train":
+                raise ValueError(f"has no splits: leave out --split {split}")
+        else:
+            name, _, config = (given, "", "") if revision is None else given.partition(":")
+            data = datasets.load_dataset(name, config or None, split=split, revision=revision, streaming=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return partial(read_dataset, data)
+
+
+def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
+    """The rows; ValueError where they cannot be had. Sets `source.sha256`, of the rows' content, at the end."""
+    digest, first_row = hashlib.sha256(), 1
+    try:
+        for table in data.with_format("arrow").iter(batch_size=CHUNK_ROWS):
+            for batch in cut_table(table):
+                stream = to_stream(batch)
+                digest.update(stream)
+                yield Chunk(source.name, first_row, "arrow", [], stream, len(stream))
+                first_row += batch.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{FLAG} {source.path}: its rows cannot be read: {error}") from None
+    source.sha256 = digest.hexdigest()
+
+
+def cut_table(table: pa.Table) -> Iterable[pa.RecordBatch]:
+    """Rows in batches of at most about CHUNK_BYTES, each in one piece."""
+    num_rows = max(1, CHUNK_BYTES * table.num_rows // max(table.nbytes, 1))
+    return table.combine_chunks().to_batches(max_chunksize=num_rows)

@@ -1,0 +1,64 @@
+"""Samples of random tokens in the place of rows, for trying how fast a model trains without any data."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chat.token_spans import TokenizedChat, TrainedSpan
+from corpus.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
+from corpus.lines import Row
+from corpus.rows import FormattedChunk, Preparation
+from objectives.columns import Task
+from options import RowOptions
+
+DEFAULT_LENGTH = 2048
+SEED = 42
+BYTES_PER_TOKEN = 4
+NAME = "random tokens"
+
+
+@dataclass(frozen=True)
+class RandomRow:
+    """A sample by its number."""
+
+    number: int
+
+
+def make_random_source(options: RowOptions) -> Source:
+    """As many rows as `--mock-data` says, which hold nothing but their number."""
+    length = options.mock_length or DEFAULT_LENGTH
+    num_bytes = BYTES_PER_TOKEN * length
+    num_rows = min(CHUNK_ROWS, 1 + CHUNK_BYTES // num_bytes)
+
+    def read(source: Source) -> Iterator[Chunk]:
+        for first in range(1, options.mock_data + 1, num_rows):
+            numbers = range(first, min(first + num_rows, options.mock_data + 1))
+            lines = [(number, b"") for number in numbers]
+            yield Chunk(NAME, first, "text", lines, b"", num_bytes * len(lines))
+
+    return Source(Path(NAME), NAME, num_bytes * options.mock_data, format="mock", read=read)
+
+
+def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
+    """Each sample is drawn by its number alone, of the vocabulary's ordinary tokens, and trained as a whole."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
+    if not len(token_ids):
+        raise ValueError("--mock-data: the tokenizer has no tokens but special ones")
+    length = options.mock_length or DEFAULT_LENGTH
+    return Preparation(Task(), read_numbers, partial(draw_samples, token_ids=token_ids, length=length))
+
+
+def read_numbers(formatted_chunk: FormattedChunk) -> Iterator[tuple[Row, RandomRow]]:
+    for number, _ in formatted_chunk[0].lines:
+        yield Row(number, number, b""), RandomRow(number)
+
+
+def draw_samples(rows: Sequence[RandomRow], *, token_ids: np.ndarray, length: int) -> list[TokenizedChat]:
+    spans = [TrainedSpan(0, length, "random")]
+    drawn = (np.random.default_rng([SEED, row.number]).choice(token_ids, length) for row in rows)
+    return [TokenizedChat(ids.tolist(), spans) for ids in drawn]

@@ -1,0 +1,135 @@
+"""Tokenized sets, whatever they are for: what a model says of them; what is there already is not computed again."""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from chat.masking import fingerprint_tokenizer
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from disk import written_aside
+from evaluation import classes, losses
+from evaluation.models import is_made_by
+from evaluation.results import Measured
+from evaluation.scoring import build_scorer, score_batches
+from inference.models import FoundModel
+from model.config import check_rope
+from model.fingerprints import fingerprint_data
+from objectives.causal_lm import CausalLM
+from objectives.classification import PROBLEM_TYPES, Classification
+from objectives.columns import CAUSAL_LM, describe_names
+from objectives.objective import Objective, PackedModel
+from objectives.packed_row import check_positions
+from options import ClassificationOptions
+from ranks.ending import log
+from ranks.world import World, call_on_rank0
+
+MAX_TOKENS_SHOWN = 2000  # of a sample
+
+
+def open_set(path: str) -> Mixture:
+    """A tokenized data set; ValueError where nothing of it has a loss."""
+    data = Mixture([TokenizedData(path, option="--data")])
+    if data.num_loss_tokens.sum() == 0:
+        raise ValueError(f"--data {path}: no token of it is trained, so it has no loss")
+    return data
+
+
+def choose_objective(data: Mixture, *, begins_anew: bool = False) -> Objective:
+    """What the set is for, with its loss as it is without options; `begins_anew`: a head that the model lacks."""
+    if data.task.objective == CAUSAL_LM:
+        return CausalLM()
+    options = ClassificationOptions(objective=data.task.objective)
+    objective = Classification(options, seed=0 if begins_anew else None)
+    objective.open_data(data.task, [data.sources[0].sidecar])
+    return objective
+
+
+def check_set(data: Mixture, found: FoundModel) -> None:
+    """ValueError if the set is not for this model: its tokenizer, its kind, its labels, the length of its samples."""
+    path = data.sources[0].path
+    sidecar = data.sources[0].sidecar
+    if sidecar is not None and sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(found.tokenizer):
+        raise ValueError(
+            f"--data {path}: was made with another tokenizer than that of {found.name}: tokenize it with that model's"
+            " (losses of different tokenizers cannot be compared)"
+        )
+    objective = choose_objective(data)
+    kind = found.classifies or CAUSAL_LM
+    if kind != data.task.objective:
+        raise ValueError(f"--data {path} is for {data.task.describe()}, and --model {found.name} for {kind}")
+    obstacle = objective.check_config(found.config, trust_remote_code=found.trust_remote_code)
+    if obstacle is not None:
+        raise ValueError(f"--model {found.name}: {obstacle}")
+    if isinstance(objective, Classification):
+        check_labels(data, found)
+    data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
+    check_rope(found.config, longest=data.longest)
+
+
+def check_labels(data: Mixture, found: FoundModel) -> None:
+    """ValueError if the model's classes have other names, or another order, than the set's."""
+    path, task, config = data.sources[0].path, data.task, found.config
+    if found.adapter is not None:
+        log.warning(f"note: {found.name}: an adapter does not name its classes; their order is taken to be {path}'s")
+        return
+    names = tuple(config.id2label[i] for i in sorted(config.id2label))
+    is_other = len(names) != task.num_labels if task.label_type == "regression" else names != task.label_names
+    if is_other:
+        raise ValueError(
+            f"--data {path} is for {task.describe()}, and the labels of --model {found.name} are"
+            f" {describe_names(names)}: tokenize the rows with --label-names in the model's order"
+        )
+    if getattr(config, "problem_type", None) not in (None, PROBLEM_TYPES[task.label_type]):
+        raise ValueError(f"--data {path} is for {task.describe()}, and --model {found.name} for {config.problem_type}")
+
+
+def measure_sets(
+    found: FoundModel, data_sets: dict[str, Mixture], folder: Path, *, dtype: str, cap: int, world: World
+) -> dict[str, np.ndarray]:
+    """What the model says of every set, by the set's name; what is in `folder` is read. All ranks call this."""
+    identity = found.identify() | {"dtype": dtype, "device": world.device.type, "torch": torch.__version__}
+    scorer: PackedModel | None = None
+    outcome = {}
+    for name, data in data_sets.items():
+        objective = choose_objective(data, begins_anew=found.adapter is not None)
+        of_classes = isinstance(objective, Classification)
+        (source,) = data.sources
+        digest = fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
+        path, made_by = folder / f"{name}.{(classes if of_classes else losses).FILE}", identity | {"data": digest}
+        if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
+            objective.use_tokenizer(found.tokenizer)
+            scorer = scorer or build_scorer(found, objective, dtype=dtype, world=world)
+            check_positions(scorer.model, longest=data.longest)
+            parts = score_batches(scorer, data, objective, cap=cap, world=world)
+            if of_classes:
+                table = classes.gather_predictions(parts, world)
+                describe = functools.partial(classes.describe_predictions, table, objective)
+            else:
+                describe = functools.partial(losses.describe_losses, losses.gather_losses(parts, data, world))
+            call_on_rank0(world, functools.partial(write_lines, path, describe, made_by))
+        outcome[name] = (classes.read_predictions if of_classes else losses.read_losses)(path)
+    return outcome
+
+
+def write_lines(path: Path, describe: Any, made_by: dict[str, Any]) -> None:
+    with written_aside(path, path.with_suffix(".made_by.json")) as (aside, beside):
+        aside.write_text("".join(json.dumps(line) + "\n" for line in describe()), encoding="utf-8")
+        beside.write_text(json.dumps(made_by))
+
+
+def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np.ndarray]) -> Measured:
+    """All models' side by side, with the samples' texts by the tokenizer that they share."""
+    objective = choose_objective(data)
+
+    def show(row: int) -> str:
+        return found.tokenizer.decode(data.read(row)[0][:MAX_TOKENS_SHOWN])
+
+    if isinstance(objective, Classification):
+        return classes.collect_classes(name, objective, tables, show)
+    return losses.collect_losses(name, tables, show)

@@ -1,0 +1,84 @@
+"""Rows in, a tokenized data set out, before a run: process_data.py in a process of its own, once for the same rows."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from command_line import describe_options
+from corpus.cache import find_outputs, locked
+from model.files import find_model
+from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields, replace_options
+from ranks.ending import ExitCode, log
+from ranks.monitor import RunControl
+from ranks.world import World, call_on_rank0
+
+PROGRAM = Path(__file__).parent.parent / "__main__.py"
+ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the child's environment: the process that it must not outlive
+OPTIONS_FILE = "options.yaml"  # beside the data set: how it was made
+
+
+def tokenize_rows(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
+    """The options with --data-path in the place of rows, if it is rows that they name: rank 0 makes it, all wait."""
+    with control.slow("the tokenization of the rows"):
+        return replace_options(options, **call_on_rank0(world, lambda: find_data(options)))
+
+
+def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
+    """The paths of the data sets that the rows make, by the options that take them. Nothing where no rows are named.
+
+    Raises ValueError with what process_data.py says of the rows.
+    """
+    rows = options.rows
+    if not (rows.input_file or rows.input_dataset or rows.mock_data):
+        return {}
+    model, trust = options.model, options.model.trust_remote_code
+    model_dir = find_model(model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust)
+    cache_dir = Path(options.data_cache_dir)
+    outputs = find_outputs(rows, model_dir, cache_dir=cache_dir, trust_remote_code=trust)
+    with locked(outputs):
+        if outputs.data.exists():
+            log.info(f"data: tokenized before, {outputs.data}")
+        else:
+            log.info(f"data: tokenizing into {outputs.data}")
+            run_process_data(options, outputs.data)
+    paths = {"data_path": (str(outputs.data),)}
+    if outputs.is_split:
+        paths["validation_data_path"] = (str(outputs.validation.data),)
+    return paths
+
+
+def run_process_data(options: TrainOptions, output_file: Path) -> None:
+    """Runs the script with this run's options, and hands on what it prints; ValueError with its error message."""
+    names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
+    values = {name: value for name, value in flatten_options(options).items() if name in names}
+    config = output_file.with_name(OPTIONS_FILE)
+    config.write_text(describe_options(ProcessDataOptions, values | {"output_file": str(output_file)}))
+    child = subprocess.Popen(
+        [sys.executable, str(PROGRAM), "process-data", "--config", str(config)],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=os.environ | {ENDS_WITH_PARENT: str(os.getpid())},
+        process_group=0,  # a terminal's Ctrl-C ends this process, and the child with it
+    )
+    message: list[str] = []
+    try:
+        for line in child.stderr:
+            if message or line.startswith("error: "):
+                message.append(line)
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+        code = child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+    if code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if code != ExitCode.DONE:
+        by = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+        words = "".join(message).removeprefix("error: ").strip()
+        raise ValueError(words or f"process_data.py ended with {by}, and no data set")

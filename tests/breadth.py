@@ -1,0 +1,8 @@
+"""Cases that repeat on other models or options what a case beside them proves: run by `tox -e test-wide` alone."""
+
+import pytest
+
+
+def wide(*values: object):
+    """The values of such a case of `pytest.mark.parametrize`."""
+    return pytest.param(*values, marks=pytest.mark.wide)

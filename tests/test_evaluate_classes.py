@@ -1,0 +1,203 @@
+"""Classifiers measured side by side: scores by transformers and scikit-learn, macro F1 drawn and tested as a whole."""
+
+import copy
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from evaluations import evaluate_here, list_means
+from forked import run_forked
+from in_process import train_here
+from processes import flags
+from sklearn import metrics
+from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, save_classifier, write_classified
+from tiny_data import make_samples, read_lines, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from chat.labels import IGNORED
+from evaluation.classes import average_f1, count_outcomes
+from evaluation.comparison import Folded, Scores, compare
+from objectives.classification import write_labels
+from objectives.columns import SEQUENCES, TOKENS, Task
+
+NUM_SAMPLES, NUM_LABELS = 24, 3
+KINDS = {
+    "single": dict(label_type="single"),
+    "multi": dict(label_type="multi"),
+    "regression": dict(label_type="regression"),
+    "tokens": dict(of_tokens=True),
+}
+NAMES = tuple(f"class {i}" for i in range(NUM_LABELS))
+
+
+def make_task(kind: str) -> Task:
+    label_type = KINDS[kind].get("label_type", "single")
+    return Task(
+        TOKENS if kind == "tokens" else SEQUENCES, label_type, () if kind == "regression" else NAMES, NUM_LABELS
+    )
+
+
+def make_inputs(root: Path, kind: str) -> dict[str, str]:
+    """Two classifiers and a set for them."""
+    config = copy.deepcopy(CLASSIFIERS["bert"])
+    write_labels(config, make_task(kind))
+    models = [
+        save_classifier(config, root / name, num_labels=NUM_LABELS, of_tokens=kind == "tokens", seed=seed)
+        for seed, name in enumerate(("first", "second"))
+    ]
+    data = write_classified(
+        root / "data.arrow", make_class_samples(NUM_SAMPLES, **KINDS[kind]), models[0], **KINDS[kind]
+    )
+    return dict(first=str(models[0]), second=str(models[1]), data=str(data))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, dict[str, str]]:
+    root = tmp_path_factory.mktemp("classes")
+    for kind in KINDS:
+        (root / kind).mkdir()
+    return {kind: make_inputs(root / kind, kind) for kind in KINDS}
+
+
+@torch.no_grad()
+def predict_plainly(model_dir: str, kind: str) -> tuple[np.ndarray, np.ndarray, float]:
+    """Targets, logits, and transformers' own loss, one sample at a time, weighted by its targets."""
+    auto_class = AutoModelForTokenClassification if kind == "tokens" else AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(model_dir).eval()
+    targets, logits, losses = [], [], []
+    for ids, target, _ in make_class_samples(NUM_SAMPLES, **KINDS[kind]):
+        kept = target != IGNORED if kind == "tokens" else slice(None)
+        if kind == "tokens" and not kept.any():
+            continue
+        is_class = kind in ("single", "tokens")
+        labels = torch.from_numpy(target.astype(np.int64 if is_class else np.float32))
+        labels = labels[None] if kind != "single" else labels
+        outputs = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], labels=labels)
+        own = outputs.logits[0][kept] if kind == "tokens" else outputs.logits
+        targets.append(target[kept] if is_class else target[None])
+        logits.append(own.numpy())
+        losses.append(outputs.loss.item() * len(own))
+    logits = np.concatenate(logits)
+    return np.concatenate(targets), logits, sum(losses) / len(logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_transformers_and_scikit_learn(kind, world, inputs, tmp_path):
+    files = inputs[kind]
+    models = (files["first"], files["second"])
+    found = evaluate_here(world, tmp_path, model=models, data=files["data"])
+    (measured,) = found["sets"]
+    assert measured["kind"] == "classes"
+    means = list_means(measured)
+    for i, model in enumerate(models):
+        targets, logits, loss = predict_plainly(model, kind)
+        lines = read_lines(tmp_path / "samples" / Path(model).name / "data.predictions.jsonl")
+        np.testing.assert_allclose([line["logits"] for line in lines], logits, atol=1e-5)
+        assert means["loss"][i] == pytest.approx(loss, rel=1e-5)
+        extras = measured["extras"][i]["classification"]
+        if kind == "regression":
+            assert list(means) == ["loss", "mae"]
+            assert means["mae"][i] == pytest.approx(metrics.mean_absolute_error(targets, logits), rel=1e-5)
+            assert extras["mse"] == pytest.approx(means["loss"][i])
+            continue
+        predicted = (logits > 0).astype(int) if kind == "multi" else logits.argmax(1)
+        assert list(means) == ["f1", "accuracy", "loss"]
+        assert means["accuracy"][i] == pytest.approx(metrics.accuracy_score(targets, predicted))
+        assert means["f1"][i] == pytest.approx(metrics.f1_score(targets, predicted, average="macro", zero_division=0))
+        assert extras["f1"] == pytest.approx(means["f1"][i])
+    page = (tmp_path / "results.html").read_text()
+    assert "sample 3" in page
+    # What is there is read, and gives the same.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "samples").rglob("*")}
+    assert evaluate_here(world, tmp_path, model=models, data=files["data"]) == found
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "samples").rglob("*")} == before
+
+
+def test_macro_f1_is_drawn_and_tested_as_a_whole():
+    random, task = np.random.default_rng(0), make_task("single")
+    targets = random.integers(3, size=(30, 1))
+    models = [np.where(random.random((30, 1)) < share, targets, 0) for share in (0.9, 0.3)]
+    outcomes = [count_outcomes(task, np.arange(30), targets, np.eye(3)[own[:, 0]]) for own in models]
+    folded = Folded(outcomes, lambda values: average_f1(values, of_all=False))
+    right = np.array([(own == targets).all(1) for own in models], dtype=float)
+    found = compare(Scores("f1", right, np.ones(30), folded=folded), seed=0, num_resamples=150)
+    rows = np.random.default_rng(0).integers(30, size=(150, 30))
+    for own, value in zip(models, found["values"], strict=True):
+        expected = metrics.f1_score(targets, own, average="macro", zero_division=0)
+        drawn = [metrics.f1_score(targets[some], own[some], average="macro", zero_division=0) for some in rows]
+        assert value["mean"] == pytest.approx(expected)
+        assert [value["low"], value["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]))
+    # p of a few samples, against all ways of exchanging what the models said
+    few = [counts[:6] for counts in outcomes]
+    (pair,) = compare(
+        Scores("f1", right[:, :6], np.ones(6), folded=Folded(few, folded.fold)), seed=0, num_resamples=20_000
+    )["pairs"]
+    first, second = ([own[:6, 0], other[:6, 0]] for own, other in (models, models[::-1]))
+
+    def measure(exchanged: np.ndarray) -> float:
+        said = [np.where(exchanged, b, a) for a, b in (first, second)]
+        values = [metrics.f1_score(targets[:6, 0], own, average="macro", zero_division=0) for own in said]
+        return abs(values[1] - values[0])
+
+    ways = [measure(np.array(way, dtype=bool)) for way in itertools.product((0, 1), repeat=6)]
+    assert pair["p"] == pytest.approx(np.mean(np.array(ways) >= ways[0] - 1e-9), abs=0.02)
+    assert pair["test"] == "exchange"
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_scores_of_an_export_are_those_of_the_runs_validation(method, world, inputs, tmp_path):
+    adapter = dict(lora=True, lora_rank=2) if method == "lora" else {}
+    model, data = save_base(CLASSIFIERS["distilbert"], tmp_path / "base"), inputs["single"]["data"]
+    train_here(
+        world, **adapter, model_name_or_path=str(model), data_path=data, validation_data_path=data, max_steps=2,
+        objective=SEQUENCES, batch_size=8, max_tokens_per_gpu=64, learning_rate=1e-2, export_dtype="float32",
+        output_dir=str(tmp_path / "run"), export_best=False,
+    )  # fmt: skip
+    last = read_lines(tmp_path / "run" / "validation_metrics_0.jsonl")[-1]
+    (measured,) = evaluate_here(world, tmp_path / "found", run=str(tmp_path / "run"), data=data)["sets"]
+    for name, (mean,) in list_means(measured).items():
+        assert mean == pytest.approx(last[name], rel=1e-6), name
+    assert measured["extras"][0]["classification"]["confusion_matrix"] == last["confusion_matrix"]
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(inputs, world, tmp_path):
+    files = inputs["tokens"]
+    words = flags(output_dir=tmp_path / "two", model=files["first"], data=files["data"], num_resamples=200)
+    done = run_forked(2, "evaluate_model.py", *words)
+    assert done.returncode == 0, done.stderr
+    one = evaluate_here(world, tmp_path / "one", model=files["first"], data=files["data"])
+    two = json.loads((tmp_path / "two" / "results.json").read_text())
+    for measured, other in zip(one["sets"], two["sets"], strict=True):
+        assert list_means(measured) == {name: pytest.approx(means) for name, means in list_means(other).items()}
+
+
+def test_sets_that_are_not_for_a_model_are_refused(world, inputs, tmp_path):
+    single, chats = inputs["single"], tmp_path / "chats.arrow"
+    language_model = str(save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "llama")))
+    base = str(save_base(CLASSIFIERS["bert"], tmp_path / "base"))
+    write_samples(chats, make_samples(3, vocab_size=VOCAB_SIZE))
+    sidecar = json.loads(Path(f"{single['data']}.meta.json").read_text())
+    other = tmp_path / "other.arrow"
+    other.write_bytes(Path(single["data"]).read_bytes())
+    Path(f"{other}.meta.json").write_text(json.dumps(sidecar | dict(label_names=["a", "class 1", "class 2"])))
+    (tmp_path / "task.jsonl").write_text('{"question": "Hi", "answer": "Ho"}\n')
+    for given, reason in (
+        (dict(model=language_model, data=single["data"]), "llama for causal-lm"),
+        (dict(model=base, data=single["data"]), "base for causal-lm"),
+        (dict(model=single["first"], data=str(chats)), "first for sequence-classification"),
+        (dict(model=single["first"], data=inputs["tokens"]["data"]), "first for sequence-classification"),
+        (
+            dict(model=single["first"], data=str(other)),
+            "the labels a, class 1, class 2, and the labels of --model",
+        ),
+        (dict(model=single["first"], data=inputs["multi"]["data"]), "for single_label_classification"),
+        (dict(model=single["first"], task=str(tmp_path / "task.jsonl")), "is a classifier"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            evaluate_here(world, tmp_path / "out", **given)
+        assert not (tmp_path / "out" / "results.json").exists()

@@ -1,0 +1,158 @@
+"""--preset: values for what is not given; and that a sanity run goes through everything there is to train."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import train_here
+from small_runs import make_inputs
+from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
+from tiny_models import FAMILIES, load_source, save_model, save_tokenizer
+
+from command_line import describe_options, find_problems, parse_options
+from lifecycle.export import ExportParts
+from lifecycle.export_check import check_export
+from methods.full import Full
+from model.config import load_generation_config
+from objectives.causal_lm import CausalLM
+from options import PRESETS, TrainOptions, flatten_options, group_options
+
+NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]
+
+
+def parse(*words: str) -> dict:
+    return flatten_options(parse_options(TrainOptions, [*NEEDED, *words]))
+
+
+def test_a_preset_says_what_neither_flags_nor_yaml_say(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("preset: sanity\nmax_steps: 7\nexport_best: true\n")
+    sanity = parse("--preset", "sanity")
+    assert sanity.items() >= dict(subset="10", max_steps=2, check_export=True, validate_training_data=True).items()
+    explicit = parse("--config", str(config), "--batch-size", "3")
+    assert explicit == sanity | dict(max_steps=7, export_best=True, batch_size=3, config=(str(config),))
+    assert parse("--preset=toy", "--subset", "5").items() >= dict(subset="5", max_steps=100).items()
+    assert parse("--preset", "full", "--max-epochs", "1") == parse("--max-epochs", "1") | dict(preset="full")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
+    values = parse("--preset", preset, "--max-epochs", "1")
+    given = {name: value for name, value in values.items() if name not in ("config", "print_config")}
+    config = tmp_path / "printed.yaml"
+    config.write_text(describe_options(TrainOptions, given))
+    assert "preset: " + preset in config.read_text() and ("max_steps: 100" in config.read_text()) == (preset == "toy")
+    again = flatten_options(parse_options(TrainOptions, ["--config", str(config)]))
+    assert again == values | dict(config=(str(config),))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(), "no data is given: name data sets by --data-path, or rows by --input-file or --input-dataset"),
+        (dict(data_path="d", input_file="r"), "--data-path and --input-file both say what is trained on: give one"),
+        (dict(input_file="r", input_dataset="n"), "--input-file and --input-dataset both say where rows are: give one"),
+        (
+            dict(data_path="d", messages_field="x"),
+            "--messages-field: no effect without rows to tokenize",
+        ),
+        (dict(data_path="d", subset="0%"), "--subset 0%: must be a number of samples (10), or a share of them above 0"),
+        (dict(input_file="r", split="train"), "--split: no effect without --input-dataset"),
+        (dict(data_path="d", mock_length=9), "--mock-length has no effect without --mock-data"),
+        (dict(mock_data=9, format="messages"), "--format: no effect with --mock-data, which reads no rows"),
+        (dict(input_file="r", messages_field="a", text_field="b"), "belong to several formats; rows have one"),
+        (dict(input_file="r", text_field="b", format="messages"), "--text-field has no effect with --format messages"),
+        (dict(input_file="r", objective="token-classification"), "needs rows of --format classification"),
+        (
+            dict(input_file="r", format="classification"),
+            "--format classification has no effect on --objective",
+        ),
+        (dict(input_file="r", validation_share=0.1, validation_data_path="v"), "both say what is measured on"),
+    ],
+)
+def test_options_without_data_without_effect_or_against_each_other(given, message):
+    options = group_options(TrainOptions, model_name_or_path="m", output_dir="o", max_steps=1, **given)
+    assert message in "\n".join(find_problems(options))
+
+
+OSFT = ["--osft", "--osft-unfreeze-rank-ratio", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "method"),
+    [
+        ("causal-lm", []),
+        ("causal-lm", ["--lora", "--lora-export", "both"]),
+        ("causal-lm", OSFT),
+        ("sequence-classification", []),
+        ("sequence-classification", ["--lora"]),
+        ("token-classification", OSFT),
+    ],
+)
+def test_a_sanity_run_of_everything_there_is(objective, method, world, tmp_path, caplog):
+    if objective == "causal-lm":
+        inputs = make_inputs(tmp_path, "llama_tied_bias")
+    else:
+        of_tokens = objective == "token-classification"
+        model = save_classifier(CLASSIFIERS["bert"], tmp_path / "model", of_tokens=of_tokens)
+        samples = make_class_samples(20, of_tokens=of_tokens)
+        data = write_classified(tmp_path / "d.arrow", samples, model, of_tokens=of_tokens)
+        inputs = dict(model_name_or_path=str(model), data_path=str(data))
+    words = [word for name, value in inputs.items() for word in ("--" + name.replace("_", "-"), value)]
+    output_dir = tmp_path / "run"
+    words += ["--preset", "sanity", "--objective", objective, "--osft-cache-dir", str(tmp_path / "osft"), *method]
+    if method[:1] != ["--osft"]:
+        del words[words.index("--osft-cache-dir") : words.index("--osft-cache-dir") + 2]
+    options = parse_options(TrainOptions, [*words, "--output-dir", str(output_dir)])
+    caplog.set_level("INFO")
+    train_here(world, **flatten_options(options))
+    rows = (output_dir / "training_metrics_0.jsonl").read_text().splitlines()
+    assert [json.loads(row)["num_samples"] for row in rows] == [5, 5]
+    validations = (output_dir / "validation_metrics_0.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in validations] == [0, 2]
+    assert [path.name for path in (output_dir / "hf_format").iterdir()] == ["samples_10"]
+    assert "export samples_10: loaded back, its loss is the trained model's" in caplog.text
+
+
+def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, tmp_path):
+    """The export of another seed stands for one that was written wrongly."""
+    good = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "good"))
+    wrong = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "wrong", seed=1))
+    source, objective = load_source(good), CausalLM()
+    model, _ = objective.load_model(str(good), dtype=torch.float32, trust_remote_code=False)
+    trained = objective.wrap(model, backend="eager", compute_dtype=torch.float32, fuses_loss=False)
+    generation = load_generation_config(str(good), source.config)
+    parts = ExportParts(objective, Full(), generation, None, torch.float32, source)
+
+    def check(export: Path) -> None:
+        with torch.no_grad():
+            check_export(TrainedModel(trained), export, parts, world=world, is_packed=False)
+
+    check(good)
+    with pytest.raises(RuntimeError, match=r"loaded back, has a loss of .*; it is not to be used"):
+        check(wrong)
+    (wrong / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(RuntimeError, match=r"--check-export: .*wrong cannot be loaded back: "):
+        check(wrong)
+
+
+class TrainedModel(torch.nn.Module):
+    """A model in float32 whose loss over a packed row is that of its sequences, one at a time."""
+
+    def __init__(self, packed: torch.nn.Module):
+        super().__init__()
+        self.packed, self.model, self.router_loss = packed, packed.model, None
+        self.compute_dtype = torch.float32
+
+    def forward(self, micro_batch) -> torch.Tensor:
+        return sum(self.packed.reference(part)[1] for part in split_row(micro_batch))
+
+
+def split_row(micro_batch) -> list:
+    """A micro-batch for each of a packed row's sequences."""
+    bounds = micro_batch.cu_seqlens.tolist()
+    ids = [micro_batch.input_ids[0, start:end].numpy() for start, end in pairwise(bounds)]
+    objective = CausalLM()
+    return [objective.pack([objective.make_check_sample(part)]) for part in ids]

@@ -1,0 +1,273 @@
+"""Rows from anywhere: the datasets library, columns of other names, random tokens; and from rows to a run at once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from hub_standin import Hub
+from in_process import train_here
+from make_tiny_model import train_tokenizer
+from small_runs import read_rows
+from tiny_models import FAMILIES, save_model, save_tokenizer
+
+from corpus.cache import find_outputs
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from lifecycle.raw_rows import find_data
+from options import ProcessDataOptions, RowOptions, TrainOptions, group_options, parse_subset
+from process_data import process_data
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_turns(i: int) -> list[dict]:
+    return [{"role": "user", "content": f"How many are {i}?"}, {"role": "assistant", "content": f"{i} of them"}]
+
+
+CHATS = [{"messages": make_turns(i)} for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["How many are 12 of them?"] * 9, vocab_size=300).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path_factory.mktemp("model")))
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tokenize(model: Path, output: Path, **options) -> list[dict]:
+    """The samples that process_data.py makes."""
+    paths = dict(output_file=str(output), model_name_or_path=str(model))
+    process_data(group_options(ProcessDataOptions, **paths, **{"num_proc": 1, "preview": 0} | options))
+    return read_arrow(output)
+
+
+def read_arrow(path: str | Path) -> list[dict]:
+    with pa.OSFile(str(path)) as file:
+        return pa.ipc.open_file(file).read_all().to_pylist()
+
+
+# --- where rows come from
+
+
+def test_folders_of_the_datasets_library_give_what_the_file_gives(tokenizer_dir, tmp_path):
+    expected = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_lines(tmp_path / "a.jsonl", CHATS)))
+    rows = datasets.Dataset.from_list(CHATS)
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "several")
+    (tmp_path / "parquet").mkdir()
+    rows.to_parquet(tmp_path / "parquet" / "train-00000.parquet")
+    rows.select(range(3)).to_parquet(tmp_path / "parquet" / "test-00000.parquet")
+    for name in ("saved", "several", "parquet"):
+        output = tmp_path / f"{name}.arrow"
+        assert tokenize(tokenizer_dir, output, input_dataset=str(tmp_path / name)) == expected
+        (source,) = json.loads(Path(f"{output}.meta.json").read_text())["sources"]
+        assert (source["file"], source["format"], len(source["sha256"])) == (f"{name} train", "messages", 64)
+    for name in ("several", "parquet"):
+        found = tokenize(tokenizer_dir, tmp_path / "t.arrow", input_dataset=str(tmp_path / name), split="test")
+        assert found == expected[:3]
+
+
+def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
+    rows = datasets.Dataset.from_list(CHATS)
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "several")
+    (tmp_path / "parquet").mkdir()
+    rows.to_parquet(tmp_path / "parquet" / "train-0.parquet")
+    (tmp_path / "empty").mkdir()
+    for given, message in (
+        (dict(input_dataset=str(tmp_path / "several"), split="tset"), "has no split tset: there are train"),
+        (
+            dict(input_dataset=str(tmp_path / "parquet"), split="tset"),
+            r"Bad split: tset. Available splits: \['train'\]",
+        ),
+        (dict(input_dataset=str(tmp_path / "empty")), "--input-dataset .*empty: "),
+        (dict(input_dataset=str(tmp_path / "several"), revision="v1"), "is a local folder, which has no revisions"),
+        (dict(input_dataset=str(tmp_path / "parquet" / "train-0.parquet")), "is a file: name it by --input-file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tokenize(tokenizer_dir, tmp_path / "o.arrow", **given)
+        assert not list(tmp_path.glob("*o.arrow*"))
+
+
+def test_the_hub_is_asked_for_the_commit_and_what_it_does_not_have_is_said(tmp_path):
+    """In a process of its own: the client reads the hub's address when it is imported."""
+    hub = Hub()
+    hub.datasets = {"me/chats": {"main": "a" * 40, "v1": "b" * 40}}
+    code = """
+from corpus.hub_rows import find_revision
+from options import RowOptions
+for name, revision in (("me/chats", None), ("me/chats:config", "v1"), ("me/chats", "v2"), ("me/none", None)):
+    try:
+        print(find_revision(RowOptions(input_dataset=name, revision=revision)))
+    except ValueError as error:
+        print(error)
+"""
+    env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    hub.close()
+    found = done.stdout.splitlines()
+    assert found[:2] == ["a" * 40, "b" * 40], done.stderr
+    assert "the hub has no --revision v2 of it" in found[2]
+    assert "--input-dataset me/none: no such folder, and no data set of the hub" in found[3]
+
+
+# --- columns of other names
+
+
+def test_columns_of_other_names_give_what_the_usual_ones_give(tokenizer_dir, tmp_path):
+    def samples_of(rows: list[dict], **options) -> list[dict]:
+        return tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(write_lines(tmp_path / "r.jsonl", rows)),
+                        **options)  # fmt: skip
+
+    chats = samples_of(CHATS)
+    nested = [{"text": "not this", "chat": {"turns": row["messages"]}} for row in CHATS]
+    assert samples_of(nested, messages_field="chat.turns") == chats
+    assert samples_of([{"a.b": row["messages"]} for row in CHATS], messages_field="a.b") == chats
+    speakers = {"user": "human", "assistant": "gpt"}
+    shared = [
+        {"dialog": [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in row["messages"]]}
+        for row in CHATS
+    ]
+    assert samples_of(shared, messages_field="dialog") == chats
+    pairs = [{"prompt": f"{i} and", "completion": f" {i}"} for i in range(5)]
+    renamed = [{"q": {"x": row["prompt"]}, "answer": row["completion"], "text": "not this"} for row in pairs]
+    assert samples_of(renamed, prompt_field="q.x", completion_field="answer") == samples_of(pairs)
+    half = [{"question": row["prompt"], "completion": row["completion"]} for row in pairs]
+    assert samples_of(half, prompt_field="question") == samples_of(pairs)
+    texts = [{"text": "How many"}, {"text": "are 12"}]
+    assert samples_of([{"body": row["text"], "messages": []} for row in texts], text_field="body") == samples_of(texts)
+
+
+def test_a_nested_column_of_texts_to_classify(tokenizer_dir, tmp_path):
+    rows = [{"text": f"How many {i}", "label": "ab"[i % 2]} for i in range(6)]
+    nested = [{"review": {"body": row["text"]}, "mark": {"of": row["label"]}} for row in rows]
+    plain = tokenize(tokenizer_dir, tmp_path / "p.arrow", format="classification",
+                     input_file=str(write_lines(tmp_path / "p.jsonl", rows)))  # fmt: skip
+    found = tokenize(tokenizer_dir, tmp_path / "n.arrow", format="classification", text_field="review.body",
+                     label_field="mark.of", input_file=str(write_lines(tmp_path / "n.jsonl", nested)))  # fmt: skip
+    assert found == plain
+
+
+def test_a_wrong_name_lists_the_columns_there_are(tokenizer_dir, tmp_path):
+    source = write_lines(tmp_path / "r.jsonl", [{"id": 1, "chat": {"turns": make_turns(1), "lang": "en"}}] * 3)
+    with pytest.raises(ValueError, match=r"--messages-field chat.turn: .*did you mean 'chat.turns'\?; there are chat,"
+                                         r" chat.lang, chat.turns, id$"):  # fmt: skip
+        tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(source), messages_field="chat.turn")
+    mixed = write_lines(tmp_path / "m.jsonl", [{"chat": make_turns(1)}, {"talk": make_turns(2)}])
+    with pytest.raises(ValueError, match=r"m.jsonl:2: no 'chat' \(--messages-field\), or it is empty: .*'talk'"):
+        tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(mixed), messages_field="chat")
+
+
+# --- random tokens
+
+
+def test_random_tokens_are_ordinary_ones_and_the_same_for_every_number_of_workers(tokenizer_dir, tmp_path):
+    first = tokenize(tokenizer_dir, tmp_path / "a.arrow", mock_data=2500, mock_length=7)
+    assert first == tokenize(tokenizer_dir, tmp_path / "b.arrow", mock_data=2500, mock_length=7, num_proc=2)
+    ids = np.array([row["input_ids"] for row in first])
+    assert ids.shape == (2500, 7) and len(np.unique(ids, axis=0)) == 2500
+    special = train_tokenizer([], vocab_size=300).all_special_ids
+    assert not np.isin(ids, special).any()
+    assert all(row["labels"] == row["input_ids"] and row["num_loss_counted_tokens"] == 6 for row in first)
+
+
+def test_a_run_on_random_tokens_resumes_and_packs_as_any_other(model, world, tmp_path):
+    tokenize(model, tmp_path / "mock.arrow", mock_data=12, mock_length=20)
+
+    def train(name: str, **options) -> list[dict]:
+        train_here(world, model_name_or_path=str(model), data_path=str(tmp_path / "mock.arrow"), batch_size=5,
+                   max_tokens_per_gpu=64, checkpoint_every_steps=2, save_final_checkpoint=False,
+                   output_dir=str(tmp_path / name), **options)  # fmt: skip
+        return read_rows(tmp_path / name)
+
+    whole = train("whole", max_steps=3)
+    assert [row["num_total_tokens"] for row in whole] == [100] * 3
+    assert [row["grad_accum"] for row in whole] == [2] * 3  # 60 of at most 64 tokens, then 40
+    train("parts", max_steps=2)
+    assert train("parts", max_steps=3) == whole
+
+
+# --- from rows to a run
+
+
+def test_the_cache_is_keyed_by_content_options_and_tokenizer(model, tokenizer_dir, tmp_path):
+    def key(directory: Path = model, **options) -> str:
+        rows = RowOptions(**{"input_file": (str(tmp_path / "a.jsonl"),)} | options)
+        found = find_outputs(rows, str(directory), cache_dir=tmp_path / "cache", trust_remote_code=False)
+        return found.data.parent.name
+
+    write_lines(tmp_path / "a.jsonl", CHATS)
+    (tmp_path / "moved").mkdir()
+    moved = write_lines(tmp_path / "moved" / "a.jsonl", CHATS)
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    first = key()
+    assert key(num_proc=7) == first and key(input_file=(str(moved),)) == first
+    with_template = key(chat_template=str(template))
+    others = [with_template, key(tokenizer_dir), key(max_sample_num_tokens=9), key(skip_invalid=True),
+              key(validation_share=0.1), key(input_file=(), mock_data=3)]  # fmt: skip
+    template.write_text("{{ messages }} ")
+    write_lines(tmp_path / "a.jsonl", CHATS[1:])
+    others += [key(chat_template=str(template)), key()]
+    assert len({first, *others}) == len(others) + 1
+
+
+def test_rows_are_tokenized_once_as_process_data_does_and_nothing_half_done_is_used(model, tmp_path, capfd):
+    source = write_lines(tmp_path / "chats.jsonl", CHATS)
+    options = group_options(TrainOptions, model_name_or_path=str(model), input_file=str(source), output_dir="o",
+                            data_cache_dir=str(tmp_path / "cache"), num_proc=1, validation_share=0.3)  # fmt: skip
+    outputs = find_outputs(options.rows, str(model), cache_dir=tmp_path / "cache", trust_remote_code=False)
+    # What a killed tokenization leaves is no data set, and goes with the next one.
+    outputs.data.parent.mkdir(parents=True)
+    leftover = outputs.data.with_name(f".{outputs.data.name}.123.part")
+    leftover.write_bytes(b"half")
+    found = find_data(options)
+    assert not leftover.exists() and "trained tokens" in capfd.readouterr().out
+    assert found == dict(data_path=(str(outputs.data),), validation_data_path=(str(outputs.validation.data),))
+    assert read_arrow(outputs.data) == tokenize(
+        model, tmp_path / "o.arrow", input_file=str(source), validation_share=0.3
+    )
+    assert read_arrow(outputs.validation.data) == read_arrow(tmp_path / "o.validation.arrow")
+    before = os.stat(outputs.data).st_ino
+    assert find_data(options) == found and os.stat(outputs.data).st_ino == before
+    # What cannot be used is said once, and by the one who asked.
+    write_lines(source, [{"messages": [{"role": "alien", "content": "?"}]}])
+    with pytest.raises(ValueError, match=r"(?s)^1 of 1 rows cannot be used.*chats.jsonl:1: .*alien"):
+        find_data(options)
+    assert "cannot be used" not in capfd.readouterr().err
+    assert len(list((tmp_path / "cache").glob("*/*.arrow"))) == 2
+
+
+# --- part of the data
+
+
+def test_a_subset_is_drawn_by_the_seed_of_what_is_kept(tokenizer_dir, tmp_path):
+    paths = []
+    for name, count in (("a", 300), ("b", 40)):
+        tokenize(tokenizer_dir, tmp_path / f"{name}.arrow", mock_data=count, mock_length=3 + (name == "b"))
+        paths.append(tmp_path / f"{name}.arrow")
+
+    def choose(subset: str, *, seed: int = 0) -> list[list[int]]:
+        data = Mixture([TokenizedData(path) for path in paths])
+        data.take_subset(parse_subset(subset), seed=seed)
+        assert sorted(np.concatenate(data.kept_of).tolist()) == data.kept.tolist()
+        return [source.kept.tolist() for source in data.sources]
+
+    assert list(map(len, choose("10"))) == [10, 10] and list(map(len, choose("1%"))) == [3, 1]
+    assert list(map(len, choose("60"))) == [60, 40]
+    assert choose("10") == choose("10") != choose("10", seed=1)

@@ -1,0 +1,116 @@
+"""Noise on embeddings and smoothed targets: transformers' own, however the batch is divided."""
+
+import json
+
+import pytest
+import torch
+from in_process import train_here, train_on
+from small_runs import OPTIONS, make_inputs, read_rows
+from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
+from transformers import AutoModelForCausalLM
+from transformers.integrations import neftune_post_forward_hook
+from transformers.trainer_pt_utils import LabelSmoother
+
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from objectives.embedding_noise import derive_noise_seed
+from sampler import draw_samples
+
+ALPHA, SMOOTHING, STEPS, SEED = 15.0, 0.1, 3, 42
+REGULARIZED = dict(neftune_alpha=ALPHA, label_smoothing=SMOOTHING)
+RUN = OPTIONS | dict(max_steps=STEPS, save_final_checkpoint=False, min_samples_per_checkpoint=10**6, adam_eps=1e-6)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "qwen3")
+
+
+def train_plainly(inputs: dict[str, str]) -> tuple[list[float], list[float]]:
+    """By transformers alone, a sequence at a time, with its own hook and its own loss: losses, gradient norms."""
+    data, smoother = Mixture([TokenizedData(inputs["data_path"])]), LabelSmoother(epsilon=SMOOTHING)
+    model = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"]).train()
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = ALPHA
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    params = list(model.parameters())
+    groups = [dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
+              dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0)]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=OPTIONS["learning_rate"], betas=(0.9, 0.95), eps=1e-6)
+    losses, norms, size = [], [], OPTIONS["batch_size"]
+    for step in range(STEPS):
+        rows = draw_samples(data, seed=SEED, start=step * size, count=size).tolist()
+        batch = [[torch.tensor(array.astype(int))[None] for array in data.read(row)[:2]] for row in rows]
+        counts = [int((labels[:, 1:] != -100).sum()) for _, labels in batch]
+        losses.append(0.0)
+        for i, ((ids, labels), count) in enumerate(zip(batch, counts, strict=True)):
+            torch.manual_seed(derive_noise_seed(SEED, step * size + i))
+            logits = model(input_ids=ids, use_cache=False).logits
+            if count:
+                loss = smoother({"logits": logits}, labels, shift_labels=True) * count / sum(counts)
+                loss.backward()
+                losses[-1] += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def test_a_run_is_transformers_own_on_any_ranks_and_however_it_is_divided(inputs, world, tmp_path):
+    losses, norms = train_plainly(inputs)
+    layouts = {
+        "small": (1, dict(max_tokens_per_gpu=41, activation_checkpointing="full")),
+        "two": (2, dict(max_tokens_per_gpu=50, activation_checkpointing="selective")),
+    }
+    for name, (num_ranks, changes) in layouts.items():
+        train_on(num_ranks, world, **inputs | RUN | REGULARIZED | changes, output_dir=tmp_path / name)
+        rows = read_rows(tmp_path / name)
+        assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-6), name
+        assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4), name
+
+
+def test_noise_is_other_noise_in_every_epoch_and_of_every_seed_and_resumes(inputs, world, tmp_path):
+    """At a learning rate of 0, where only the noise moves the loss of the same samples."""
+    still = inputs | RUN | dict(learning_rate=0.0, batch_size=20, max_steps=4, neftune_alpha=ALPHA)
+    train_here(world, **still, output_dir=str(tmp_path / "run"))
+    losses = [row["loss"] for row in read_rows(tmp_path / "run")]
+    assert len(set(losses)) == 4
+    resumed_from = str(tmp_path / "run/checkpoints/step_2")
+    train_here(world, **still, resume=resumed_from, output_dir=str(tmp_path / "resumed"))
+    rows = [json.loads(line) for line in (tmp_path / "resumed/training_metrics_0.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows][-2:] == losses[-2:]
+    train_here(world, **still | dict(max_steps=1, seed=7), output_dir=str(tmp_path / "seed"))
+    assert read_rows(tmp_path / "seed")[0]["loss"] != losses[0]
+
+
+def test_validations_have_neither_noise_nor_smoothed_targets(inputs, world, tmp_path):
+    """And what trains has both, here adapters and embeddings that train beside them."""
+    changes = dict(lora=True, lora_modules_to_save=("embed_tokens",))
+    found = {}
+    for name, given in {
+        "plain": {},
+        "regularized": REGULARIZED,
+        "small": REGULARIZED | dict(max_tokens_per_gpu=41),
+    }.items():
+        run = inputs | RUN | dict(max_steps=1, validation_data_path=(inputs["data_path"],), export_best=False)
+        train_here(world, **run | changes | given, output_dir=str(tmp_path / name))
+        lines = (tmp_path / name / "validation_metrics_0.jsonl").read_text().splitlines()
+        found[name] = (read_rows(tmp_path / name)[0]["loss"], json.loads(lines[0])["loss"])
+    assert found["regularized"][1] == pytest.approx(found["plain"][1], rel=1e-6)
+    assert found["regularized"][0] != pytest.approx(found["plain"][0], rel=1e-3)
+    assert found["small"] == pytest.approx(found["regularized"], rel=1e-6)
+
+
+def test_classifiers_have_noise_too(world, tmp_path):
+    model = save_base(CLASSIFIERS["distilbert"], tmp_path / "model")
+    data = write_classified(tmp_path / "data.arrow", make_class_samples(20), model)
+    run = RUN | dict(
+        model_name_or_path=str(model), data_path=str(data), objective="sequence-classification", max_steps=1
+    )
+    losses = {}
+    for name, changes in {"plain": {}, "noise": dict(neftune_alpha=ALPHA), "small": dict(neftune_alpha=ALPHA)}.items():
+        cap = dict(max_tokens_per_gpu=41) if name == "small" else {}
+        train_here(world, **run | changes | cap, output_dir=str(tmp_path / name))
+        losses[name] = read_rows(tmp_path / name)[0]["loss"]
+    assert losses["noise"] != pytest.approx(losses["plain"], rel=1e-3)
+    assert losses["small"] == pytest.approx(losses["noise"], rel=1e-6)
