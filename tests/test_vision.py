@@ -148,7 +148,7 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "empty.png").touch()
     (tmp_path / "folder.png").mkdir()
-    (tmp_path / "bomb.png").write_bytes(BOMB + zlib.crc32(BOMB[12:]).to_bytes(4, "big"))
+    (tmp_path / "bomb.png").write_bytes(BOMB + zlib.crc32(BOMB[12:]).to_bytes(4, "big") + b"\x00\x00\x00\x01IDATx")
     image.save(tmp_path / "moving.gif", save_all=True, append_images=[make_image(1).resize(image.size)])
     image.convert("CMYK").save(tmp_path / "cmyk.jpg")
     exif = Image.Exif()
@@ -182,7 +182,7 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
         (ask({"type": "text", "text": "an <image>"}), "0 images, and the rendered conversation has 1 times"),
         (ask({"type": "video", "video": "a.mp4"}, words), "has the content part"),
         (ask(words, answer=[show("fine.png"), words]), "an image stands in what the assistant says"),
-        (ask(show("fine.png"), words, unmask=True), "an image stands in what the user says"),
+        (ask(words, show("fine.png"), words, unmask=True), "an image stands in what the user says"),
         ({"text": "a document", "images": ["fine.png"]}, "has images and no messages"),
     ]
     fine = [ask(show(name), words) for name in ("fine.png", "cmyk.jpg", "turned.jpg")]
