@@ -163,6 +163,14 @@ class ClassificationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """Of data with images (docs/vision.md)."""
+
+    freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = ("vision",)
+    """Parts of a model that sees which stay as they are; nothing: all of it trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizationOptions:
     """How gradients become weights."""
 
@@ -462,6 +470,7 @@ class TrainOptions:
     data: DataOptions = field(default_factory=DataOptions)
     rows: RowOptions = field(default_factory=RowOptions)
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
+    vision: VisionOptions = field(default_factory=VisionOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
     end: EndOptions = field(default_factory=EndOptions)
@@ -493,7 +502,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by")
-IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
+IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, VisionOptions, OSFTOptions, LoRAOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
 # Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
 UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
@@ -507,6 +516,11 @@ class ProcessDataOptions:
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
+    images: bool = False
+    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
+    package pillow; transformers' processors import torch where it is installed."""
+    allow_downloads: bool = False
+    """With --images: fetch those whose rows give an address; the data set holds what was fetched."""
     model_revision: str | None = None
     """Of a model on the hub: branch, tag or commit; its main branch if not given."""
     trust_remote_code: bool = False

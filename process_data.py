@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from chat.masking import ChatMasker, load_stop_token_ids
+from chat.pictures import ImageExpander, load_processor
 from chat.templates import change_tokenizer, load_tokenizer
 from command_line import parse_options
 from corpus.files import Source, find_sources
@@ -46,6 +47,7 @@ from corpus.rows import (
     Preparation,
     prepare_chats,
     prepare_labelled,
+    prepare_pictured,
     process_chunk,
     read_formatted_chunks,
     write_rejected,
@@ -90,9 +92,10 @@ def process_data(options: ProcessDataOptions) -> None:
             tokenizer,
             stop_token_ids=load_stop_token_ids(model_dir),
             allow_missing_stop_token=options.rows.allow_missing_stop_token,
+            expander=open_expander(model_dir, options),
         )
         notes = check_template(masker, options)
-        preparation = prepare_chats(masker, choose_paths(options.rows), format_is_given=options.rows.format is not None)
+        preparation = choose_preparation(masker, sources, options)
         stop_token_id = masker.find_stop_token()
     task = preparation.task
     # Everything is written under hidden names, which become the outputs' names when all of it is there.
@@ -169,6 +172,29 @@ def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any,
         tokenizer, template=options.rows.chat_template, special_tokens=options.rows.add_special_tokens
     )
     return tokenizer, added
+
+
+def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander | None:
+    """Where rows may have images: what puts them in their places."""
+    if not options.images:
+        return None
+    processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
+    directory = Path(options.output_file).resolve().parent
+    return ImageExpander(processor, directory=directory, may_download=options.allow_downloads)
+
+
+def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
+    """How rows of conversations, completions and documents become samples."""
+    paths, is_given = choose_paths(options.rows), options.rows.format is not None
+    if not options.images:
+        return prepare_chats(masker, paths, format_is_given=is_given)
+    return prepare_pictured(
+        masker,
+        paths,
+        format_is_given=is_given,
+        directories={source.name: source.path.resolve().parent for source in sources},
+        output_dir=Path(options.output_file).resolve().parent,
+    )
 
 
 def prepare_classification(

@@ -18,6 +18,7 @@ class Chat:
     messages: list[Message]
     unmask: bool = False
     tools: list[dict[str, Any]] | None = None
+    images: tuple[str, ...] = ()  # of each image part in turn the path or the data: URL
 
 
 @dataclass(frozen=True)

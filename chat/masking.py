@@ -21,7 +21,8 @@ from chat.examples import ASSISTANT, PRETRAIN, SYSTEM_ROLES, Chat, Completion, D
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from chat.labels import IGNORED
 from chat.learning import SkeletonLearner
-from chat.placeholders import PLACEHOLDER, Outline, is_text, make_outline
+from chat.pictures import ImageExpander
+from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_parts, make_outline
 from chat.placing import check_names
 from chat.rendering import as_parts, catch_error, prepare_messages, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
@@ -61,6 +62,7 @@ class PreparedChat:
     weights: list[float]
     tools: list[dict[str, Any]] | None
     is_plain: bool
+    images: tuple[str, ...] = ()
 
     @property
     def unmasked(self) -> set[int]:
@@ -91,17 +93,23 @@ class ChatMasker:
 
     `stop_token_ids`: which tokens end generation besides the tokenizer's eos token (see `load_stop_token_ids`).
     `allow_missing_stop_token`: where the template writes none after the assistant's turns, train their contents alone.
+    `expander`: of conversations with images.
     """
 
     def __init__(
-        self, tokenizer: Any, *, stop_token_ids: Sequence[int] = (), allow_missing_stop_token: bool = False
+        self,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        allow_missing_stop_token: bool = False,
+        expander: ImageExpander | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} does not tell which characters a token covers, so masks cannot be"
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.expander = tokenizer, expander
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
@@ -166,10 +174,17 @@ class ChatMasker:
             catch_error(self.locate, rendered, chat)
             for rendered, chat in zip(self.render_each(prepared), prepared, strict=True)
         ]
+        located = [catch_error(self.put_images, found, chat) for found, chat in zip(located, prepared, strict=True)]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
         return [
             catch_error(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)
         ]
+
+    def put_images(self, located: Located, chat: PreparedChat) -> Located:
+        """The row with what the model's processor makes of its images."""
+        if self.expander is not None:
+            return self.expander.expand(located, chat.images)
+        return located
 
     def locate(self, rendered: Rendered, chat: PreparedChat) -> Located:
         """A rendered chat and what of it is trained."""
@@ -396,8 +411,11 @@ def prepare_chat(chat: Chat) -> PreparedChat:
         messages.append(message if is_bare else {key: message[key] for key in message if key not in ONLY_FOR_MASKING})
     if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
         raise ValueError("'tools' contain what looks like a placeholder used for masking")
+    num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
+    if num_images != len(chat.images):
+        raise ValueError(f"has {num_images} image parts and {len(chat.images)} images: images need --images")
     is_plain = all(len(message) == 2 and is_text(message.get("content")) for message in messages)
-    return PreparedChat(messages, weights, chat.tools, is_plain)
+    return PreparedChat(messages, weights, chat.tools, is_plain, chat.images)
 
 
 def read_weight(message: Message, by_default: bool) -> float:

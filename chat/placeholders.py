@@ -18,6 +18,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names tha
 
 # Templates test their input: a text is letters and digits, as long as the ids that Mistral's templates accept; a
 # number is a number.
+IMAGE_PART = {"type": "image"}  # in a content that is a list: which image it is, is kept apart
 PLACEHOLDER = re.compile(r"xQ(\d{5})Qx|7391(\d{5})1937")
 MAX_NUM_LEAVES = 99_990
 STAND_IN = "xQ99999Qx"  # content of an assistant turn that only has content
@@ -140,6 +141,12 @@ class LeafHolder:
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
+
+
+def list_parts(message: Message) -> list[Any]:
+    """A content that is a list."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def is_text_part(part: Any) -> bool:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chat.labels import IGNORED
 from chat.token_bytes import ByteEncoding
+
+if TYPE_CHECKING:
+    from chat.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class TokenizedChat:
     input_ids: list[int]
     spans: list[TrainedSpan]
     is_weighted: bool = False
+    pictures: "Pictures | None" = None
 
     @property
     def labels(self) -> list[int]:
@@ -59,7 +63,8 @@ class TokenizedChat:
 
     @property
     def summary(self) -> str:
-        return f"{len(self.input_ids):,} tokens, {self.num_loss_counted_tokens:,} trained"
+        images = "" if self.pictures is None else f", {len(self.pictures.references):,} images"
+        return f"{len(self.input_ids):,} tokens, {self.num_loss_counted_tokens:,} trained{images}"
 
     @property
     def num_trained_by_role(self) -> Counter[str]:
@@ -87,6 +92,7 @@ class Located:
     text: str
     passages: list[Passage]
     is_weighted: bool = False
+    pictures: "Pictures | None" = None
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
@@ -109,7 +115,9 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
         end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
         if first < end:
             spans.append(TrainedSpan(first, end, passage.role, passage.weight))
-    return TokenizedChat(input_ids, spans, located.is_weighted)
+    if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
+        raise ValueError("the model's processor makes other tokens of the row than its tokenizer does: no mask is sure")
+    return TokenizedChat(input_ids, spans, located.is_weighted, located.pictures)
 
 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:

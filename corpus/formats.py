@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
-from chat.placeholders import is_text_part
+from chat.placeholders import IMAGE_PART, is_text_part, list_parts
 from corpus.files import Chunk, Encoding, iterate_rows
 from corpus.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
 
@@ -325,7 +325,7 @@ def check_message(message: Any, number: int) -> None:
         raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
     if calls and role != "assistant":
         raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
-    may_be_empty = bool(calls) or role == "tool"
+    may_be_empty = bool(calls) or role == "tool" or IMAGE_PART in list_parts(message)
     text = join_parts(content, where) if isinstance(content, list) else content
     if not (isinstance(text, str) or (text is None and calls)) or not (may_be_empty or text.strip()):
         raise ValueError(f"{where} has the content {quote(content)}, expected text")
@@ -335,10 +335,11 @@ def check_message(message: Any, number: int) -> None:
 
 def join_parts(content: list[Any], where: str) -> str:
     """The text of a content in OpenAI's format, [{"type": "text", "text": ...}, ...]. Templates take the list."""
-    for part in content:
+    parts = [part for part in content if part != IMAGE_PART]
+    for part in parts:
         if not is_text_part(part):
             raise ValueError(f"{where} has the content part {quote(part)}, expected {{'type': 'text', 'text': ...}}")
-    return "".join(part["text"] for part in content)
+    return "".join(part["text"] for part in parts)
 
 
 def read_tools(row: Fields) -> list[Fields] | None:

@@ -16,7 +16,7 @@ from chat.labels import IGNORED
 from chat.masking import TokenizedChat
 from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import TokenizedSample
-from objectives.columns import CAUSAL_LM, Task
+from objectives.columns import Task
 from pages.page import escape_json, fold, make_page
 
 PAGE = Path(__file__).with_name("preview.html")
@@ -125,8 +125,8 @@ def write_page(path: Path, totals: Totals, task: Task, *, tokenizer: Any, title:
         "FIGURES": format_figures(totals, task),
         "ROWS": format_rows(totals),
         "LENGTHS": format_histogram(totals),
-        "ROLES_TITLE": "Tokens by role" if task.objective == CAUSAL_LM else "Labels",
-        "ROLES": format_roles(totals) if task.objective == CAUSAL_LM else format_labels(totals, task),
+        "ROLES_TITLE": "Tokens by role" if task.is_language else "Labels",
+        "ROLES": format_roles(totals) if task.is_language else format_labels(totals, task),
         "NUM_SAMPLES": f"{len(samples):,} of {totals.num_samples:,}",
         "SAMPLES": escape_json(samples),
     }
@@ -151,7 +151,7 @@ def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
 
 
 def format_figures(totals: Totals, task: Task) -> str:
-    if task.objective == CAUSAL_LM:
+    if task.is_language:
         trained = {"trained": f"{totals.num_loss_counted_tokens / totals.num_tokens:.1%}"}
     else:
         trained = {"labels": f"{task.num_labels:,}"}

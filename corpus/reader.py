@@ -14,7 +14,16 @@ import pyarrow as pa
 import pyarrow.json
 
 from corpus.sample_checks import check_targets
-from objectives.columns import OPTIONAL_COLUMNS, SEQUENCES, TARGET_COLUMN, WEIGHTS_COLUMN, Sample, Task, read_task
+from objectives.columns import (
+    IMAGES_COLUMN,
+    OPTIONAL_COLUMNS,
+    SEQUENCES,
+    TARGET_COLUMN,
+    WEIGHTS_COLUMN,
+    Sample,
+    Task,
+    read_task,
+)
 
 SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
 INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and of which types
@@ -81,10 +90,15 @@ class TokenizedData:
         extras = self._read_extras(chunk, i, len(input_ids), where=where) if self.has_extras else None
         return input_ids, targets, extras
 
-    def _read_extras(self, chunk: int, i: int, length: int, *, where: str) -> np.ndarray:  # (length,)
-        """A row's weights or token types: what they are where a data set has none, if they are null."""
+    def _read_extras(self, chunk: int, i: int, length: int, *, where: str) -> Any:
+        """A row's weights, token types or images: what they are where a data set has none, if they are null."""
         if not self._extras[chunk][i].is_valid:
             return fill_extras(self.task, length)
+        if self.task.extra_column == IMAGES_COLUMN:
+            return tuple(
+                reference if ":" in reference else str(self.path.parent / reference)
+                for reference in self._extras[chunk][i].as_py()
+            )
         extras = slice_list(list_views(self._extras[chunk]), i)
         most = 1 if self.task.extra_column == WEIGHTS_COLUMN else np.inf
         if not (len(extras) == length and extras.min() >= 0 and extras.max() <= most):
@@ -123,8 +137,10 @@ class TokenizedData:
         return num_overlong
 
 
-def fill_extras(task: Task, length: int) -> np.ndarray:  # (length,)
-    """What a sample without weights or token types would have."""
+def fill_extras(task: Task, length: int) -> Any:
+    """What a sample without weights, token types or images would have."""
+    if task.extra_column == IMAGES_COLUMN:
+        return ()
     if task.extra_column == WEIGHTS_COLUMN:
         return np.ones(length, np.float32)
     return np.zeros(length, np.int8)
@@ -165,7 +181,9 @@ def check_column(column: pa.ChunkedArray, expected: pa.Field, *, named: str) -> 
     name, wants_list = expected.name, pa.types.is_list(expected.type)
     is_list = wants_list and pa.types.is_list(column.type)
     kind = column.type.value_type if is_list else column.type
-    if name in (WEIGHTS_COLUMN, TARGET_COLUMN):
+    if name == IMAGES_COLUMN:
+        has_type, wanted = is_list and pa.types.is_string(kind), ", expected a list of texts"
+    elif name in (WEIGHTS_COLUMN, TARGET_COLUMN):
         has_type, wanted = is_list and pa.types.is_floating(kind), ", expected a list of floats"
     else:
         has_type, wanted = is_list == wants_list and pa.types.is_integer(kind), ""

@@ -12,7 +12,7 @@ from heapq import nsmallest
 from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
 from corpus.writer import TokenizedSample
-from objectives.columns import CAUSAL_LM, TOKENS, Task
+from objectives.columns import TOKENS, Task
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
 SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
@@ -168,7 +168,7 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
     if totals.num_samples != rows["kept"]:
         print(f"  {'blocks':<24}{totals.num_samples:>14,}")
     print(f"  {'tokens':<24}{totals.num_tokens:>14,}")
-    if task.objective == CAUSAL_LM:
+    if task.is_language:
         share = totals.num_loss_counted_tokens / totals.num_tokens
         print(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
     elif rows["truncated"]:
@@ -176,7 +176,7 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
     shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
     lengths = [f"{name} {percentile(totals.lengths, at):,}" for name, at in shares.items()]
     print(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
-    if task.objective != CAUSAL_LM:
+    if not task.is_language:
         print_labels(totals, task)
 
 
@@ -198,7 +198,7 @@ def print_labels(totals: Totals, task: Task) -> None:
 def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> list[str]:
     """A note on texts that are longer than the tokenizer says its model takes; chats are cut to no such length."""
     num_longer = sum(count for length, count in totals.lengths.items() if length > model_max_length)
-    if task.objective == CAUSAL_LM or not num_longer:
+    if task.is_language or not num_longer:
         return []
     return [
         f"{num_longer:,} of the samples have more than {model_max_length:,} tokens, which the tokenizer says its model"
@@ -211,7 +211,7 @@ def print_sides(sides: dict[str, Totals], task: Task) -> None:
     num_rows = sum(totals.rows["in"] for totals in sides.values())
     for name, totals in sides.items():
         dropped = "".join(f", {totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
-        trained = f", {totals.num_loss_counted_tokens:,} trained" if task.objective == CAUSAL_LM else ""
+        trained = f", {totals.num_loss_counted_tokens:,} trained" if task.is_language else ""
         print(
             f"  {name:<24}{totals.num_samples:>14,}  samples of {totals.num_tokens:,} tokens{trained};"
             f" {totals.rows['in'] / num_rows:.1%} of the rows{dropped}"

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -16,10 +17,11 @@ from corpus.formats import OWN_NAMES, Example, FieldPaths, check_paths, detect_f
 from corpus.labelled import FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
 from corpus.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
+from corpus.pictured import read_pictured
 from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
 from corpus.writer import TokenizedSample, encode_samples
-from objectives.columns import Task
+from objectives.columns import VISION, Task
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None as long as no row of the file has shown it
 AnyExample = Example | Labelled
@@ -38,6 +40,14 @@ class Preparation:
 def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
     """Of chats, completions and documents."""
     return Preparation(Task(), partial(read_formatted, is_given=format_is_given, paths=paths), masker.mask)
+
+
+def prepare_pictured(
+    masker: ChatMasker, paths: FieldPaths, *, format_is_given: bool, directories: dict[str, Path], output_dir: Path
+) -> Preparation:
+    """Of chats with images, and of whatever `prepare_chats` takes."""
+    read = partial(read_pictured, is_given=format_is_given, paths=paths, directories=directories, output_dir=output_dir)
+    return Preparation(Task(VISION), read, masker.mask)
 
 
 def read_formatted(formatted_chunk: FormattedChunk, *, is_given: bool, paths: FieldPaths) -> Iterator[ReadRow]:

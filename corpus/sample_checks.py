@@ -3,12 +3,12 @@
 import numpy as np
 
 from chat.labels import IGNORED
-from objectives.columns import CAUSAL_LM, SEQUENCES, Task
+from objectives.columns import SEQUENCES, Task
 
 
 def check_targets(targets: np.ndarray, task: Task, *, num_counted: int, vocab_size: float, where: str) -> None:
     """A row's labels or target. Raises ValueError that begins with `where`."""
-    if task.objective == CAUSAL_LM:
+    if task.is_language:
         check_next_tokens(targets, num_counted=num_counted, vocab_size=vocab_size, where=where)
     elif task.objective == SEQUENCES:
         check_sequence_target(targets, task, num_counted=num_counted, where=where)

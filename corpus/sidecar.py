@@ -8,7 +8,7 @@ from typing import Any
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.files import Source
 from corpus.report import DROPPED, Totals
-from objectives.columns import CAUSAL_LM, Task
+from objectives.columns import Task
 from options import ProcessDataOptions
 
 FORMAT_VERSION = 2
@@ -53,13 +53,13 @@ def describe_data_set(
 
 def list_row_keys(task: Task) -> tuple[str, ...]:
     """What rows are counted by."""
-    return ("blank_lines", "in", "kept", *DROPPED, *(() if task.objective == CAUSAL_LM else ("truncated",)))
+    return ("blank_lines", "in", "kept", *DROPPED, *(() if task.is_language else ("truncated",)))
 
 
 def describe_labels(totals: Totals, task: Task) -> dict[str, Any]:
     """What a data set for classifiers is for, which labels it has, and how often."""
-    if task.objective == CAUSAL_LM:
-        return {}
+    if task.is_language:
+        return {} if task == Task() else {"objective": task.objective}
     return {
         "objective": task.objective,
         "label_type": task.label_type,

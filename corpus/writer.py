@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from chat.labels import IGNORED
 from chat.masking import TokenizedChat, TrainedSpan
 from corpus.labelled_tokens import TokenizedText
-from objectives.columns import CAUSAL_LM, SCHEMA, TARGET_COLUMN, TYPES_COLUMN, WEIGHTS_COLUMN, Task
+from objectives.columns import IMAGES_COLUMN, SCHEMA, TARGET_COLUMN, TYPES_COLUMN, VISION, WEIGHTS_COLUMN, Task
 
 EncodedSamples = pa.RecordBatch | bytes  # in the output's format; of JSON lines the text
 
@@ -31,9 +31,13 @@ class TokenizedSample:
 def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: Task) -> EncodedSamples:
     """The samples with the columns of their task; as JSON lines, the optional one only where a sample has it."""
     if ending == ".jsonl":
-        make_row = make_json_row if task.objective == CAUSAL_LM else make_labelled_row
+        make_row = (
+            make_pictured_row if task.objective == VISION else make_json_row if task.is_language else make_labelled_row
+        )
         return "".join(json.dumps(make_row(sample.tokens)) + "\n" for sample in samples).encode()
-    if task.objective != CAUSAL_LM:
+    if task.objective == VISION:
+        return pa.RecordBatch.from_pylist([make_pictured_row(sample.tokens) for sample in samples], schema=task.schema)
+    if not task.is_language:
         rows = [make_labelled_row(sample.tokens) for sample in samples]
         return pa.RecordBatch.from_pylist(rows, schema=task.schema)
     lengths = np.array([len(sample.tokens.input_ids) for sample in samples], np.int32)
@@ -66,6 +70,16 @@ def make_json_row(tokens: TokenizedChat) -> dict[str, Any]:
         "num_loss_counted_tokens": tokens.num_loss_counted_tokens,
     }
     return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
+
+
+def make_pictured_row(tokens: TokenizedChat) -> dict[str, Any]:
+    """Of a row without images its last column is null."""
+    row, pictures = make_json_row(tokens), tokens.pictures
+    return row | {
+        "num_image_tokens": 0 if pictures is None else pictures.num_tokens,
+        "image_sizes": [] if pictures is None else [number for size in pictures.sizes for number in size],
+        IMAGES_COLUMN: None if pictures is None else list(pictures.references),
+    }
 
 
 def make_labelled_row(tokens: TokenizedText) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np
     objective = choose_objective(data)
 
     def show(row: int) -> str:
-        return found.tokenizer.decode(data.read(row)[0][:MAX_TOKENS_SHOWN])
+        input_ids, _, _ = data.read(row)
+        return found.tokenizer.decode(input_ids[:MAX_TOKENS_SHOWN], clean_up_tokenization_spaces=False)
 
     if isinstance(objective, Classification):
         return classes.collect_classes(name, objective, tables, show)

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corpus.mixture import Mixture
-from corpus.reader import TokenizedData
+from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
 from methods.full import Full
 from methods.lora import LoRA
@@ -24,11 +24,13 @@ from model.files import find_model
 from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
+from objectives.columns import VISION
 from objectives.embedding_noise import EmbeddingNoise
 from objectives.objective import Objective, PackedModel
 from objectives.packed_row import check_positions
-from objectives.text_tower import find_placeholders, text_config
-from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, parse_subset
+from objectives.text_tower import text_config
+from objectives.vision import VisionLanguage
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, VisionOptions, parse_subset
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
@@ -44,9 +46,23 @@ def choose_objective(options: TrainOptions) -> Objective:
     noise = None if alpha is None else EmbeddingNoise(alpha, seed=seed)
     if o.objective != CausalLM.name:
         return Classification(o, seed=seed, noise=noise)
-    return CausalLM(
+    text = CausalLM(
         router_aux_loss=options.optimization.router_aux_loss, label_smoothing=o.label_smoothing, noise=noise
     )
+    if has_images(options.data):
+        return VisionLanguage(options.vision, text)
+    if options.vision != VisionOptions():
+        raise ValueError("--freeze: no effect on data without images (process_data.py --images)")
+    return text
+
+
+def has_images(options: DataOptions) -> bool:
+    """Whether the data was made for models that see; what cannot be read is told where it is opened."""
+    try:
+        sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
+    except ValueError:
+        return False
+    return sidecar is not None and sidecar.get("objective") == VISION
 
 
 def choose_method(options: TrainOptions) -> Method:
@@ -136,7 +152,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     if inputs.config is not None and inputs.data is not None:
         inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
         for data in filter(None, (inputs.data, inputs.validation_data)):
-            inputs.errors.attempt(lambda data=data: check_placeholders(inputs.config, data))
+            inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
@@ -215,9 +231,9 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
         inputs.generation_config = load_generation_config(inputs.model_dir, inputs.config)
 
 
-def check_placeholders(config: PreTrainedConfig, data: Mixture) -> None:
+def check_placeholders(inputs: RunInputs, data: Mixture) -> None:
     """ValueError for data with a token that a multi-modal model puts an image, a video or a sound in place of."""
-    placeholders = find_placeholders(config)
+    config, placeholders = inputs.config, inputs.objective.list_foreign(inputs.config)
     found = data.find_tokens(list(placeholders)) if placeholders else None
     if found is not None:
         row, token_id = found

@@ -19,8 +19,8 @@ from objectives.micro_batch import MicroBatch
 BACKENDS: dict[str, set[str]] = {
     "flash_attn": {"dropout", "softcap"},  # CUDA, bfloat16, package flash-attn
     "varlen": set(),  # CUDA, bfloat16, ships with torch
-    "sdpa": {"dropout"},  # any device, one sequence at a time
-    "eager": {"dropout", "softcap", "sinks"},  # any device, one sequence at a time, holds its score matrix
+    "sdpa": {"dropout", "blocks"},  # any device, one sequence at a time
+    "eager": {"dropout", "softcap", "sinks", "blocks"},  # any device, one sequence at a time, holds its score matrix
 }
 OWN = "own"  # the model's, one sequence at a time: in the place of a backend, where none can do what the model does
 UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile leaves their loop over sequences out
@@ -61,7 +61,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
     ) -> tuple[Tensor, None]:
         if micro_batch is None:
             raise ValueError(f"{type(module).__name__} is not told what is packed: its model hands no arguments on")
-        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux}
+        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux, "blocks": micro_batch.blocks}
         extras = {feature: value for feature, value in extras.items() if value is not None}
         dropped = extras.keys() - BACKENDS[name]
         looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -147,13 +147,16 @@ def attend_varlen(
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
 def attend_sdpa(
     query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
-    is_two_sided: bool = False, dropout: float = 0.0,
+    is_two_sided: bool = False, dropout: float = 0.0, blocks: Tensor | None = None,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """torch's scaled_dot_product_attention, one sequence at a time: bitwise what the sequence alone would get."""
     outputs = []
-    for q, k, v in split_sequences(query, key, value, micro_batch.seq_lengths):
+    for (q, k, v), own in zip(
+        split_sequences(query, key, value, micro_batch.seq_lengths), split_blocks(blocks, micro_batch), strict=True
+    ):
         length = q.shape[2]
-        mask = None if window is None or length <= window else make_mask(length, window, is_two_sided, q.device)
+        is_plain = own is None and (window is None or length <= window)
+        mask = None if is_plain else make_mask(length, window, is_two_sided, q.device, own)
         is_causal = mask is None and not is_two_sided
         output = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scaling, dropout_p=dropout, enable_gqa=True
@@ -166,15 +169,18 @@ def attend_sdpa(
 def attend_eager(
     query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
     is_two_sided: bool = False, dropout: float = 0.0, softcap: float | None = None, sinks: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """Attention written out, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
     outputs = []
-    for q, k, v in split_sequences(query, key, value, micro_batch.seq_lengths):
+    for (q, k, v), own in zip(
+        split_sequences(query, key, value, micro_batch.seq_lengths), split_blocks(blocks, micro_batch), strict=True
+    ):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * scaling  # (1, Hq, length, length)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~make_mask(q.shape[2], window, is_two_sided, q.device), float("-inf"))
+        scores = scores.masked_fill(~make_mask(q.shape[2], window, is_two_sided, q.device, own), float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : q.shape[2]]
@@ -187,8 +193,24 @@ def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list
     return zip(*(t.split(seq_lengths, dim=2) for t in (query, key, value)), strict=True)
 
 
-def make_mask(length: int, window: int | None, is_two_sided: bool, device: torch.device) -> Tensor:
-    """(length, length) bool: True where query i may see key j: 0 <= i - j (< window), or if two-sided |i - j|."""
+def split_blocks(blocks: Tensor | None, micro_batch: MicroBatch) -> list[Tensor | None]:
+    """Of each packed sequence the image that each of its tokens is of."""
+    if blocks is None:
+        return [None] * len(micro_batch.seq_lengths)
+    return list(blocks.split(micro_batch.seq_lengths))
+
+
+def make_mask(
+    length: int, window: int | None, is_two_sided: bool, device: torch.device, blocks: Tensor | None = None
+) -> Tensor:
+    """(length, length) bool: True where query i may see key j: 0 <= i - j (< window), or if two-sided |i - j|.
+
+    Tokens of one block (length,), from 0, see each other both ways, as far as the window reaches back.
+    """
+    if blocks is not None:
+        is_one = (blocks[:, None] == blocks) & (blocks >= 0)
+        seen = is_one | torch.ones_like(is_one).tril_()
+        return seen if window is None else seen.triu(1 - window)
     before, after = (length if reach == -1 else reach for reach in find_reach(window, is_two_sided))
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_(after).triu_(-before)
 

@@ -17,7 +17,7 @@ from model.padded_attention import pad_attention
 from model.sharding import apply_fsdp
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
-from objectives.text_tower import find_decoder, is_multimodal, keep_text_tower, set_attention, text_config
+from objectives.text_tower import find_decoder, is_multimodal, set_attention, text_config
 from options import ComputeOptions, ShardingOptions
 from ranks.devices import describe_device
 from ranks.ending import log
@@ -72,7 +72,7 @@ def make_meta_model(
     with torch.device("meta"):
         model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     model.to("meta")  # the parameters that a model makes in a way that knows no default device (DiffLlama)
-    left_out = keep_text_tower(model)
+    left_out = objective.leave_out(model)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     if compute.use_liger_kernels:
         apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))

@@ -72,14 +72,17 @@ def check_packing(
         return objective.pack([objective.make_check_sample(ids) for ids in token_ids]).to(device)
 
     # No sequence moves when the others change.
+    packed = pack(sequences)
     try:
-        hidden = split_rows(packed_model.hidden_states(pack(sequences)), sequences)
+        hidden = split_rows(packed_model.hidden_states(packed), packed)
     except Exception as error:  # other people's models may raise anything where they make masks and positions
         words = str(error) or type(error).__name__
         raise ValueError(f"{refused}its forward pass fails on a packed row: {words}") from error
     for i in range(len(sequences)):
         changed = [s if j == i else other for j, (s, other) in enumerate(zip(sequences, others, strict=True))]
-        leak = token_errors(split_rows(packed_model.hidden_states(pack(changed)), sequences)[i], hidden[i]).max().item()
+        others_changed = pack(changed)
+        moved = split_rows(packed_model.hidden_states(others_changed), others_changed)[i]
+        leak = token_errors(moved, hidden[i]).max().item()
         if not leak <= tolerance:
             raise ValueError(
                 f"{refused}packed sequences see each other; changing the others of a row moved one by {leak:.1e}"
@@ -125,9 +128,9 @@ def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[
     return [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
 
 
-def split_rows(hidden: Tensor, sequences: list[np.ndarray]) -> tuple[Tensor, ...]:
+def split_rows(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
     """Each sequence's part of a packed row's hidden states (1, T, H)."""
-    return hidden[0].float().split([len(sequence) for sequence in sequences])
+    return hidden[0].float().split(micro_batch.seq_lengths)
 
 
 def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)

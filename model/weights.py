@@ -19,7 +19,7 @@ from model.config import ModelSource
 from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
 from model.stored import Reader, Stored, StoredFiles, find_stored
 from objectives.objective import Objective
-from objectives.text_tower import keep_text_tower, text_config
+from objectives.text_tower import text_config
 from ranks.ending import log
 
 # transformers' conversions that change no number: what is stored in bf16 stays so, at half the memory of fp32.
@@ -67,7 +67,7 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
         if target in readers:
             readers.setdefault(origin, readers[target])
             del readers[target]
-    keep_text_tower(model)
+    objective.leave_out(model)
     kept = {name for tensors in (model.named_parameters, model.named_buffers)
             for name, _ in tensors(remove_duplicate=False)}  # fmt: skip
     readers = {name: read for name, read in readers.items() if name in kept}
@@ -218,7 +218,7 @@ def list_left_out(source: ModelSource, objective: Objective) -> dict[str, Stored
         config = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
         stored = open_dequantized(stored, settings, choose_dtype(config))
     named = name_stored(model, stored)
-    keep_text_tower(model)
+    objective.leave_out(model)
     kept = model.state_dict().keys()
     return {key: stored[key] for key, (name, _) in named.items() if name not in kept}
 

@@ -27,7 +27,17 @@ from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idl
 from objectives.objective import Scores
 from objectives.packed_row import describe_row, find_pad_position
 from objectives.router_loss import sum_router_losses
-from objectives.text_tower import find_decoder, find_needed, is_multimodal, text_config
+from objectives.sight import Sight
+from objectives.text_tower import (
+    LeftOut,
+    find_base,
+    find_decoder,
+    find_needed,
+    find_placeholders,
+    is_multimodal,
+    keep_text_tower,
+    text_config,
+)
 from objectives.token_loss import score_tokens, sum_token_loss
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
@@ -101,6 +111,12 @@ class CausalLM:
             ignore_mismatched_sizes=True,  # the report says it, and the caller refuses
             trust_remote_code=trust_remote_code,
         )
+
+    def leave_out(self, model: PreTrainedModel) -> LeftOut:
+        return keep_text_tower(model)
+
+    def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
+        return find_placeholders(config)
 
     def find_head(self, model: PreTrainedModel) -> list[str]:
         return []
@@ -200,6 +216,7 @@ class PackedCausalLM(nn.Module):
         self.chunk_size = config.attention_chunk_size if is_chunked else None
         self.fuses_loss = fuses_loss
         self.router_aux_loss = router_aux_loss
+        self.sight: Sight | None = None  # of a model that sees images
         self.label_smoothing = label_smoothing
         self.router_loss: Tensor | None = None
         self.reports: dict[str, Tensor] = {}
@@ -210,7 +227,10 @@ class PackedCausalLM(nn.Module):
         if self.chunk_size is not None:
             micro_batch = replace(micro_batch, chunks=chunk_sequences(micro_batch, self.chunk_size))
         routed = dict(output_router_logits=True) if self.router_aux_loss else {}
-        outputs = find_decoder(self.model)(**describe_row(micro_batch, pad_position=self.pad_position), **routed)
+        row = describe_row(micro_batch, pad_position=self.pad_position)
+        if self.sight is not None:
+            row |= self.sight.embed(micro_batch)
+        outputs = find_decoder(self.model)(**row, **routed)
         if self.router_aux_loss:
             router_sum, loads = sum_router_losses(
                 outputs.router_logits,
@@ -277,9 +297,12 @@ class PackedCausalLM(nn.Module):
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The model's own answer for the row's one sequence: hidden states (1, L, H) and the summed loss."""
         input_ids = micro_batch.input_ids  # (1, L)
-        hidden = find_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
+        sees = self.sight is not None
+        own = self.sight.describe_own(micro_batch) if sees else dict(input_ids=input_ids)
+        base = find_base(self.model) if sees else find_decoder(self.model)
+        hidden = base(**own, use_cache=False).last_hidden_state
         routed = dict(output_router_logits=True) if self.router_aux_loss else {}
-        outputs = self.model(input_ids=input_ids, use_cache=False, **routed)
+        outputs = self.model(**own, use_cache=False, **routed)
         logits = outputs.logits  # (1, L, V)
         loss_sum = nn.functional.cross_entropy(
             logits[0].float(),
@@ -300,12 +323,13 @@ def pass_on(hidden: Tensor) -> Tensor:
 def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
     """What stands between the model's last hidden states and its head's matrix; None if there is nothing with weights.
 
-    It is the one module beside the base model that has weights of its own; the start check tells whether that is so.
+    It is the one module beside what holds the base model that has weights of its own; the start check tells whether
+    that is so.
     """
     head = model.get_output_embeddings()
     base = find_decoder(model)
     inside = {*base.parameters(), *head.parameters()}
-    children = [child for child in model.children() if child is not base and child is not head]
+    children = [child for child in model.children() if base not in child.modules() and child is not head]
     found = [child for child in children if not inside.issuperset(child.parameters())]
     return found[0] if len(found) == 1 else None
 

@@ -24,7 +24,7 @@ from objectives.columns import Sample, Task, check_task
 from objectives.embedding_noise import EmbeddingNoise
 from objectives.micro_batch import MicroBatch
 from objectives.packed_classifier import PackedClassifier
-from objectives.text_tower import find_base
+from objectives.text_tower import LeftOut, find_base
 from options import ClassificationOptions
 
 PROBLEM_TYPES = {  # as transformers' configs call them
@@ -97,6 +97,12 @@ class Classification:
             ignore_mismatched_sizes=True,  # the report says it, and the head begins anew
             trust_remote_code=trust_remote_code,
         )
+
+    def leave_out(self, model: PreTrainedModel) -> LeftOut:
+        return LeftOut()
+
+    def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
+        return {}
 
     def find_head(self, model: PreTrainedModel) -> list[str]:
         """All with weights that stands beside the base model, and what the base has for it (BERT's pooler)."""

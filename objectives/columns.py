@@ -8,12 +8,18 @@ import numpy as np
 import pyarrow as pa
 
 CAUSAL_LM, SEQUENCES, TOKENS = "causal-lm", "sequence-classification", "token-classification"
+VISION = "vision-language"
 LabelType = Literal["single", "multi", "regression"]
 
 WEIGHTS_COLUMN = "loss_weights"
 TYPES_COLUMN = "token_type_ids"
 TARGET_COLUMN = "target"
-OPTIONAL_COLUMNS = (WEIGHTS_COLUMN, TYPES_COLUMN)  # null in a row that has none; a data set may lack the column
+IMAGES_COLUMN = "images"
+OPTIONAL_COLUMNS = (
+    WEIGHTS_COLUMN,
+    TYPES_COLUMN,
+    IMAGES_COLUMN,
+)  # null in a row that has none; a data set may lack the column
 
 SCHEMA = pa.schema(
     {
@@ -42,12 +48,23 @@ SEQUENCE_SCHEMA = pa.schema(
         TYPES_COLUMN: pa.list_(pa.int8()),
     }
 )
-SCHEMAS = {CAUSAL_LM: SCHEMA, SEQUENCES: SEQUENCE_SCHEMA, TOKENS: TOKEN_SCHEMA}
+VISION_SCHEMA = pa.schema(
+    {
+        "input_ids": pa.list_(pa.int32()),  # with as many placeholders for each image as the model's processor makes
+        "labels": pa.list_(pa.int32()),
+        "len": pa.int32(),
+        "num_loss_counted_tokens": pa.int32(),
+        "num_image_tokens": pa.int32(),  # placeholders among the tokens
+        "image_sizes": pa.list_(pa.int32()),  # height and width of the first image, of the second, ...
+        IMAGES_COLUMN: pa.list_(pa.string()),  # paths of files, from the data set's directory, or data: URLs; or null
+    }
+)
+SCHEMAS = {CAUSAL_LM: SCHEMA, VISION: VISION_SCHEMA, SEQUENCES: SEQUENCE_SCHEMA, TOKENS: TOKEN_SCHEMA}
 REQUIRED_COLUMNS = tuple(name for name in SCHEMA.names if name not in OPTIONAL_COLUMNS)
 
 # input_ids (len,); labels (len,), or a sequence's target (num_labels,) or (1,); weights, or of classifiers
-# token_type_ids (len,)
-Sample = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+# token_type_ids (len,), or the paths or data: URLs of the images
+Sample = tuple[np.ndarray, np.ndarray, Any]
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,11 @@ class Task:
         return SCHEMAS[self.objective]
 
     @property
+    def is_language(self) -> bool:
+        """Whether next tokens are learned, with images in the text or without."""
+        return self.objective in (CAUSAL_LM, VISION)
+
+    @property
     def extra_column(self) -> str:
         """The optional column, which is a Sample's last part."""
         return self.schema.names[-1]
@@ -71,6 +93,8 @@ class Task:
     def describe(self) -> str:
         if self.objective == CAUSAL_LM:
             return "language modelling"
+        if self.objective == VISION:
+            return "language modelling on texts with images"
         if self.label_type == "regression":
             return f"{self.objective}, regression of {self.num_labels} value{'s' * (self.num_labels > 1)}"
         return f"{self.objective} ({self.label_type}) with the labels {describe_names(self.label_names)}"
@@ -87,8 +111,8 @@ def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
     objective = sidecar.get("objective", CAUSAL_LM)
     if objective not in SCHEMAS:
         raise ValueError(f"{named}: made for the objective {objective!r}; known are {', '.join(SCHEMAS)}")
-    if objective == CAUSAL_LM:
-        return Task()
+    if objective in (CAUSAL_LM, VISION):
+        return Task(objective)
     label_type, names = sidecar.get("label_type"), sidecar.get("label_names")
     if label_type not in get_args(LabelType):
         raise ValueError(f"{named}: label_type is {label_type!r}; allowed: {', '.join(get_args(LabelType))}")

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ class MicroBatch:
     num_sources: int = 1  # data sets
     chunks: "MicroBatch | None" = None  # the same row with borders inside of sequences (see `chunk_sequences`)
     token_type_ids: Tensor | None = None  # (1, T) int64: which text of a pair each token is of; None: there are none
+    pixels: dict[str, Tensor] = field(default_factory=dict)  # what the tower takes of its images, by argument
+    axis_positions: Tensor | None = None  # (3, 1, T) int64: positions on several axes (Qwen2-VL); None: there is one
+    blocks: Tensor | None = None  # (T,) int64: the image that each token is of, whose tokens see each other both ways
     is_two_sided: bool = False  # whether a model that looks both ways may do so
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -41,8 +44,9 @@ class MicroBatch:
         return self._map_tensors(Tensor.pin_memory)
 
     def _map_tensors(self, function) -> "MicroBatch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: function(value) for name, value in values.items() if isinstance(value, Tensor)})
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        mapped = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **mapped, pixels={name: function(value) for name, value in self.pixels.items()})
 
 
 def chunk_sequences(micro_batch: MicroBatch, size: int) -> MicroBatch:

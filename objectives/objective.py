@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from objectives.columns import Task
 from objectives.micro_batch import MicroBatch, Sample
+from objectives.text_tower import LeftOut
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class Objective(Protocol):
         self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
     ) -> tuple[PreTrainedModel, dict[str, Any]]:
         """The model with its weights, and transformers' report on what was missing or of another size."""
+        ...
+
+    def leave_out(self, model: PreTrainedModel) -> LeftOut:
+        """Takes out of the model what neither computes nor trains: an export has it from the model's files."""
+        ...
+
+    def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
+        """Token ids that stand for what the model is not given, and how the config calls each: not for data."""
         ...
 
     def find_head(self, model: PreTrainedModel) -> list[str]:

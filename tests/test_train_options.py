@@ -238,6 +238,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "osft_keep_energy",
     "osft_rank_allocation",
     "osft_cache_dir",
+    "freeze",  # test_vision.py
     "lora_rank",  # these: test_lora.py
     "lora_alpha",
     "lora_dropout",

@@ -1,0 +1,223 @@
+"""Images in conversations: read with care, and what of a text the model's own processor puts in their place.
+
+Pillow and transformers' processors are imported where an image is asked for. transformers' own code for images imports
+torch where it is installed; nothing here does.
+"""
+
+import base64
+import binascii
+import io
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chat.rendering import one_line
+from chat.token_spans import Located, Passage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 89_478_485  # where Pillow itself begins to warn of decompression bombs
+NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install 'mini-trainer[vision]'"
+SHOWN_CHARS = 60  # of a reference, in messages
+SECONDS_TO_DOWNLOAD = 30
+LIMIT_OF_DOWNLOADS = 1 << 28  # bytes
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of a row: where each one is, its height and width, and how many tokens all of them became."""
+
+    references: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
+    num_tokens: int
+    input_ids: tuple[int, ...]  # of the row, as the processor tokenizes it
+
+
+def name_reference(reference: str) -> str:
+    """A reference as messages say it."""
+    if reference.startswith("data:"):
+        return "a data: URL"
+    return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
+
+
+def as_data_url(data: bytes) -> str:
+    """An image as a text, whose kind Pillow sees in its bytes."""
+    return f"data:image;base64,{base64.b64encode(data).decode()}"
+
+
+def read_reference(reference: str, *, directory: Path) -> bytes:
+    """The bytes of an image: those of a file, whose path is from `directory`, or those in a data: URL."""
+    if reference.startswith("data:"):
+        head, comma, data = reference.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("a data: URL that is not data:image/...;base64,...")
+        try:
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"a data: URL whose base64 is broken: {error}") from None
+    try:
+        return (directory / reference).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{name_reference(reference)}: there is no such file") from None
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name_reference(reference)}: cannot be read: {reason}") from None
+
+
+def download(url: str, *, may_download: bool) -> bytes:
+    """What lies at an address, if that is allowed."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{name_reference(url)}: allowed are paths of files, data: URLs, http:// and https://")
+    if not may_download:
+        raise ValueError(f"{name_reference(url)}: is fetched from the network only with --allow-downloads")
+    try:
+        with urllib.request.urlopen(url, timeout=SECONDS_TO_DOWNLOAD) as response:
+            data = response.read(LIMIT_OF_DOWNLOADS + 1)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name_reference(url)}: cannot be fetched: {error}") from None
+    if len(data) > LIMIT_OF_DOWNLOADS:
+        raise ValueError(f"{name_reference(url)}: larger than {LIMIT_OF_DOWNLOADS:,} bytes")
+    return data
+
+
+def open_image(reference: str, *, directory: Path) -> "Image":
+    """The image upright (EXIF) and in RGB, as transformers loads it. ValueError for one that cannot be shown whole."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    data, name = read_reference(reference, directory=directory), name_reference(reference)
+    try:
+        image = PIL.Image.open(io.BytesIO(data))
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"{name}: {width:,} x {height:,} pixels, allowed are {MAX_PIXELS:,} in all")
+        if getattr(image, "n_frames", 1) > 1:
+            raise ValueError(f"{name}: is animated ({image.n_frames} frames): give one of them as an image")
+        return PIL.ImageOps.exif_transpose(image).convert("RGB")
+    except PIL.Image.DecompressionBombError:
+        raise ValueError(f"{name}: more pixels than the {MAX_PIXELS:,} that are allowed") from None
+    except PIL.UnidentifiedImageError:
+        raise ValueError(f"{name}: is no image that Pillow knows") from None
+    except (OSError, SyntaxError) as error:  # as decoders say that a file is cut off or broken
+        raise ValueError(f"{name}: is broken: {one_line(error)}") from None
+
+
+def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
+    """The model's processor, which resizes by numpy and Pillow, also where that of its videos cannot be loaded.
+
+    The same on every machine, whatever is installed there: one image is as many tokens in training as it was here.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise ValueError(NEEDS_PILLOW) from None
+    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+    from transformers.processing_utils import ProcessorMixin
+
+    where = f"--model-name-or-path {model_dir}: no processor of images"
+    try:
+        settings, _ = ProcessorMixin.get_processor_dict(model_dir)
+        images = AutoImageProcessor.from_pretrained(model_dir, backend="pil", trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        name = settings.get("processor_class") or tokenizer.init_kwargs.get("processor_class")
+        own = processor_class_from_name(name) if name in PROCESSOR_MAPPING_NAMES.values() else None
+        if own is None:
+            raise ValueError(f"transformers has no processor {name!r}")
+        without_videos = type(own.__name__, (own,), {"check_argument_for_proper_class": accept_absent})
+        parts = {"image_processor": images, "tokenizer": tokenizer}
+        return without_videos.from_args_and_dict(
+            [parts.get(attribute) for attribute in own.get_attributes()], dict(settings)
+        )
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{where} can be loaded: {one_line(error)}") from None
+
+
+def accept_absent(processor: Any, name: str, argument: Any) -> Any:
+    """In the place of a processor's check of its parts: that of videos may be missing."""
+    return type(argument)
+
+
+class ImageExpander:
+    """Puts into rendered conversations what the processor makes of their images.
+
+    Invariant: `processor` has one placeholder for an image, `image_token`, which the chat template writes.
+    """
+
+    def __init__(self, processor: Any, *, directory: Path, may_download: bool = False):
+        """`directory`: that paths of images are from."""
+        if getattr(processor, "image_token", None) is None:
+            raise ValueError(f"{type(processor).__name__} has no image_token: where an image stands is not known")
+        self.processor, self.directory, self.may_download = processor, directory, may_download
+        self.placeholder = processor.image_token
+        self.image_token_ids = frozenset(processor.image_token_ids)
+
+    def expand(self, located: Located, references: Sequence[str]) -> Located:
+        """The row with what the processor puts in each placeholder's place, nothing of which may be trained."""
+        if located.is_weighted:
+            raise ValueError("a message has a 'weight', which data with images has no place for: use 'train' alone")
+        num_found = located.text.count(self.placeholder)
+        if num_found != len(references):
+            raise ValueError(
+                f"{len(references)} images, and the rendered conversation has {num_found} times {self.placeholder!r},"
+                " which stands for one: nobody may write it in a text, and the chat template has to write it for each"
+            )
+        if not references:
+            return located
+        shown, kept = [], []
+        for number, reference in enumerate(references, start=1):
+            try:
+                if "://" in reference and not reference.startswith("data:"):
+                    reference = as_data_url(download(reference, may_download=self.may_download))
+                shown.append(open_image(reference, directory=self.directory))
+                kept.append(reference)
+            except ValueError as error:
+                raise ValueError(f"image {number}: {error}") from None
+        made = self.process(located.text, shown)
+        replaced = made["text_replacement_offsets"][0]
+        ids = tuple(int(token) for token in made["input_ids"][0])
+        return replace(
+            located,
+            text=replace_all(located.text, replaced),
+            passages=[move_passage(passage, replaced) for passage in located.passages],
+            pictures=Pictures(
+                references=tuple(kept),
+                sizes=tuple((image.height, image.width) for image in shown),
+                num_tokens=sum(token in self.image_token_ids for token in ids),
+                input_ids=ids,
+            ),
+        )
+
+    def process(self, text: str, images: Sequence["Image"]) -> Any:
+        """The processor's own answer."""
+        try:
+            return self.processor(
+                text=[text], images=[list(images)], add_special_tokens=False, return_text_replacement_offsets=True
+            )
+        except Exception as error:  # processors may raise anything for an image that they cannot resize
+            raise ValueError(f"the model's processor cannot take its images: {one_line(error)}") from None
+
+
+def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
+    """`text`, in which every placeholder is replaced."""
+    parts, last = [], 0
+    for place in replaced:
+        start, end = place["span"]
+        parts += [text[last:start], place["replacement"]]
+        last = end
+    return "".join([*parts, text[last:]])
+
+
+def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:
+    """Where a passage stands afterwards. ValueError if an image is in it."""
+    moved = 0
+    for place in replaced:
+        start, end = place["span"]
+        if start < passage.end and end > passage.start:
+            raise ValueError(f"an image stands in what the {passage.role} says, which is trained: images are never")
+        if end <= passage.start:
+            moved += len(place["replacement"]) - (end - start)
+    return replace(passage, start=passage.start + moved, end=passage.end + moved)

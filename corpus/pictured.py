@@ -1,0 +1,120 @@
+"""Rows with images -> conversations whose image parts are bare, and where each image is.
+
+| where the row has its images                                                             |
+|------------------------------------------------------------------------------------------|
+| in parts: {"type": "image", "image": X}, or "path" or "url" for "image"                  |
+| in parts: {"type": "image_url", "image_url": {"url": X}}                                 |
+| in a column, images or image: X for each <image> in a text, or each {"type": "image"}    |
+
+X is the path of a file, from the row's own file; a data: URL; an address; {"path": ..., "bytes": ...}; or bytes.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from chat.examples import Chat
+from chat.pictures import as_data_url
+from chat.placeholders import IMAGE_PART
+from corpus.files import Chunk, iterate_rows
+from corpus.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, rename_fields
+from corpus.lines import Row
+
+MARKER = "<image>"  # as LLaVA's rows have it
+TURNS = {"messages": "content", "conversations": "value"}
+
+
+def read_pictured(
+    formatted_chunk: tuple[Chunk, str | None],
+    *,
+    is_given: bool,
+    paths: FieldPaths,
+    directories: dict[str, Path],
+    output_dir: Path,
+) -> Iterator[tuple[Row, Example | ValueError | None]]:
+    """As `corpus.formats.read_examples`. Paths are from the `directories` of files by their names, and become such
+    from `output_dir`."""
+    chunk, data_format = formatted_chunk
+    for row in iterate_rows(chunk):
+        try:
+            fields = rename_fields(parse_row(row.value, chunk.encoding), paths)
+            if fields is None:
+                yield row, None
+                continue
+            fields, found = take_images(fields)
+            example = read_example(fields, data_format, is_given=is_given)
+            if isinstance(example, Chat):
+                images = [find_path(value, directories[chunk.file], output_dir) for value in found]
+                example = replace(example, images=tuple(images))
+            elif found:
+                raise ValueError("has images and is no conversation: give its text as a user's message")
+            yield row, example
+        except ValueError as error:
+            yield row, error
+
+
+def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
+    """The row with bare image parts, and what it has for each of them, in the order of the text."""
+    waiting = read_column(fields)
+    num_given = len(waiting)
+    key = next((key for key in TURNS if isinstance(fields.get(key), list)), None)
+    if key is None:
+        if waiting:
+            raise ValueError("has images and no messages or conversations")
+        return fields, []
+    found: list[Any] = []
+    turns = [take_from_turn(turn, TURNS[key], waiting, found, has_column=num_given > 0) for turn in fields[key]]
+    if waiting:
+        raise ValueError(f"{num_given} images, and the texts have places for {num_given - len(waiting)} ({MARKER})")
+    return {**fields, key: turns}, found
+
+
+def read_column(fields: Fields) -> list[Any]:
+    """What the row's own column says of its images."""
+    given = fields.get("images", fields.get("image"))
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list) else [given]
+
+
+def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *, has_column: bool) -> Any:
+    """A message with bare image parts; what they are moves to `found`, of those without one the next that waits."""
+    if not isinstance(turn, dict):
+        return turn
+    key = "content" if key not in turn else key
+    content = turn.get(key)
+    if isinstance(content, str) and has_column and MARKER in content:
+        content = [
+            part
+            for i, text in enumerate(content.split(MARKER))
+            for part in ([IMAGE_PART] * (i > 0) + [{"type": "text", "text": text}] * bool(text))
+        ]
+    if not isinstance(content, list):
+        return turn
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("image", "image_url"):
+            parts.append(part)
+            continue
+        value = next((part[name] for name in ("image", "image_url", "path", "url") if name in part), None)
+        if value is None and not waiting:
+            raise ValueError("more places for images than there are images")
+        found.append(waiting.pop(0) if value is None else value)
+        parts.append(IMAGE_PART)
+    return {**turn, key: parts}
+
+
+def find_path(value: Any, directory: Path, output_dir: Path) -> str:
+    """An image as a data set has it: a path from its directory, an address, or a data: URL."""
+    if isinstance(value, dict):
+        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
+    if isinstance(value, bytes):
+        return as_data_url(value)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"an image is {quote(value)}, expected a path, a data: URL or bytes")
+    if value.startswith("data:") or "://" in value:
+        return value
+    return os.path.relpath(directory / value, output_dir)

@@ -1,0 +1,183 @@
+"""Language models that see: next tokens of texts with images (see `objectives.objective.Objective`).
+
+T tokens in a packed row, H hidden size. Pixels are read and resized where batches are made, in the background; what a
+row needs beside its tokens goes with its micro-batch.
+"""
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from chat.labels import IGNORED
+from chat.pictures import as_data_url, load_processor, open_image
+from objectives.causal_lm import CausalLM, PackedCausalLM
+from objectives.columns import VISION, Sample, Task, check_task
+from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
+from objectives.sight import Sight, list_parts
+from objectives.text_tower import LeftOut, find_placeholders, is_multimodal
+from options import VisionOptions
+
+WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways
+CHECK_IMAGE = (24, 32)  # pixels
+NO_BLOCK = -1
+
+
+class VisionLanguage:
+    """The objective of language models that see images.
+
+    Invariant: `processor` is there once `use_tokenizer` has been called, `sight` once a model has been wrapped.
+    """
+
+    name, peft_task = VISION, "CAUSAL_LM"
+
+    def __init__(self, options: VisionOptions, text: CausalLM):
+        """`text`: the objective of what is said; its settings are of both."""
+        self.options, self.text = options, text
+        self.config: PreTrainedConfig | None = None
+        self.trust_remote_code = False
+        self.processor: Any = None
+        self.sight: Sight | None = None
+
+    # What is trained on.
+
+    def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
+        check_task(task, self.name)
+
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.processor = load_processor(self.config.name_or_path, trust_remote_code=self.trust_remote_code)
+
+    def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
+        """Videos and sounds."""
+        return {token: name for token, name in find_placeholders(config).items() if token != config.image_token_id}
+
+    # The model.
+
+    def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
+        self.config, self.trust_remote_code = config, trust_remote_code
+        if type(config) not in AutoModelForImageTextToText._model_mapping or not is_multimodal(config):
+            return f"model type {config.model_type!r} sees no images in transformers, and the data has some"
+        if getattr(config, "image_token_id", None) is None:
+            return f"model type {config.model_type!r} has no image_token_id: where an image stands is not known"
+        return None
+
+    def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        parts = list_parts(model)
+        for part in self.options.freeze:
+            for name in parts.get(part, ()):
+                model.get_parameter(name).requires_grad_(False)
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ValueError(f"--freeze {' '.join(self.options.freeze)}: nothing is left to train")
+        return model
+
+    def load_model(
+        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
+    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+        return self.text.load_model(model_dir, dtype=dtype, trust_remote_code=trust_remote_code)
+
+    def leave_out(self, model: PreTrainedModel) -> LeftOut:
+        return LeftOut()
+
+    def find_head(self, model: PreTrainedModel) -> list[str]:
+        return []
+
+    def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
+        return {}
+
+    def wrap(
+        self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool
+    ) -> PackedCausalLM:
+        packed = self.text.wrap(model, backend=backend, compute_dtype=compute_dtype, fuses_loss=fuses_loss)
+        self.sight = packed.sight = Sight(model)
+        return packed
+
+    # Samples.
+
+    def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
+        texts = [(input_ids, labels, None) for input_ids, labels, _ in samples]
+        micro_batch = pack_samples(texts, sources=sources, num_sources=num_sources)
+        references = [reference for _, _, references in samples for reference in references or ()]
+        pixels = self.read_pixels(references) if references else {}
+        blocks = self.number_blocks(micro_batch) if self.config.model_type in WITH_BLOCKS and references else None
+        return replace(
+            micro_batch, pixels=pixels, axis_positions=self.find_positions(samples, micro_batch, pixels), blocks=blocks
+        )
+
+    def read_pixels(self, references: Sequence[str]) -> dict[str, Tensor]:
+        """What the model's tower takes of these images, as its processor makes it."""
+        images = [open_image(reference, directory=Path()) for reference in references]
+        made = self.processor.image_processor(images=[images], return_tensors="pt")
+        return {name: value for name, value in made.items() if name in self.sight.taken}
+
+    def find_positions(
+        self, samples: Sequence[Sample], micro_batch: MicroBatch, pixels: dict[str, Tensor]
+    ) -> Tensor | None:  # (3, 1, T)
+        """Of models whose positions have several axes: each sample's, which begin anew; None: there is one axis."""
+        if not self.sight.has_axes:
+            return None
+        axes, grids = micro_batch.position_ids.expand(3, 1, -1).clone(), pixels.get("image_grid_thw")
+        start = first = 0
+        for input_ids, _, references in samples:
+            end, after = start + len(input_ids), first + len(references or ())
+            if after > first:
+                axes[..., start:end] = self.sight.number_axes(micro_batch.input_ids[:, start:end], grids[first:after])
+            start, first = end, after
+        return axes
+
+    def number_blocks(self, micro_batch: MicroBatch) -> Tensor:  # (T,)
+        """The number of the image that each token is of, NO_BLOCK for text."""
+        is_image = micro_batch.input_ids[0] == self.config.image_token_id
+        begins = is_image.clone()
+        begins[1:] &= ~is_image[:-1]
+        return torch.where(is_image, begins.cumsum(0) - 1, NO_BLOCK)
+
+    def make_idle_sample(self) -> Sample:
+        return make_idle_sample()
+
+    def make_probe(self, num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
+        return self.text.make_probe(num_tokens, num_trained, longest=longest)
+
+    def make_check_sample(self, token_ids: np.ndarray) -> Sample:
+        """With an image, which is another one for other tokens, after the first two of them."""
+        pixels = np.random.default_rng(int(token_ids[0])).integers(0, 256, (*CHECK_IMAGE, 3), dtype=np.uint8)
+        reference = write_data_url(pixels)
+        image = open_image(reference, directory=Path())
+        made = self.processor(text=[self.processor.image_token], images=[[image]], add_special_tokens=False)
+        input_ids = np.concatenate([token_ids[:2], np.array(made["input_ids"][0]), token_ids[2:]])
+        labels = np.where(input_ids == self.config.image_token_id, IGNORED, input_ids)
+        return input_ids, labels, (reference,)
+
+    def measure_divisor(self, num_targets: int, samples: Iterable[Sample]) -> float:
+        return num_targets
+
+    # What a validation says.
+
+    def list_metrics(self) -> dict[str, bool]:
+        return self.text.list_metrics()
+
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
+        return self.text.summarize(sums, predictions)
+
+    def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
+        return self.text.describe_prediction(prediction)
+
+
+def write_data_url(pixels: np.ndarray) -> str:
+    """Pixels (height, width, 3) as an image in a text."""
+    import PIL.Image
+
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    return as_data_url(file.getvalue())

@@ -1,0 +1,202 @@
+"""Models that see: rows with images, and packed losses and gradients against transformers' own, one by one."""
+
+import json
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import train_on
+from PIL import Image
+from small_runs import OPTIONS, read_rows
+from tiny_models import load_source
+from tiny_seeing import TOKENS, make_image, make_rows, save_seeing
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from chat.labels import IGNORED
+from chat.pictures import load_processor, open_image
+from corpus.reader import TokenizedData
+from methods.full import Full
+from model.build import build_model
+from model.check import check_model
+from objectives.causal_lm import CausalLM
+from objectives.columns import VISION
+from objectives.vision import VisionLanguage
+from options import ProcessDataOptions, TrainOptions, VisionOptions, group_options
+from process_data import process_data
+
+FAMILIES = tuple(TOKENS)
+
+
+def tokenize(rows: list[dict], model: Path, directory: Path, **options: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = dict(input_file=str(directory / "rows.jsonl"), output_file=str(directory / "data.arrow"), num_proc=1,
+                 model_name_or_path=str(model), images=True, preview=0)  # fmt: skip
+    process_data(group_options(ProcessDataOptions, **given | options))
+    return directory / "data.arrow"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_seeing(root, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def data(models, tmp_path_factory) -> dict[str, Path]:
+    found = {}
+    for family, model in models.items():
+        directory = tmp_path_factory.mktemp(family)
+        found[family] = tokenize(make_rows(directory), model, directory)
+    return found
+
+
+def load(path: Path) -> PreTrainedModel:
+    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+def build(path: Path, world, freeze: tuple[str, ...] = ("vision",)):
+    given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none",
+                 compute_dtype="float32")  # fmt: skip
+    options, source = group_options(TrainOptions, **given), load_source(path)
+    objective = VisionLanguage(VisionOptions(freeze=freeze), CausalLM())
+    assert objective.check_config(source.config, trust_remote_code=False) is None
+    objective.use_tokenizer(None)
+    return objective, build_model(
+        source, options.compute, options.sharding, objective=objective, method=Full(), world=world
+    )
+
+
+def run_plain(model: PreTrainedModel, path: Path, data: TokenizedData, row: int) -> torch.Tensor:
+    """The summed loss of one row by the model's own forward pass, with what its processor makes of the images."""
+    ids, labels, references = data.read(row)
+    ids, labels = torch.tensor(ids)[None], torch.tensor(labels)
+    kinds = (ids == model.config.image_token_id).long()
+    own = dict(input_ids=ids, use_cache=False)
+    if references:
+        images = [open_image(reference, directory=Path()) for reference in references]
+        own |= load_processor(str(path)).image_processor(images=[images], return_tensors="pt")
+        own.pop("num_crops", None), own.pop("rows", None), own.pop("cols", None)
+        if model.config.model_type == "qwen2_5_vl":
+            own["mm_token_type_ids"] = kinds
+    if model.config.model_type == "gemma3":
+        own["token_type_ids"] = kinds
+    logits = model(**own).logits[0]
+    return torch.nn.functional.cross_entropy(logits[:-1], labels[1:].long(), ignore_index=IGNORED, reduction="sum")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_losses_and_gradients_are_the_models_own(family, models, data, world):
+    rows = TokenizedData(data[family])
+    for freeze in (("vision",), ("nothing",)) if family == "qwen2.5-vl" else (("vision",),):
+        objective, packed = build(models[family], world, freeze)
+        check_model(packed, objective, Full(), device=world.device)
+        loss = packed(objective.pack([rows.read(row) for row in range(len(rows.lengths))]))
+        loss.backward()
+        own = load(models[family])
+        total = sum(run_plain(own, models[family], rows, row) for row in range(len(rows.lengths)))
+        total.backward()
+        assert loss.item() == pytest.approx(total.item(), rel=1e-6)
+        gradients = dict(own.named_parameters())
+        trained = {name: param for name, param in packed.model.named_parameters() if param.requires_grad}
+        assert any("language_model" in name or "text_model" in name for name in trained)
+        assert any(word in name for name in trained for word in ("projector", "merger", "connector"))
+        for name, param in trained.items():
+            gradient = gradients[name].grad
+            found = param.grad.full_tensor()
+            assert (found - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_class(models, data, world, tmp_path):
+    """Two ranks, of which one often has no image, with the tower and the projector trained."""
+    family = "qwen2.5-vl"
+
+    def train(name: str, *, num_ranks: int = 1, **options: object) -> Path:
+        # fmt: off
+        given = OPTIONS | dict(model_name_or_path=models[family], data_path=data[family], freeze="nothing",
+                               output_dir=tmp_path / name, max_steps=3, batch_size=3, max_tokens_per_gpu=90)
+        # fmt: on
+        train_on(num_ranks, world, **given | options)
+        return max((tmp_path / name / "hf_format").glob("samples_*"))
+
+    exports = {n: train(f"on_{n}", num_ranks=n) for n in (1, 2)}
+    for row, other in zip(read_rows(tmp_path / "on_1"), read_rows(tmp_path / "on_2"), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    own, before = load(exports[1]), load(models[family])
+    assert type(own) is type(before)
+    changed = {name for name, param in own.named_parameters() if not torch.equal(param, before.get_parameter(name))}
+    assert any("visual.blocks" in name for name in changed) and any("merger" in name for name in changed)
+    assert load_processor(str(exports[1])).image_token == TOKENS[family][0]
+    resumed = train("resumed", resume=str(tmp_path / "on_1/checkpoints/step_1"))
+    assert (resumed / "model.safetensors").read_bytes() == (exports[1] / "model.safetensors").read_bytes()
+
+
+BOMB = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
+
+
+def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_as_they_look(models, tmp_path):
+    """Upright, in RGB, and without a look at the network."""
+    image = make_image(0)
+    image.save(tmp_path / "fine.png")
+    whole = (tmp_path / "fine.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "bomb.png").write_bytes(BOMB + zlib.crc32(BOMB[12:]).to_bytes(4, "big") + b"\x00\x00\x00\x01IDATx")
+    image.save(tmp_path / "moving.gif", save_all=True, append_images=[make_image(1).resize(image.size)])
+    image.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    image.save(tmp_path / "turned.jpg", exif=exif)
+
+    def ask(*parts: object, answer: object = "noise", **fields: object) -> dict:
+        messages = [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": answer}]
+        return {"messages": messages} | fields
+
+    def show(name: object) -> dict:
+        return {"type": "image", "image": name}
+
+    words = {"type": "text", "text": "what?"}
+    cases = [
+        (ask(show("none.png"), words), "image 1: .*none.png: there is no such file"),
+        (ask(show("fine.png"), show("cut.png"), words), "image 2: cut.png: is broken"),
+        (ask(show("text.png"), words), "text.png: is no image that Pillow knows"),
+        (ask(show("empty.png"), words), "empty.png: is no image that Pillow knows"),
+        (ask(show("folder.png"), words), "folder.png: cannot be read: Is a directory"),
+        (ask(show("bomb.png"), words), "bomb.png: more pixels than the 89,478,485"),
+        (ask(show("moving.gif"), words), "moving.gif: is animated .2 frames."),
+        (ask(show("https://example.org/a.png"), words), "fetched from the network only with --allow-downloads"),
+        (ask(show("data:image/png;base64,!!"), words), "a data: URL whose base64 is broken"),
+        (ask(show("data:image/png,abc"), words), "a data: URL that is not"),
+        (ask(show(3), words), "an image is 3, expected a path"),
+        (ask(show(""), words), "an image is '', expected a path"),
+        (ask({"type": "image"}, words), "more places for images than there are images"),
+        (ask(words, images=["fine.png"]), "1 images, and the texts have places for 0"),
+        (ask(show("fine.png"), {"type": "text", "text": "<image> too"}), "1 images, and the rendered .* 2 times"),
+        (ask({"type": "text", "text": "an <image>"}), "0 images, and the rendered conversation has 1 times"),
+        (ask({"type": "video", "video": "a.mp4"}, words), "has the content part"),
+        (ask(words, answer=[show("fine.png"), words]), "an image stands in what the assistant says"),
+        (ask(words, show("fine.png"), words, unmask=True), "an image stands in what the user says"),
+        ({"text": "a document", "images": ["fine.png"]}, "has images and no messages"),
+    ]
+    fine = [ask(show(name), words) for name in ("fine.png", "cmyk.jpg", "turned.jpg")]
+    data = tokenize(fine + [row for row, _ in cases], models["llava"], tmp_path, skip_invalid=True)
+    found = TokenizedData(data)
+    assert len(found.lengths) == len(fine) and found.task.objective == VISION
+    (rejected,) = tmp_path.glob("*rejected*")
+    reasons = [json.loads(line) for line in rejected.read_text().splitlines()]
+    assert [entry["line"] for entry in reasons] == list(range(len(fine) + 1, len(fine) + 1 + len(cases)))
+    for entry, (_, reason) in zip(reasons, cases, strict=True):
+        assert re.search(reason, entry["reason"]), (reason, entry["reason"])
+    _, _, (turned,) = found.read(2)
+    assert open_image(turned, directory=Path()).size == image.size[::-1]
+    _, _, (cmyk,) = found.read(1)
+    assert open_image(cmyk, directory=Path()).mode == "RGB"
+    image_id = AutoConfig.from_pretrained(models["llava"]).image_token_id
+    assert all((found.read(row)[1] != image_id).all() for row in range(len(fine)))
