@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 from forked import start_server
 from plan_recipes import MACHINES, MODELS, copy_model, list_recipes, make_data, make_table, plan_recipe, read_recipe
@@ -73,6 +74,7 @@ def test_the_models_are_those_that_their_makers_publish():
     assert found == NUM_PARAMS
 
 
+@pytest.mark.slow
 def test_a_shape_of_each_kind_is_planned_as_the_program_plans_a_run(tmp_path):
     data = make_data(tmp_path)
     recipes = [MODELS / f"{name}.yaml" for name in PLANNED]

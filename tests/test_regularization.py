@@ -56,6 +56,7 @@ def train_plainly(inputs: dict[str, str]) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.slow
 def test_a_run_is_transformers_own_on_any_ranks_and_however_it_is_divided(inputs, world, tmp_path):
     losses, norms = train_plainly(inputs)
     layouts = {
