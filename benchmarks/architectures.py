@@ -19,7 +19,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -317,13 +317,33 @@ def judge_apart(judge_type: Callable[[Path], Result], *, seconds: float) -> Resu
         process.join()
 
 
-def import_models(model_types: Sequence[str]) -> None:
-    """Once, so that no child has to; a type whose module cannot be imported will say so itself."""
+def make_parser(doc: str, *, seconds: float) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types; by default all, and a table is kept")
+    parser.add_argument("--processes", type=int, default=1, help="types at a time")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for each type")
+    return parser
+
+
+def choose_types(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, known: Iterable[str], auto_class: Any
+) -> list[str]:
+    """The types that are asked for, or all that are `known`, with their modules imported, so that no child has to.
+
+    A type whose module cannot be imported will say so itself.
+    """
+    torch.set_num_threads(1)
+    set_verbosity_error()
+    disable_progress_bar()
+    model_types = args.types or sorted(known)
+    if unknown := set(model_types) - set(known):
+        parser.error(f"--types: {auto_class.__name__} has no model of type {', '.join(sorted(unknown))}")
     for model_type in model_types:
         try:
-            AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[model_type]]
+            auto_class._model_mapping[CONFIG_MAPPING[model_type]]
         except (ImportError, KeyError, ValueError) as error:
             print(f"{model_type}: {error}", file=sys.stderr)
+    return model_types
 
 
 def write_table(results: dict[str, Result], title: str) -> str:
@@ -350,35 +370,27 @@ def judge_all(
     return results
 
 
+def keep_table(results: dict[str, Result], title: str, file: str, *, is_whole: bool) -> None:
+    """Prints the totals; the table of all types is written to results/."""
+    table = write_table(results, title)
+    if is_whole:
+        (ROOT / "benchmarks/results" / file).write_text(table)
+    print(table.splitlines()[-1])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types; by default all, and a table is kept")
+    parser = make_parser(__doc__, seconds=120.0)
     parser.add_argument("--activation-checkpointing", default="none", choices=("none", "selective", "full"))
-    parser.add_argument("--processes", type=int, default=1, help="types at a time")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for each type")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    set_verbosity_error()
-    disable_progress_bar()
-    model_types = args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if unknown := set(model_types) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        parser.error(f"--types: transformers has no causal language model of type {', '.join(sorted(unknown))}")
-    import_models(model_types)
-    results = judge_all(
-        model_types,
-        functools.partial(judge, activation_checkpointing=args.activation_checkpointing),
-        processes=args.processes,
-        seconds=args.seconds,
-    )
+    model_types = choose_types(parser, args, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM)
+    judge_type = functools.partial(judge, activation_checkpointing=args.activation_checkpointing)
+    results = judge_all(model_types, judge_type, processes=args.processes, seconds=args.seconds)
     title = (
         f"Causal types of transformers, {describe_versions('transformers', 'torch')}, CPU, fp32,"
         f" --activation-checkpointing {args.activation_checkpointing}: a packed row of"
         f" {', '.join(map(str, LENGTHS))} tokens"
     )
-    table = write_table(results, title)
-    if args.types is None:
-        (ROOT / "benchmarks/results/architectures.txt").write_text(table)
-    print(table.splitlines()[-1])
+    keep_table(results, title, "architectures.txt", is_whole=args.types is None)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ run does it: the export has to load in the same class, with the same keys, and a
 made from, byte by byte. With `--types` nothing is written.
 """
 
-import argparse
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,20 @@ from architectures import (
     ROOT,
     SIZE_OF,
     Result,
+    choose_types,
     compare,
     describe,
     judge_all,
+    keep_table,
+    make_parser,
     save_tiny_model,
-    write_table,
 )
 from harness import build, describe_versions, make_options
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokenizerFast
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from lifecycle.export import ExportParts, export_model
 from lifecycle.tower_files import find_tensors
@@ -172,37 +170,16 @@ def judge(model_type: str, path: Path) -> Result:
         return Result("not built", f"fails by itself: {own_error}") if own_error else Result("crashed", describe(error))
 
 
-def import_models(model_types: list[str]) -> None:
-    """Once, so that no child has to; a type whose module cannot be imported will say so itself."""
-    for model_type in model_types:
-        try:
-            AutoModelForMultimodalLM._model_mapping[CONFIG_MAPPING[model_type]]
-        except (ImportError, KeyError, ValueError) as error:
-            print(f"{model_type}: {error}", file=sys.stderr)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types; by default all, and a table is kept")
-    parser.add_argument("--processes", type=int, default=1, help="types at a time")
-    parser.add_argument("--seconds", type=float, default=180.0, help="for each type")
+    parser = make_parser(__doc__, seconds=180.0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    set_verbosity_error()
-    disable_progress_bar()
-    model_types = args.types or sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-    if unknown := set(model_types) - set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
-        parser.error(f"--types: transformers has no multi-modal language model of type {', '.join(sorted(unknown))}")
-    import_models(model_types)
+    model_types = choose_types(parser, args, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, AutoModelForMultimodalLM)
     results = judge_all(model_types, judge, processes=args.processes, seconds=args.seconds)
     title = (
         f"Multi-modal types of transformers on text, {describe_versions('transformers', 'torch')}, CPU, fp32: a packed"
         f" row of {', '.join(map(str, LENGTHS))} tokens, and an export"
     )
-    table = write_table(results, title)
-    if args.types is None:
-        (ROOT / "benchmarks/results/architectures_multimodal.txt").write_text(table)
-    print(table.splitlines()[-1])
+    keep_table(results, title, "architectures_multimodal.txt", is_whole=args.types is None)
 
 
 if __name__ == "__main__":

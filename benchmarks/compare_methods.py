@@ -7,13 +7,11 @@ all. What comes of it is a page (OUTPUT_DIR/compared/results.html) with the loss
 their questions. All of it by the program's own commands, which are printed. What is there already is kept.
 """
 
+import argparse
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-
-import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = {
@@ -21,24 +19,6 @@ METHODS = {
     "lora": ["--learning-rate", "3e-3", "--lora", "--lora-rank", "16"],
     "osft": ["--learning-rate", "3e-3", "--osft", "--osft-unfreeze-rank-ratio", "0.5"],
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Train a tiny model by every method, and compare."""
-
-    chats: str
-    """GSM8K as messages JSONL."""
-    output_dir: str
-    """Directory for everything."""
-    num_held_out: int = 150
-    """Chats that nothing trains on."""
-    base_steps: int = 60
-    """Steps of the base."""
-    steps: int = 40
-    """Steps of each method."""
-    max_new_tokens: int = 160
-    """Longest answer."""
 
 
 def run(*words: object, makes: Path) -> None:
@@ -50,11 +30,11 @@ def run(*words: object, makes: Path) -> None:
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
 
 
-def split_chats(options: Options, work: Path) -> None:
+def split_chats(chats: str, work: Path, *, num_held_out: int) -> None:
     """The chats that are held out, and the two halves of the others."""
-    with open(options.chats, encoding="utf-8") as file:
+    with open(chats, encoding="utf-8") as file:
         lines = file.readlines()
-    held_out, others = lines[: options.num_held_out], lines[options.num_held_out :]
+    held_out, others = lines[:num_held_out], lines[num_held_out:]
     for name, part in (("held_out", held_out), ("first", others[::2]), ("second", others[1::2])):
         (work / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
 
@@ -72,10 +52,18 @@ def train(work: Path, name: str, model: Path, half: str, steps: int, own: list[s
     return work / name
 
 
-def main(options: Options) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chats", required=True, help="GSM8K as messages JSONL")
+    parser.add_argument("--output-dir", required=True)
+    parser.add_argument("--num-held-out", type=int, default=150, help="chats that nothing trains on")
+    parser.add_argument("--base-steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=25, help="of each method")
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    options = parser.parse_args()
     work = Path(options.output_dir).absolute()
     work.mkdir(parents=True, exist_ok=True)
-    split_chats(options, work)
+    split_chats(options.chats, work, num_held_out=options.num_held_out)
     run("quickstart/make_tiny_model.py", "--messages-file", options.chats, "--output-dir", work / "model",
         "--vocab-size", 2048, makes=work / "model")  # fmt: skip
     for name in ("held_out", "first", "second"):
@@ -91,4 +79,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main()

@@ -95,8 +95,8 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             more = f" and {len(found) - MOST_PATHS} more" if len(found) > MOST_PATHS else ""
             raise ValueError(
-                f"--{name}-field {path}: no row of {chunk.file}:{chunk.first_row} and the {len(rows)} from there has"
-                f" it{hint}; there are {', '.join(found[:MOST_PATHS])}{more}"
+                f"--{name}-field {path}: none of the first {len(rows)} rows of {chunk.file} has"
+                f" it{hint}; they have {', '.join(found[:MOST_PATHS])}{more}"
             )
 
 

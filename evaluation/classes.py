@@ -1,7 +1,9 @@
 """Classifiers on tokenized sets: N targets in n samples, C classes (or values), K numbers of a target."""
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,60 +50,65 @@ def read_predictions(path: Path) -> np.ndarray:  # (N, 2 + K + C)
     return np.array([[line["index"], line["token"], *line["target"], *line["logits"]] for line in lines])
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What all models say of the same targets."""
+
+    task: Task
+    sample_of: np.ndarray  # (N,): which sample a target is of
+    counts: np.ndarray  # (n,) fp64: targets of each sample
+    targets: np.ndarray  # (N, K)
+    logits: list[np.ndarray]  # of each model (N, C)
+
+    def add_up(self, values: np.ndarray) -> np.ndarray:  # (N,) -> (n,)
+        return np.bincount(self.sample_of, values, minlength=len(self.counts))
+
+
 def collect_classes(
     name: str, objective: Classification, predictions: Sequence[np.ndarray], show: Callable[[int], str]
 ) -> Measured:
     """All models' predictions, side by side; `show` gives a row's text."""
-    task = objective.task
-    # Which sample each target is of: the same for all models, as the targets are.
     rows, sample_of, counts = np.unique(predictions[0][:, 0].astype(int), return_inverse=True, return_counts=True)
     targets, _ = objective.split_predictions(predictions[0][:, 2:])
     logits = [objective.split_predictions(own[:, 2:])[1] for own in predictions]
-
-    def add_up(values: np.ndarray) -> np.ndarray:  # of targets (N,) -> of samples (n,)
-        return np.bincount(sample_of, values, minlength=len(rows))
-
-    sums = {"loss": [add_up(measure_losses(objective, targets, own)) for own in logits]}
-    if task.label_type == "regression":
-        sums["mae"] = [add_up(np.abs(own - targets).mean(1)) for own in logits]
-    else:
-        right = [(predict_classes(task, own) == targets).all(1) for own in logits]
-        sums = {"accuracy": list(map(add_up, right))} | sums
-    scores = [
-        Scores(kind, np.array(own), counts.astype(float), higher_is_better=kind == "accuracy")
-        for kind, own in sums.items()
-    ]
-    if task.label_type != "regression":
-        outcomes = [count_outcomes(task, sample_of, targets, own) for own in logits]
-        folded = Folded(outcomes, lambda values: average_f1(values, of_all=task.label_type == "multi"))
-        scores.insert(0, Scores("f1", np.array(sums["accuracy"]), counts.astype(float), folded=folded))
-        sums = {"f1": sums["accuracy"]} | sums  # what there is to say of one sample
-    samples = [
-        describe_samples(task, sample_of, own, {kind: of_models[i] / counts for kind, of_models in sums.items()})
-        for i, own in enumerate(logits)
-    ]
-    right_answers = join_labels(task, sample_of, targets)
+    task = objective.task
+    predicted = Predicted(task, sample_of, counts.astype(float), targets, logits)
+    scores = list_scores(predicted, objective)
     shown = [
         {"place": f"sample {row}", "prompt": show(row), "references": [label]}
-        for row, label in zip(rows.tolist(), right_answers, strict=True)
+        for row, label in zip(rows.tolist(), join_labels(task, sample_of, targets), strict=True)
     ]
+    samples = [describe_samples(predicted, model, scores) for model in range(len(logits))]
     extras = [{"classification": summarize_classes(task, targets, own)} for own in logits]
     return Measured(name, "classes", shown, samples, scores, extras)
 
 
-def measure_losses(objective: Classification, targets: np.ndarray, logits: np.ndarray) -> np.ndarray:  # (N,)
-    return objective.loss.measure(torch.from_numpy(logits), torch.from_numpy(targets)).numpy()
+def list_scores(predicted: Predicted, objective: Classification) -> list[Scores]:
+    """Macro F1, accuracy and loss; of values loss and mean absolute error."""
+    task, targets, counts = predicted.task, predicted.targets, predicted.counts
+    losses = [
+        objective.loss.measure(torch.from_numpy(own), torch.from_numpy(targets)).numpy() for own in predicted.logits
+    ]
+    loss = Scores("loss", np.array(list(map(predicted.add_up, losses))), counts, higher_is_better=False)
+    if task.label_type == "regression":
+        errors = np.array([predicted.add_up(np.abs(own - targets).mean(1)) for own in predicted.logits])
+        return [loss, Scores("mae", errors, counts, higher_is_better=False)]
+    right = [(predict_classes(task, own) == targets).all(1) for own in predicted.logits]
+    accuracy = Scores("accuracy", np.array(list(map(predicted.add_up, right))), counts)
+    outcomes = [count_outcomes(task, predicted.sample_of, targets, own) for own in predicted.logits]
+    folded = Folded(outcomes, functools.partial(average_f1, of_all=task.label_type == "multi"))
+    return [replace(accuracy, name="f1", folded=folded), accuracy, loss]
 
 
-def describe_samples(
-    task: Task, sample_of: np.ndarray, logits: np.ndarray, scores: dict[str, np.ndarray]
-) -> list[Sample]:
+def describe_samples(predicted: Predicted, model: int, scores: Sequence[Scores]) -> list[Sample]:
     """Of each sample what a model says, and its scores."""
-    predicted = join_labels(task, sample_of, predict_classes(task, logits))
-    rows = zip(*(values.tolist() for values in scores.values()), strict=True)
+    task, sample_of = predicted.task, predicted.sample_of
+    answers = join_labels(task, sample_of, predict_classes(task, predicted.logits[model]))
+    means = np.stack([one.sums[model] / one.divisors for one in scores], axis=1)  # (n, scores)
+    names = [one.name for one in scores]
     return [
-        {"answer": answer, "scores": dict(zip(scores, values, strict=True))}
-        for answer, values in zip(predicted, rows, strict=True)
+        {"answer": answer, "scores": dict(zip(names, own, strict=True))}
+        for answer, own in zip(answers, means.tolist(), strict=True)
     ]
 
 

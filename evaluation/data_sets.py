@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from disk import written_aside
 from evaluation import classes, losses
-from evaluation.models import is_made_by
+from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
 from evaluation.scoring import build_scorer, score_batches
 from inference.models import FoundModel
@@ -105,22 +104,25 @@ def measure_sets(
         if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
             objective.use_tokenizer(found.tokenizer)
             scorer = scorer or build_scorer(found, objective, dtype=dtype, world=world)
-            check_positions(scorer.model, longest=data.longest)
-            parts = score_batches(scorer, data, objective, cap=cap, world=world)
-            if of_classes:
-                table = classes.gather_predictions(parts, world)
-                describe = functools.partial(classes.describe_predictions, table, objective)
-            else:
-                describe = functools.partial(losses.describe_losses, losses.gather_losses(parts, data, world))
+            describe = score_set(scorer, data, objective, cap=cap, world=world)
             call_on_rank0(world, functools.partial(write_lines, path, describe, made_by))
         outcome[name] = (classes.read_predictions if of_classes else losses.read_losses)(path)
     return outcome
 
 
-def write_lines(path: Path, describe: Any, made_by: dict[str, Any]) -> None:
-    with written_aside(path, path.with_suffix(".made_by.json")) as (aside, beside):
-        aside.write_text("".join(json.dumps(line) + "\n" for line in describe()), encoding="utf-8")
-        beside.write_text(json.dumps(made_by))
+def score_set(
+    scorer: PackedModel, data: Mixture, objective: Objective, *, cap: int, world: World
+) -> Callable[[], list[dict[str, Any]]]:
+    """What the model says of one set: for rank 0 the lines of a file. All ranks call this."""
+    check_positions(scorer.model, longest=data.longest)
+    parts = score_batches(scorer, data, objective, cap=cap, world=world)
+    if isinstance(objective, Classification):
+        return functools.partial(classes.describe_predictions, classes.gather_predictions(parts, world), objective)
+    return functools.partial(losses.describe_losses, losses.gather_losses(parts, data, world))
+
+
+def write_lines(path: Path, describe: Callable[[], list[dict[str, Any]]], made_by: dict[str, Any]) -> None:
+    write_made(path, "".join(json.dumps(line) + "\n" for line in describe()), made_by)
 
 
 def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np.ndarray]) -> Measured:
@@ -128,7 +130,8 @@ def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np
     objective = choose_objective(data)
 
     def show(row: int) -> str:
-        return found.tokenizer.decode(data.read(row)[0][:MAX_TOKENS_SHOWN])
+        input_ids, _, _ = data.read(row)
+        return found.tokenizer.decode(input_ids[:MAX_TOKENS_SHOWN], clean_up_tokenization_spaces=False)
 
     if isinstance(objective, Classification):
         return classes.collect_classes(name, objective, tables, show)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from disk import written_aside
 from evaluation.comparison import Scores
-from evaluation.models import is_made_by
+from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
 from inference.engine import require
 from inference.hf_engine import HFEngine
@@ -42,9 +41,7 @@ def run_harness(
     made_by = found.identify() | {"tasks": list(options.lm_eval), "dtype": options.engines.dtype}
     if not is_made_by(path, made_by):
         samples = call_harness(HFEngine(found, options.engines, options.sampling, device=device), options.lm_eval)
-        with written_aside(path, path.with_suffix(".made_by.json")) as (aside, beside):
-            aside.write_text(json.dumps(samples))
-            beside.write_text(json.dumps(made_by))
+        write_made(path, json.dumps(samples), made_by)
     return json.loads(path.read_text())
 
 

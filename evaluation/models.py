@@ -1,6 +1,5 @@
 """Which models are measured: those that are named, and the exports of a run; and what each is called."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,20 +68,3 @@ def name_files(paths: list[str]) -> dict[str, str]:
     if twice or len(names) < len(paths):
         raise ValueError(f"--task, --data: two files are called {', '.join(twice) or 'the same'}: rename one")
     return names
-
-
-def read_text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def is_made_by(path: Path, made_by: dict) -> bool:
-    """Whether `path` is there, and was made by this; ValueError if it was made by something else."""
-    known = read_text(path.with_suffix(".made_by.json"))
-    if known is None or not path.is_file():
-        return False
-    if json.loads(known) != json.loads(json.dumps(made_by)):
-        raise ValueError(
-            f"{path}: was measured otherwise before (see {path.with_suffix('.made_by.json').name}): name another"
-            " --output-dir, or remove it"
-        )
-    return True

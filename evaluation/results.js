@@ -2,7 +2,8 @@ const data = JSON.parse(byId("data").textContent);
 const PER_PAGE = 20;
 let chosen = data.sets[0], metric = 0, found = [], at = 0;
 
-const format = value => Math.abs(value) >= 100 ? value.toFixed(1) : value.toFixed(value && Math.abs(value) < 0.001 ? 6 : 4);
+const digits = value => Math.abs(value) >= 100 ? 1 : value && Math.abs(value) < 0.001 ? 6 : 4;
+const format = value => value.toFixed(digits(value)).replace("-", "−");
 const signed = value => (value < 0 ? "−" : "+") + format(Math.abs(value));
 const interval = value => `[${format(value.low)}, ${format(value.high)}]`;
 const known = chosen => chosen.metrics[metric];

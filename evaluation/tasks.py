@@ -10,9 +10,9 @@ import numpy as np
 
 from disk import written_aside
 from evaluation.comparison import Scores
+from evaluation.kept import is_made_by, write_made
 from evaluation.likelihood import score_choices
 from evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
-from evaluation.models import is_made_by
 from evaluation.results import Measured, Sample
 from inference.answers import AnswerFile, describe_making, dump
 from inference.batch import answer_all
@@ -130,9 +130,7 @@ def answer_choices(task: Task, engine: Engine, folder: Path, world: World) -> li
         gathered = gather_on_rank0(world, own)
         if world.rank == 0:
             found = {i: values for part in gathered for i, values in part.items()}
-            with written_aside(path, path.with_suffix(".made_by.json")) as (aside, beside):
-                aside.write_text("".join(json.dumps(found[i]) + "\n" for i in range(len(found))))
-                beside.write_text(json.dumps(made_by))
+            write_made(path, "".join(json.dumps(found[i]) + "\n" for i in range(len(found))), made_by)
     if world.rank != 0:
         return None
     values = [json.loads(line) for line in path.read_text().splitlines()]

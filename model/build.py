@@ -197,11 +197,11 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
     convert_to_float8_training(blocks, module_filter_fn=is_suited, config=config)
 
 
-def apply_compile(blocks: nn.ModuleList, *, backend: str | Callable = "inductor") -> None:
-    """Compiles each block by itself, for any number of tokens and sequences; `backend` is torch.compile's.
+def apply_compile(blocks: nn.ModuleList, *, backend: str | Callable = "inductor", dynamic: bool = True) -> None:
+    """Compiles each block by itself, for any number of tokens and sequences; the options are torch.compile's.
 
     All blocks of a kind share one compiled code, and no micro-batch compiles again, since none has a dimension or a
     longest sequence of 1 (see pack_samples), which would be taken for constants.
     """
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
+        block.forward = torch.compile(block.forward, dynamic=dynamic, backend=backend)

@@ -3,14 +3,19 @@
 import gc
 import importlib
 
-import tiny_models
+import bitsandbytes  # noqa: F401
+import peft  # noqa: F401
+from tiny_classifiers import CLASSIFIERS
+from tiny_models import FAMILIES, HYBRIDS
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import generate  # noqa: F401
 import plan.planner  # noqa: F401
 import train  # noqa: F401
+from batch_packer import pack_batch
 
-for config in tiny_models.FAMILIES.values():  # which transformers imports when a model is built
+pack_batch([2, 1], 2, 1)  # loads what numba has compiled
+for config in (FAMILIES | HYBRIDS | CLASSIFIERS).values():  # which transformers imports when a model is built
     importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once
 gc.collect()

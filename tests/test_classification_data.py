@@ -6,8 +6,6 @@ What is right is said by transformers' tokenizer on its own, by the csv files th
 import csv
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -15,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked import run_forked
 from make_encoder import train_word_pieces
 from make_tiny_model import train_tokenizer
+from processes import flags
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,6 @@ from objectives.columns import SEQUENCES, TOKENS, Task
 from options import ProcessDataOptions, RowOptions, group_options, replace_options
 from process_data import process_data
 
-ROOT = Path(__file__).parent.parent
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']
 REVIEWS = [
     {"text": "the film was very good", "label": "pos"},
@@ -457,10 +456,9 @@ def test_rows_that_cannot_be_used_can_be_left_out(encoder, tmp_path):
 
 def test_the_script_ends_with_one_message(encoder, tmp_path):
     (tmp_path / "a.csv").write_bytes(TABLE + b"x,\n")
-    script = [sys.executable, str(ROOT / "process_data.py"), "--format", "classification", "--input-file"]
-    output = ["--output-file", str(tmp_path / "out.arrow"), "--model-name-or-path", str(encoder)]
-    result = subprocess.run([*script, str(tmp_path / "a.csv"), *output], capture_output=True, text=True, timeout=300)
-    assert result.returncode != 0
+    files = dict(input_file=tmp_path / "a.csv", output_file=tmp_path / "out.arrow", model_name_or_path=encoder)
+    result = run_forked(0, "process_data.py", *flags(format="classification", **files))
+    assert result.returncode == 2
     assert "a.csv:4: no label" in result.stderr and "Traceback" not in result.stderr
 
 

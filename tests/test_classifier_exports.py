@@ -151,8 +151,8 @@ def test_an_adapter_brings_its_head_along(family, world, tmp_path):
 def test_a_plan_counts_a_classifier(tmp_path):
     model = save_base(CLASSIFIERS["modernbert"], tmp_path / "model")
     data = write_classified(tmp_path / "data.arrow", make_class_samples(16), model)
-    options = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", dry_run=True,
-                   objective="sequence-classification", plan_world_size=2) | OPTIONS  # fmt: skip
+    run = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", activation_checkpointing="none")
+    options = OPTIONS | run | dict(objective="sequence-classification", dry_run=True, plan_world_size=2)
     result = run_forked(0, "train.py", *flags(**options))
     assert result.returncode == 0, result.stderr
     assert "modernbert" in result.stdout and not (tmp_path / "run").exists()

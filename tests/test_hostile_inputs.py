@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 from processes import flags, run
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
@@ -265,17 +266,16 @@ def data(tmp_path) -> Path:
     return write_samples(tmp_path / "data.arrow", make_samples(8, vocab_size=VOCAB_SIZE))
 
 
-def train(model: Path, data: Path, **options: object):
-    argv = flags(model_name_or_path=model, data_path=data, output_dir=model.parent / "run", max_steps=2, batch_size=4,
-                 **options)  # fmt: skip
-    return run([sys.executable, "train.py", *argv], env={"HF_MODULES_CACHE": str(model.parent / "modules")})
+def make_argv(model: Path, data: Path, **options: object) -> list[str]:
+    return ["train.py", *flags(model_name_or_path=model, data_path=data, output_dir=model.parent / "run", max_steps=2,
+                               batch_size=4, **options)]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [ask_for_custom_model, keep_only_a_pickle])
 def test_training_refuses(spoil, model, marker, data):
     spoil(model)
-    result = train(model, data)
+    result = run_forked(0, *make_argv(model, data))
     assert result.returncode == 2
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and str(model) in errors[0], result.stderr
@@ -288,7 +288,7 @@ def test_process_data_refuses(model, marker, tmp_path):
     ask_for_custom_model(model)
     (tmp_path / "chats.jsonl").write_text("{}\n")
     argv = flags(input_file=tmp_path / "chats.jsonl", output_file=tmp_path / "out.arrow", model_name_or_path=model)
-    result = run([sys.executable, "process_data.py", *argv])
+    result = run_forked(0, "process_data.py", *argv)
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1 and "config.json" in result.stderr
     assert not marker.exists()
@@ -299,7 +299,8 @@ def test_training_never_renders_the_template_and_runs_code_that_is_trusted(model
     ask_for_custom_model(model)
     template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
-    result = train(model, data, trust_remote_code=True)
+    argv = make_argv(model, data, trust_remote_code=True)
+    result = run([sys.executable, *argv], env={"HF_MODULES_CACHE": str(model.parent / "modules")})
     assert result.returncode == 0, result.stderr
     assert "warning: --trust-remote-code" in result.stderr
     assert marker.exists()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, TIMES, make_micro_batch, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, compile_by, save_model, save_tokenizer
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen3MoeConfig
 
 from chat.masking import fingerprint_tokenizer
@@ -23,6 +24,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from methods.lora import NUM_COMPARED, LoRA
 from methods.nf4 import NF4Linear, pack, unpack
+from objectives.objective import PackedModel
 from options import DataOptions, LoRAOptions, TrainOptions, group_options
 from sampler import draw_samples
 
@@ -30,7 +32,8 @@ BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
 CONFIGS = FAMILIES | {
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 }
-LORA = dict(lora=True, lora_rank=4, lora_alpha=16.0, seed=SEED, max_steps=STEPS, lora_export="both")
+LORA = dict(lora=True, lora_rank=4, lora_alpha=16.0, seed=SEED, max_steps=STEPS, lora_export="both",
+            checkpoint_every_steps=2)  # fmt: skip
 
 
 def make_inputs(root: Path, family: str) -> dict[str, str]:
@@ -41,8 +44,9 @@ def make_inputs(root: Path, family: str) -> dict[str, str]:
 
 def train(world, inputs: dict[str, str], output_dir: Path, **options: object) -> Path:
     """The run's last export."""
-    train_on(options.pop("num_ranks", 1), world, **inputs, output_dir=output_dir, **(OPTIONS | LORA | options))
-    return output_dir / "hf_format" / f"samples_{STEPS * BATCH_SIZE}"
+    options = OPTIONS | LORA | options
+    train_on(options.pop("num_ranks", 1), world, **inputs, output_dir=output_dir, **options)
+    return output_dir / "hf_format" / f"samples_{options['max_steps'] * BATCH_SIZE}"
 
 
 def load_with_adapter(inputs: dict[str, str], adapter: Path) -> PeftModel:
@@ -105,7 +109,8 @@ TABLE = [
 @pytest.mark.parametrize(("family", "options"), TABLE)
 def test_a_run_is_pefts_and_its_exports_load_there(family, options, world, tmp_path):
     inputs = make_inputs(tmp_path, family)
-    start = train(world, inputs, tmp_path / "start", **options | dict(learning_rate=0.0, lora_export="adapter"))
+    at_once = dict(learning_rate=0.0, max_steps=1, lora_export="adapter")
+    start = train(world, inputs, tmp_path / "start", **options | at_once)
     export = train(world, inputs, tmp_path / "run", **options)
 
     # A plain loop with peft, from the same adapter, comes to the same one.
@@ -132,27 +137,30 @@ def test_a_run_is_pefts_and_its_exports_load_there(family, options, world, tmp_p
     torch.testing.assert_close(logits_of(loaded.merge_and_unload()), logits_of(merged), rtol=1e-6, atol=1e-6)
 
 
-LAYOUTS = [
-    (2, dict(max_tokens_per_gpu=48, cpu_offload=True, activation_checkpointing="none")),
-    (4, dict(sharding="hybrid", shard_size=2, micro_batch_grad_sync="last", activation_checkpointing="selective")),
-]
+OFFLOADED = dict(num_ranks=2, max_tokens_per_gpu=48, cpu_offload=True, activation_checkpointing="none")
+HYBRID = dict(num_ranks=4, sharding="hybrid", shard_size=2, micro_batch_grad_sync="last",
+              activation_checkpointing="selective")  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama_tied_bias", {}), ("llama_tied_bias", dict(base_quantization="nf4")), ("mixtral", {})]
+    ("family", "kind", "layout"),
+    [
+        ("llama_tied_bias", {}, OFFLOADED),
+        ("llama_tied_bias", dict(base_quantization="nf4"), HYBRID),
+        ("mixtral", {}, OFFLOADED),
+    ],
 )
-def test_ranks_and_layouts_change_nothing(family, kind, world, tmp_path):
+def test_ranks_and_layouts_change_nothing(family, kind, layout, world, tmp_path):
     inputs = make_inputs(tmp_path, family)
     reference = train(world, inputs, tmp_path / "one", **kind)
-    for i, (num_ranks, options) in enumerate(LAYOUTS):
-        export = train(world, inputs, tmp_path / str(i), num_ranks=num_ranks, **kind | options)
-        for key in ("loss", "grad_norm"):
-            rows, expected = (read_rows(tmp_path / name) for name in (str(i), "one"))
-            assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-5)
-        adapters = [load_file(path / "adapter/adapter_model.safetensors") for path in (export, reference)]
-        for name, tensor in adapters[1].items():
-            assert (adapters[0][name] - tensor).norm() <= 1e-4 * tensor.norm(), name
+    export = train(world, inputs, tmp_path / "several", **kind | layout)
+    for key in ("loss", "grad_norm"):
+        rows, expected = (read_rows(tmp_path / name) for name in ("several", "one"))
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-5)
+    adapters = [load_file(path / "adapter/adapter_model.safetensors") for path in (export, reference)]
+    for name, tensor in adapters[1].items():
+        assert (adapters[0][name] - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
 @pytest.mark.slow
@@ -292,12 +300,16 @@ def test_going_on_from_an_adapter(world, tmp_path):
         train(world, third, tmp_path / "fourth", **given)
 
 
-def test_frozen_weights_are_held_in_the_compute_type_without_gradients(world, tmp_path):
-    inputs = make_inputs(tmp_path, "llama")
-    method = LoRA(LoRAOptions(lora=True, lora_rank=4), seed=0)
+def build_adapted(world, inputs: dict[str, str], kind: dict | None = None, **options: object) -> PackedModel:
+    """The model as a run builds it; `kind` are the method's options, `options` those of `build`."""
+    method = LoRA(LoRAOptions(lora=True, lora_rank=4, **kind or {}), seed=0)
     tokenizer = AutoTokenizer.from_pretrained(inputs["model_name_or_path"])
     method.open_files(tokenizer, DataOptions(data_path=inputs["data_path"], batch_size=8, max_tokens_per_gpu=64))
-    model = build(Path(inputs["model_name_or_path"]), world, method=method, dtype=torch.bfloat16)
+    return build(Path(inputs["model_name_or_path"]), world, method=method, **options)
+
+
+def test_frozen_weights_are_held_in_the_compute_type_without_gradients(world, tmp_path):
+    model = build_adapted(world, make_inputs(tmp_path, "llama"), dtype=torch.bfloat16)
     model(make_micro_batch((5, 9), seed=0)).backward()
     for name, param in model.named_parameters():
         assert param.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
@@ -358,27 +370,59 @@ def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp
     torch.testing.assert_close(logits_of(theirs), own, rtol=1e-5, atol=1e-5)
 
 
+KINDS = [{}, dict(base_quantization="nf4"), dict(lora_use_dora=True)]
+
+
+def compute_adapted(world, inputs: dict[str, str], kind: dict, **options: object) -> dict[str, torch.Tensor]:
+    """The loss of a row, and the gradients of all that trains, from adapters that have begun to learn."""
+    model, generator = build_adapted(world, inputs, kind, **options), torch.Generator().manual_seed(0)
+    for name, param in model.named_parameters():
+        if ".lora_B" in name:  # begins as zeros, which would leave the other half without a gradient
+            local = param.data.to_local()
+            local.copy_(torch.randn(local.shape, generator=generator) * 0.1)
+    loss = model(make_micro_batch((13, 2, 22, 7), seed=0))
+    loss.backward()
+    grads = {name: param.grad.to_local() for name, param in model.named_parameters() if param.grad is not None}
+    return {"loss": loss.detach()} | grads
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [{}, dict(base_quantization="nf4"), dict(lora_use_dora=True)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_path, monkeypatch):
-    inputs = make_inputs(tmp_path, "llama_tied_bias")
-    train(world, inputs, tmp_path / "one", **kind, activation_checkpointing="none")
-    losses = [row["loss"] for row in read_rows(tmp_path / "one")]
-    compile_by("eager", monkeypatch)
+    inputs = make_inputs(tmp_path, "phi3")  # which has few linear layers to compile
+    expected = compute_adapted(world, inputs, kind)
+    compile_by("eager", monkeypatch, dynamic=False)
     changes = [
         dict(activation_checkpointing="selective"), dict(activation_checkpointing="full"), dict(attention="eager"),
-        dict(compile=True, activation_checkpointing="none"),
+        dict(compile=True),
     ]  # fmt: skip
-    for i, change in enumerate(changes):
-        train(world, inputs, tmp_path / str(i), **kind, **change)
-        assert [row["loss"] for row in read_rows(tmp_path / str(i))] == pytest.approx(losses, rel=1e-5), change
+    for change in changes:
+        found = compute_adapted(world, inputs, kind, **change)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert value.norm() > 0, name
+            assert (found[name] - value).norm() <= 1e-5 * value.norm(), (change, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapted_layer_is_compiled_for_any_number_of_tokens(kind, world, tmp_path):
+    model = build_adapted(world, make_inputs(tmp_path, "llama_tied_bias"), kind).model
+    model.model.layers[0].unshard()
+    layer, counter = model.model.layers[0].mlp.down_proj, CompileCounterWithBackend("eager")
+    compiled, counts = torch.compile(layer.forward, dynamic=True, backend=counter), []
+    for num_tokens in (20, 31):
+        x = torch.randn(1, num_tokens, SHAPE["intermediate_size"], generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(compiled(x), layer(x))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_dropped_inputs_are_a_function_of_seed_step_and_rank(world, tmp_path):
     inputs = make_inputs(tmp_path, "llama")
     losses = []
     for name, options in (("a", {}), ("b", {}), ("c", dict(lora_dropout=0.0)), ("d", dict(seed=1))):
-        train(world, inputs, tmp_path / name, **dict(lora_dropout=0.5) | options)
+        train(world, inputs, tmp_path / name, **dict(lora_dropout=0.5, max_steps=2, lora_export="adapter") | options)
         losses.append([row["loss"] for row in read_rows(tmp_path / name)])
     assert losses[0] == losses[1] != losses[2] and losses[0] != losses[3]
 

@@ -167,7 +167,7 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
     ],
 )
 def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path, monkeypatch):
-    compile_by("eager", monkeypatch)
+    compile_by("eager", monkeypatch, dynamic=False)
     path = save_model((FAMILIES | OTHERS)[family], tmp_path)
     results = []
     for options in ({}, change):

@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import run_forked
 from in_process import train_on
-from processes import flags
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_runs import OPTIONS, read_rows
@@ -27,6 +25,7 @@ from transformers import (
 
 from chat.templates import load_tokenizer
 from lifecycle.tower_files import add_tensors, find_tensors
+from merge_adapter import merge_adapter
 from methods.full import Full
 from model.build import build_model
 from model.stored import find_stored
@@ -34,7 +33,7 @@ from model.weights import list_left_out
 from objectives.causal_lm import CausalLM
 from objectives.micro_batch import pack_samples
 from objectives.text_tower import find_placeholders, text_config
-from options import TrainOptions, group_options
+from options import MergeAdapterOptions, TrainOptions, group_options
 
 IMAGE, VIDEO = 280, 281  # token ids that stand for what is no text
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16)
@@ -196,10 +195,9 @@ def test_an_adapter_loads_onto_the_whole_model_and_merges_into_it(name, paths, d
     assert (expected - before).abs().max() > 1e-3
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
 
-    # Merged later, by the script, it is the same export.
-    command = flags(adapter=export / "adapter", output_dir=tmp_path / "merged", export_dtype="float32")
-    done = run_forked(0, "merge_adapter.py", *command)
-    assert done.returncode == 0, done.stderr
+    # Merged later, it is the same export.
+    files = dict(adapter=str(export / "adapter"), output_dir=str(tmp_path / "merged"))
+    merge_adapter(MergeAdapterOptions(**files, export_dtype="float32"), world)
     assert read_bytes(tmp_path / "merged") == read_bytes(export)
     assert (tmp_path / "merged/preprocessor_config.json").exists()
 

@@ -200,6 +200,7 @@ FLAGS_OF_OTHERS = {
     *("nproc-per-node", "nnodes", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"),  # torchrun
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
     *("revision", "logdir"),  # hf upload, tensorboard
+    *("enable-lora", "lora-modules"),  # vllm serve
     *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
 }
 
@@ -229,7 +230,7 @@ def read_texts() -> dict[str, list[str]]:
             nodes = ast.walk(ast.parse((ROOT / path).read_text()))
             strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
             texts[str(path)] = strings
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return texts | {str(page.relative_to(ROOT)): [page.read_text()] for page in pages}
 
 

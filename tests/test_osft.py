@@ -143,7 +143,7 @@ def test_forward_and_backward_are_those_of_the_dense_layer(shape, ratio, has_bia
     assert layer.base.grad is None and layer.V_low.grad is None
 
 
-def learn(layer, target: torch.Tensor, *, steps: int = 400, weight_decay: float = 0.0) -> torch.Tensor:
+def learn(layer, target: torch.Tensor, *, steps: int = 150, weight_decay: float = 0.0) -> torch.Tensor:
     """The layer's weight after AdamW has pulled it towards `target` (out, in)."""
     optimizer = build_optimizer(layer, OptimizationOptions(learning_rate=0.1, weight_decay=weight_decay))
     for step in range(steps):
@@ -162,8 +162,6 @@ def test_every_allowed_update_is_reached_and_no_other(shape, ratio, world, tmp_p
     weight = random_matrix(*SHAPES[shape])
     wanted = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     allowed = free_part(wanted, weight, ratio)
-    update = learn(make_layer(world, tmp_path, weight, ratio), weight + allowed) - weight
-    assert (update - allowed).norm() <= 1e-3 * allowed.norm()
     update = learn(make_layer(world, tmp_path, weight, ratio), weight + wanted) - weight
     assert (update - allowed).norm() <= 1e-3 * allowed.norm()
     if ratio < 1:
@@ -265,7 +263,7 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
     assert before.keys() == dict(reference.named_parameters()).keys()
     for name, param in reference.named_parameters():
         assert torch.equal(before[name], param), name
-    losses = train_steps(model, 20)
+    losses = train_steps(model, 6)
     assert losses[-1] < losses[0]
 
     trained = {name for name, module in model.model.named_modules() if isinstance(module, OSFTLinear)}
@@ -292,7 +290,7 @@ def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, 
     "change", [dict(activation_checkpointing="full"), pytest.param(dict(compile=True), marks=pytest.mark.slow)]
 )
 def test_how_it_is_computed_does_not_change_what_is_computed(change, world, tmp_path, monkeypatch):
-    compile_by("eager", monkeypatch)
+    compile_by("eager", monkeypatch, dynamic=False)
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
     losses = [train_steps(build(path, world, method=settings(tmp_path), **options), 5) for options in ({}, change)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -370,16 +368,19 @@ def test_without_free_directions_targets_stay_and_others_train(world, tmp_path):
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 
+STEPS = 6
+
+
 def train_run(num_ranks, world, root, output_dir, *, model, data, **options) -> None:
     train_on(
         num_ranks, world, model_name_or_path=model, data_path=data, output_dir=output_dir, batch_size=9,
         max_tokens_per_gpu=45, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, export_dtype="float32",
-        osft=True, osft_unfreeze_rank_ratio=0.25, osft_cache_dir=root / "cache", **(dict(max_steps=20) | options),
+        osft=True, osft_unfreeze_rank_ratio=0.25, osft_cache_dir=root / "cache", **(dict(max_steps=STEPS) | options),
     )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layouts"), [("qwen3", (1, 2, 4)), ("gpt2", (1, 2))])
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", (1, 4)), ("gpt2", (1, 2))])
 def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, world, tmp_path):
     model = save_tokenizer(save_model(FAMILIES[family], tmp_path / "model"))
     data = write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE, max_len=40))
@@ -393,12 +394,12 @@ def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, w
         rows[num_ranks] = [
             json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()
         ]
-        export_dir = output_dir / "hf_format" / "samples_180"
+        export_dir = output_dir / "hf_format" / f"samples_{9 * STEPS}"
         exports[num_ranks] = load_file(export_dir / "model.safetensors")
         assert exports[num_ranks].keys() == start.keys()
         _, report = AutoModelForCausalLM.from_pretrained(export_dir, output_loading_info=True)
         assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert [row["osft_leak"] is None for row in rows[num_ranks]] == [True] * 19 + [False]
+        assert [row["osft_leak"] is None for row in rows[num_ranks]] == [True] * (STEPS - 1) + [False]
         assert 0 < rows[num_ranks][-1]["osft_leak"] <= LEAK
     num_trained = 0
     for name, weight in start.items():
@@ -416,7 +417,7 @@ def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, w
     # Task after task: the export is an ordinary model.
     output_dir = tmp_path / "second"
     train_run(1, world, tmp_path, output_dir, model=export_dir, data=data)
-    second = load_file(output_dir / "hf_format" / "samples_180" / "model.safetensors")
+    second = load_file(output_dir / "hf_format" / f"samples_{9 * STEPS}" / "model.safetensors")
     for name, weight in exports[layouts[-1]].items():
         if (second[name] - weight).norm() > 0:
             assert leak(second[name] - weight, weight, 0.25) <= LEAK, name
@@ -467,7 +468,7 @@ def test_outputs_on_kept_inputs_do_not_change(family, world, tmp_path):
     keep = settings(tmp_path, 0.4, basis="activations", statistics=statistics)
     model = build(path, world, method=keep)
     before = {name: weight.clone() for name, weight in gather(model, world).items()}
-    losses = train_steps(model, 20)
+    losses = train_steps(model, 6)
     assert losses[-1] < losses[0]
     after = gather(model, world)
     for name in statistics.inputs:
@@ -565,9 +566,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family, world, tmp_p
         train_here(world, output_dir=str(output_dir), max_steps=max_steps, osft_cache_dir=cache_dir, **common)
         return load_file(output_dir / "hf_format" / f"samples_{9 * max_steps}" / "model.safetensors")
 
-    whole = start("whole", 6)
+    whole = start("whole", 4)
     start("parts", 2)
-    parts = start("parts", 6)
+    parts = start("parts", 4)
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
     leaks = [
         json.loads((tmp_path / name / "training_metrics_0.jsonl").read_text().splitlines()[-1])["osft_leak"]
@@ -581,10 +582,10 @@ def test_a_run_that_moves_between_numbers_of_ranks_keeps_what_it_must(world, tmp
     model = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "model"))
     data = write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE))
     start = load_file(model / "model.safetensors")
-    for num_ranks, max_steps in ((4, 4), (1, 8), (2, 12)):
+    for num_ranks, max_steps in ((4, 2), (1, 4), (2, 6)):
         train_run(
             num_ranks, world, tmp_path / str(num_ranks), tmp_path / "run", model=model, data=data,
-            max_steps=max_steps, checkpoint_every_steps=4,
+            max_steps=max_steps, checkpoint_every_steps=2,
         )  # fmt: skip
         exported = load_file(tmp_path / "run" / "hf_format" / f"samples_{9 * max_steps}" / "model.safetensors")
         for name, weight in start.items():

@@ -18,6 +18,7 @@ from methods.full import Full
 from model.config import load_generation_config
 from objectives.causal_lm import CausalLM
 from options import PRESETS, TrainOptions, flatten_options, group_options
+from ranks.ending import RunError
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]
 
@@ -131,10 +132,10 @@ def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, 
             check_export(TrainedModel(trained), export, parts, world=world, is_packed=False)
 
     check(good)
-    with pytest.raises(RuntimeError, match=r"loaded back, has a loss of .*; it is not to be used"):
+    with pytest.raises(RunError, match=r"loaded back, has a loss of .*; it is not to be used"):
         check(wrong)
     (wrong / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(RuntimeError, match=r"--check-export: .*wrong cannot be loaded back: "):
+    with pytest.raises(RunError, match=r"--check-export: .*wrong cannot be loaded back: "):
         check(wrong)
 
 

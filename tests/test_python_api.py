@@ -99,6 +99,11 @@ def test_every_option_is_a_field_that_reaches_the_command_line(args_class, optio
             dict(lora=True, lora_rank=4, lora_alpha=32.0, lora_dropout=0.1, base_quantization="nf4",
                  lora_target_modules=("q_proj", "v_proj")),
         ),
+        (dict(data_path=TrainingArgs().data_path, process_data=True, mock_data=True, mock_data_len=64),
+         dict(data_path=(), mock_data=10_000, mock_length=64)),
+        (dict(mock_data=False), dict()),
+        (dict(data_path=TrainingArgs().data_path, process_data=True, input_file="rows.jsonl", preset="toy"),
+         dict(data_path=(), input_file=("rows.jsonl",), preset="toy")),
         (dict(lora=None), dict()),
         (dict(osft=OSFTOptions(osft_unfreeze_rank_ratio=0.3)), dict(osft=True, osft_unfreeze_rank_ratio=0.3)),
         (dict(fsdp_options=FSDPOptions()), dict(sharding="hybrid")),
@@ -243,19 +248,19 @@ def test_a_run_from_chats_returns_what_it_left_and_a_refused_one_raises(chats):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["Ctrl-C", "kill"])
-def test_ctrl_c_saves_and_a_caller_that_is_killed_leaves_nothing_behind(ending, chats):
+@pytest.mark.parametrize(("ending", "num_ranks"), [("Ctrl-C", 1), ("kill", 2)])
+def test_ctrl_c_saves_and_a_caller_that_is_killed_leaves_nothing_behind(ending, num_ranks, chats):
     data = dict(data_path=chats["data_output_dir"] + "/data.arrow", process_data=False)
     chats = {name: value for name, value in chats.items() if name not in ("data_output_dir", "max_seq_len")}
     run = Path(chats["ckpt_output_dir"] + ending)
-    caller = call({}, chats | data, ckpt_output_dir=str(run), num_epochs=100_000)
+    caller = call({"nproc_per_node": num_ranks}, chats | data, ckpt_output_dir=str(run), num_epochs=100_000)
     metrics, deadline = run / "training_metrics_0.jsonl", time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text()):
         assert caller.poll() is None and time.monotonic() < deadline, caller.communicate()[0]
         time.sleep(0.1)
     (launcher,) = list_children(caller.pid)
     ranks = list_children(launcher)
-    assert len(ranks) == 1
+    assert len(ranks) == (num_ranks if num_ranks > 1 else 0)  # one process needs no torchrun: it is the launcher
     if ending == "kill":
         caller.kill()
     else:

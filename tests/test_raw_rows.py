@@ -165,7 +165,7 @@ def test_a_nested_column_of_texts_to_classify(tokenizer_dir, tmp_path):
 
 def test_a_wrong_name_lists_the_columns_there_are(tokenizer_dir, tmp_path):
     source = write_lines(tmp_path / "r.jsonl", [{"id": 1, "chat": {"turns": make_turns(1), "lang": "en"}}] * 3)
-    with pytest.raises(ValueError, match=r"--messages-field chat.turn: .*did you mean 'chat.turns'\?; there are chat,"
+    with pytest.raises(ValueError, match=r"--messages-field chat.turn: .*did you mean 'chat.turns'\?; they have chat,"
                                          r" chat.lang, chat.turns, id$"):  # fmt: skip
         tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(source), messages_field="chat.turn")
     mixed = write_lines(tmp_path / "m.jsonl", [{"chat": make_turns(1)}, {"talk": make_turns(2)}])

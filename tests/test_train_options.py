@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat.masking import fingerprint_tokenizer
-from options import TrainOptions, iterate_fields
+from options import RowOptions, TrainOptions, iterate_fields
 
 NUM_SAMPLES = 30
 STEPS, BATCH_SIZE = 4, 8
@@ -220,7 +221,12 @@ EFFECTS = {
     ),
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
-TESTED_ELSEWHERE = {
+TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those of rows: where process_data.py's are
+    "preset",  # these: test_presets.py
+    "check_export",
+    "validate_training_data",
+    "subset",  # these: test_raw_rows.py
+    "data_cache_dir",
     "config",  # these: test_options.py
     "print_config",
     "warmup_ratio",

@@ -182,8 +182,12 @@ def check(model: PackedModel, world: World) -> None:
     check_model(model, CausalLM(), Full(), device=world.device)
 
 
-def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What --compile compiles goes to `backend`: "eager" captures it all, and makes no kernels, which take minutes."""
-    monkeypatch.setattr("model.build.apply_compile", functools.partial(apply_compile, backend=backend))
-    fused = torch.compile(sum_chunk_loss, dynamic=True, backend=backend)
+def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch, *, dynamic: bool = True) -> None:
+    """What --compile compiles goes to `backend`: "eager" captures it all, and makes no kernels, which take minutes.
+
+    Not `dynamic`: it is captured for the one size that a test gives it, in a tenth of the time, most of which goes into
+    reckoning with sizes that are not known.
+    """
+    monkeypatch.setattr("model.build.apply_compile", functools.partial(apply_compile, backend=backend, dynamic=dynamic))
+    fused = torch.compile(sum_chunk_loss, dynamic=dynamic, backend=backend)
     monkeypatch.setattr("objectives.token_loss.fuse_chunk_loss", lambda: fused)

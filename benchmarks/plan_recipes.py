@@ -1,0 +1,140 @@
+"""What each recipe in recipes/models needs, by train.py --dry-run: their first lines, and the table of docs/recipes.md.
+
+    python benchmarks/plan_recipes.py                                             # all of them
+    python benchmarks/plan_recipes.py recipes/models/qwen3-0.6b/full-1x24gb.yaml  # one
+    python benchmarks/plan_recipes.py --table                                     # prints it, from the first lines
+
+The models' weights are not needed, which is the one problem that a plan may find: their configs are in the folders.
+"""
+
+import contextlib
+import io
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
+
+from make_tiny_model import train_tokenizer
+from tiny_data import make_samples, write_samples
+
+from command_line import find_problems, parse_options
+from options import TrainOptions
+from plan.planner import plan_run
+
+MODELS = ROOT / "recipes" / "models"
+MACHINES = {  # by the end of a recipe's name: GPUs, their name, GiB of each
+    "1x24gb": (1, "RTX 4090", 24),
+    "1x80gb": (1, "H100", 80),
+    "8x80gb": (8, "H100", 80),
+}
+NUM_SAMPLES, NUM_TOKENS, VOCAB_SIZE = 256, 2048, 300
+NOT_HERE = ("no weights", "checkpoints and exports need")  # problems of this machine's disk, and none of the recipe's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a dry run says of a recipe."""
+
+    num_params: int
+    num_trained: int
+    gib: float
+    seconds: float
+    problems: tuple[str, ...]
+
+
+def list_recipes() -> list[Path]:
+    return sorted(MODELS.glob("*/*-*x*gb.yaml"))
+
+
+def make_data(directory: Path) -> Path:
+    """Rows of about 1,000 tokens, 2,048 at most, half of them trained."""
+    samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, max_len=NUM_TOKENS)
+    return write_samples(directory / "data.arrow", samples)
+
+
+def copy_model(directory: Path, model: Path) -> Path:
+    """The folder of a recipe with a tokenizer, of which the plan needs to know that there is one."""
+    path = directory / model.name
+    if not path.exists():
+        path.mkdir()
+        shutil.copy(model / "config.json", path)
+        train_tokenizer([], vocab_size=VOCAB_SIZE).save_pretrained(path)
+    return path
+
+
+def read_recipe(recipe: Path, *, model: Path, data: Path) -> TrainOptions:
+    """The options of a dry run of the recipe on the machine that its name ends with."""
+    num_gpus, device, gib = MACHINES[recipe.stem.split("-")[-1]]
+    return parse_options(
+        TrainOptions,
+        ["--config", str(recipe), "--model-name-or-path", str(model), "--data-path", str(data), "--output-dir",
+         str(data.parent / "run"), "--dry-run", "--plan-world-size", str(num_gpus), "--plan-device", device,
+         "--memory-budget-gb", str(gib)],
+    )  # fmt: skip
+
+
+def plan_recipe(options: TrainOptions) -> Plan:
+    assert find_problems(options) == []
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        plan_run(options)
+    report = text.getvalue()
+    params, trained = re.search(r"([\d,]+) parameters, ([\d,]+) numbers train", report).groups()
+    problems = tuple(
+        line for line in re.findall(r"(?m)^  - (.*)", report) if not any(word in line for word in NOT_HERE)
+    )
+    gib, seconds = re.search(r"together +([\d.,]+) GiB", report), re.search(r"a step, ([\d.,]+) s", report)
+    if gib is None or seconds is None:
+        raise ValueError(report)
+    return Plan(*(int(number.replace(",", "")) for number in (params, trained)),
+                *(float(match[1].replace(",", "")) for match in (gib, seconds)), problems)  # fmt: skip
+
+
+def describe_plan(recipe: Path, plan: Plan) -> str:
+    """The recipe's first line."""
+    num_gpus, device, gib = MACHINES[recipe.stem.split("-")[-1]]
+    return (
+        f"# {num_gpus} x {device}: {plan.gib:.1f} of {gib} GiB a GPU, a step of 128 samples in {plan.seconds:.0f} s"
+        f" (planned); {plan.num_trained / 1e9:.2f} of {plan.num_params / 1e9:.2f} billion numbers train\n"
+    )
+
+
+def write_header(recipe: Path, plan: Plan) -> None:
+    lines = recipe.read_text().splitlines(keepends=True)
+    recipe.write_text(describe_plan(recipe, plan) + "".join(line for line in lines if not line.startswith("#")))
+
+
+def make_table() -> str:
+    """The first lines of all recipes as rows of a page."""
+    rows = ["| recipe | GPUs | memory a GPU | a step | trains |", "| --- | --- | --- | --- | --- |"]
+    for recipe in list_recipes():
+        machine, plan = recipe.read_text().splitlines()[0].removeprefix("# ").split(": ")
+        memory, seconds, trained = re.split(r" a GPU, a step of 128 samples in | \(planned\); ", plan)
+        name, path = recipe.relative_to(MODELS).with_suffix(""), recipe.relative_to(ROOT)
+        rows.append(
+            f"| [{name}](../{path}) | {machine} | {memory} | {seconds} | {trained.removesuffix(' numbers train')} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def main(words: list[str]) -> None:
+    if words == ["--table"]:
+        print(make_table(), end="")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        data = make_data(directory)
+        for recipe in [Path(word).resolve() for word in words] or list_recipes():
+            model = copy_model(directory, recipe.parent)
+            plan = plan_recipe(read_recipe(recipe, model=model, data=data))
+            write_header(recipe, plan)
+            problems = "".join(f"\n  PROBLEM {problem}" for problem in plan.problems)
+            print(f"{recipe.relative_to(ROOT)}{problems}\n  {describe_plan(recipe, plan)}", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

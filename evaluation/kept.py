@@ -1,0 +1,29 @@
+"""What has been measured stays, with what it was made by beside it, and is not computed again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from disk import written_aside
+
+
+def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
+    """Whether `path` is there, and was made by this; ValueError if it was made by something else."""
+    beside = name_beside(path)
+    if not beside.is_file() or not path.is_file():
+        return False
+    if json.loads(beside.read_text(encoding="utf-8")) != json.loads(json.dumps(made_by)):
+        raise ValueError(
+            f"{path}: was measured otherwise before (see {beside.name}): name another --output-dir, or remove it"
+        )
+    return True
+
+
+def write_made(path: Path, text: str, made_by: dict[str, Any]) -> None:
+    with written_aside(path, name_beside(path)) as (aside, beside):
+        aside.write_text(text, encoding="utf-8")
+        beside.write_text(json.dumps(made_by), encoding="utf-8")
+
+
+def name_beside(path: Path) -> Path:
+    return path.with_suffix(".made_by.json")

@@ -1,0 +1,83 @@
+"""The recipes for known models: each is what train.py takes, fits where it says, and is planned by the program itself.
+
+A whole plan takes a minute: here one of each kind of model is planned with few blocks, the others are parsed.
+"""
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from forked import start_server
+from plan_recipes import MACHINES, MODELS, copy_model, list_recipes, make_data, make_table, plan_recipe, read_recipe
+from processes import ROOT
+
+from command_line import find_problems
+from model.config import load_config
+from objectives.causal_lm import CausalLM
+from options import flatten_options
+
+NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images included
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "gpt-oss-20b": 20_914_757_184,
+}
+PLANNED = ("qwen3-0.6b/osft-1x24gb", "gemma-3-4b/lora-1x24gb", "gpt-oss-20b/lora-1x80gb")
+METHODS = {
+    "full": dict(lora=False, osft=False),
+    "lora": dict(lora=True, base_quantization="none"),
+    "qlora": dict(lora=True, base_quantization="nf4"),
+    "osft": dict(osft=True),
+}
+
+
+def shorten(model: Path) -> Path:
+    """The model of a config with a few of its blocks, all of its kinds."""
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = text.get("sliding_window_pattern", 2)
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
+    path.write_text(json.dumps(config))
+    return model
+
+
+def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
+    for recipe in list_recipes():
+        method, machine = recipe.stem.split("-")
+        options = read_recipe(recipe, model=recipe.parent, data=tmp_path / "data.arrow")
+        assert find_problems(options) == [] and flatten_options(options).items() >= METHODS[method].items(), recipe
+        first = recipe.read_text().splitlines()[0]
+        needed = float(first.split(": ")[1].split(" of ")[0])
+        assert 0 < needed <= 0.9 * MACHINES[machine][2], f"{recipe}: {first}"
+    assert make_table() in (ROOT / "docs" / "recipes.md").read_text(), "python benchmarks/plan_recipes.py --table"
+
+
+def test_the_models_are_those_that_their_makers_publish():
+    found = {}
+    for path in MODELS.glob("*/config.json"):
+        config = load_config(str(path.parent), CausalLM())
+        with torch.device("meta"):
+            model = CausalLM().make_model(config, dtype=torch.float32, trust_remote_code=False)
+        found[path.parent.name] = sum(param.numel() for param in model.parameters())
+    assert found == NUM_PARAMS
+
+
+def test_a_shape_of_each_kind_is_planned_as_the_program_plans_a_run(tmp_path):
+    data = make_data(tmp_path)
+    recipes = [MODELS / f"{name}.yaml" for name in PLANNED]
+    jobs = [read_recipe(recipe, model=shorten(copy_model(tmp_path, recipe.parent)), data=data) for recipe in recipes]
+    with ProcessPoolExecutor(1, mp_context=start_server()) as pool:  # which has no process group of its own yet
+        plans = [pool.submit(plan_recipe, options).result(timeout=240) for options in jobs]
+    for recipe, plan in zip(recipes, plans, strict=True):
+        assert plan.problems == () and 0 < plan.num_trained <= plan.num_params and plan.gib > 0, recipe
