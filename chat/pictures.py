@@ -9,12 +9,12 @@ import binascii
 import io
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chat.rendering import one_line
-from chat.token_spans import Located, Passage
+from chat.token_spans import Located, Passage, Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,16 +24,6 @@ NEEDS_PILLOW = "images need the package pillow, which is not installed: pip inst
 SHOWN_CHARS = 60  # of a reference, in messages
 SECONDS_TO_DOWNLOAD = 30
 LIMIT_OF_DOWNLOADS = 1 << 28  # bytes
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The images of a row: where each one is, its height and width, and how many tokens all of them became."""
-
-    references: tuple[str, ...]
-    sizes: tuple[tuple[int, int], ...]
-    num_tokens: int
-    input_ids: tuple[int, ...]  # of the row, as the processor tokenizes it
 
 
 def name_reference(reference: str) -> str:

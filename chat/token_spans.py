@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chat.labels import IGNORED
 from chat.token_bytes import ByteEncoding
-
-if TYPE_CHECKING:
-    from chat.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -31,13 +28,23 @@ class TrainedSpan:
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """The images of a row: where each one is, its height and width, and how many tokens all of them became."""
+
+    references: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
+    num_tokens: int
+    input_ids: tuple[int, ...]  # of the row, as the processor tokenizes it
+
+
+@dataclass(frozen=True)
 class TokenizedChat:
     """Token ids, and which spans of them are trained, in order. `is_weighted`: a message of the row has a weight."""
 
     input_ids: list[int]
     spans: list[TrainedSpan]
     is_weighted: bool = False
-    pictures: "Pictures | None" = None
+    pictures: Pictures | None = None
 
     @property
     def labels(self) -> list[int]:
@@ -92,7 +99,7 @@ class Located:
     text: str
     passages: list[Passage]
     is_weighted: bool = False
-    pictures: "Pictures | None" = None
+    pictures: Pictures | None = None
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:

@@ -118,7 +118,7 @@ def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_
     def train(name: str, *, num_ranks: int = 1, **options: object) -> Path:
         # fmt: off
         given = OPTIONS | dict(model_name_or_path=models[family], data_path=data[family], freeze="nothing",
-                               output_dir=tmp_path / name, max_steps=3, batch_size=3, max_tokens_per_gpu=90)
+                               output_dir=tmp_path / name, max_steps=2, batch_size=3, max_tokens_per_gpu=90)
         # fmt: on
         train_on(num_ranks, world, **given | options)
         return max((tmp_path / name / "hf_format").glob("samples_*"))
