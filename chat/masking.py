@@ -413,7 +413,7 @@ def prepare_chat(chat: Chat) -> PreparedChat:
         raise ValueError("'tools' contain what looks like a placeholder used for masking")
     num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
     if num_images != len(chat.images):
-        raise ValueError(f"has {num_images} image parts and {len(chat.images)} images: images need --images")
+        raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")
     is_plain = all(len(message) == 2 and is_text(message.get("content")) for message in messages)
     return PreparedChat(messages, weights, chat.tools, is_plain, chat.images)
 

@@ -153,7 +153,7 @@ def find_format(fields: Fields) -> str | None:
     return None
 
 
-def read_example(row: Fields, data_format: str | None, *, is_given: bool) -> Example:
+def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False) -> Example:
     """Raises ValueError for a row of another format than the file's, and for one that breaks its format."""
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
@@ -163,7 +163,17 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool) -> Exa
     if found != data_format and not is_given:
         raise ValueError(f"of another format than the file's: {found}, where the first row is {data_format}")
     read, _ = FORMATS[data_format]
-    return read(row)
+    example = read(row)
+    if isinstance(example, Chat) and not takes_images:
+        refuse_images(example)
+    return example
+
+
+def refuse_images(chat: Chat) -> None:
+    for number, message in enumerate(chat.messages, start=1):
+        if IMAGE_PART in list_parts(message):
+            where = f"message {number} ({message['role']})"
+            raise ValueError(f"{where} has the content part {quote(IMAGE_PART)}: process_data.py --images reads images")
 
 
 def describe_keys(name: str) -> str:

@@ -44,7 +44,7 @@ def read_pictured(
                 yield row, None
                 continue
             fields, found = take_images(fields)
-            example = read_example(fields, data_format, is_given=is_given)
+            example = read_example(fields, data_format, is_given=is_given, takes_images=True)
             if isinstance(example, Chat):
                 images = [find_path(value, directories[chunk.file], output_dir) for value in found]
                 example = replace(example, images=tuple(images))
