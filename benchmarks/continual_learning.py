@@ -94,8 +94,8 @@ def prepare(args: argparse.Namespace, work: Path) -> None:
         for part, chats in (("train", trained), ("held_out", held_out)):
             source = work / f"{task}_{part}.jsonl"
             source.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-            options = group_options(ProcessDataOptions, 
-                input_file=(str(source),), output_file=str(data_path(work, task, part)),
+            options = group_options(
+                ProcessDataOptions, input_file=(str(source),), output_file=str(data_path(work, task, part)),
                 model_name_or_path=str(work / "random"), preview=0, num_proc=1,
             )  # fmt: skip
             with redirect_stdout(io.StringIO()):

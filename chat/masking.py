@@ -375,7 +375,7 @@ class ChatMasker:
 
     def make_checker(self) -> TemplateChecker:
         return TemplateChecker(
-            self.tokenizer, self.stops, self.mask_chats, self.render, self.prepare, takes_parts=self.takes_parts
+            self.tokenizer, self.stops, self.mask_chats, self.render, self.prepare, lambda: self.takes_parts
         )
 
     def find_stop_token(self) -> int | None:

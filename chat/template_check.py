@@ -50,7 +50,7 @@ class TemplateChecker:
     mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
     render: Render
     prepare: Callable[[Sequence[Message]], list[Message]]
-    takes_parts: bool  # whether the template gets texts as lists of parts
+    takes_parts: Callable[[], bool]  # whether the template gets texts as lists of parts; renders it to find out
     notes: list[str] = field(default_factory=list)
 
     def check(self, name: str) -> list[str]:
@@ -68,7 +68,7 @@ class TemplateChecker:
                 problem = self.find_problem(tokenized, chat)
             if problem is not None:
                 raise ValueError(f"{name} cannot be used: {problem}; tried with {chat.messages}")
-        if self.takes_parts:
+        if self.takes_parts():
             self.notes.append("the chat template takes contents as lists of parts, so it is given texts as such")
         return list(dict.fromkeys(self.notes))
 

@@ -1,6 +1,5 @@
 """Files in, files out: formats, sidecar, report, and what is refused, with the real script where processes matter."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ from command_line import find_problems, parse_options
 from corpus.files import MAX_ROW_BYTES
 from corpus.reader import TokenizedData
 from corpus.report import percentile
-from options import ProcessDataOptions, group_options
+from options import ProcessDataOptions, group_options, replace_options
 from process_data import BYTES_PER_WORKER, process_data
 
 ROOT = Path(__file__).parent.parent
@@ -252,7 +251,7 @@ def test_refusals_leave_everything_as_it_was(model, tmp_path, monkeypatch, rows,
     Path("out.jsonl").write_text("an older output\n")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(ValueError, match=reason):
-        process_data(dataclasses.replace(options_for(model, Path("in.jsonl"), Path("out.jsonl")), **options))
+        process_data(replace_options(options_for(model, Path("in.jsonl"), Path("out.jsonl")), **options))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
@@ -356,7 +355,7 @@ def test_several_files_and_directories(model, tmp_path):
     }
     sources = [write_rows(tmp_path / name, [row]) for name, row in rows.items()]
     options = options_for(model, sources[0], tmp_path / "out.jsonl")
-    process_data(dataclasses.replace(options, input_file=(str(sources[0]), str(tmp_path / "more"))))
+    process_data(replace_options(options, input_file=(str(sources[0]), str(tmp_path / "more"))))
     assert len(read_jsonl(tmp_path / "out.jsonl")) == 3
     sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert [source["file"] for source in sidecar["sources"]] == ["b.jsonl", "a.jsonl", "c.jsonl"]
@@ -456,7 +455,7 @@ def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatc
     source = write_rows(tmp_path / "in.jsonl", [chat(5)])
     options = options_for(base_model, source, tmp_path / "out.jsonl", chat_template=template)
     if template == "own.jinja":
-        options = dataclasses.replace(options, add_special_tokens=("<|end|>",))
+        options = replace_options(options, add_special_tokens=("<|end|>",))
     process_data(options)
     sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert sidecar["tokenizer_dir"] == "out.jsonl.tokenizer"
