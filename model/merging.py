@@ -6,7 +6,7 @@ others have learned beyond it (task arithmetic, Ilharco et al. 2023, arXiv 2212.
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,7 @@ def merge_into(
         names = {}
         for number, shard in enumerate(show_progress(shards, "mixing", unit="file"), start=1):
             file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = {name: mix_tensor(name, models, weights, base) for name in shard}
-            save_file(tensors, aside / file, metadata={"format": "pt"})
+            write_shard(aside / file, shard, models, weights, base)
             names |= dict.fromkeys(shard, file)
         if len(shards) > 1:
             index = {"metadata": {"total_size": needed_bytes}, "weight_map": names}
@@ -120,6 +119,14 @@ def merge_into(
         raise OSError(describe_failed_write(f"the model {output_dir}", error, aside, needed_bytes)) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_shard(
+    path: Path, names: Iterable[str], models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None
+) -> None:
+    """Mixes these tensors and writes them; no memory of a file is left when the next one begins."""
+    tensors = {name: mix_tensor(name, models, weights, base) for name in names}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def plan_shards(model: StoredModel) -> list[dict[str, int]]:
