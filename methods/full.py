@@ -79,7 +79,7 @@ class Full:
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         return gather_parameters(packed_model.model, dtype, world=world)
 
-    def write_extras(self, directory: Path) -> None:
+    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         pass
 
 
