@@ -310,8 +310,12 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
         problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
     if options.rows.format == "classification" and options.classification.objective == "causal-lm":
         problems.append("--format classification has no effect on --objective causal-lm: say what kind of classifier")
-    if rows and options.classification.objective != "causal-lm" and options.rows.format != "classification":
-        problems.append(f"--objective {options.classification.objective} needs rows of --format classification")
+    if rows and options.classification.objective != "causal-lm":
+        needs = f"--objective {options.classification.objective} needs rows of --format classification"
+        if options.rows.mock_data is not None:
+            problems.append(f"{needs}, with labels: --mock-data has none")
+        elif options.rows.format != "classification":
+            problems.append(needs)
     if weights and o.data_path and len(weights) != len(o.data_path):
         problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
     if not all(0 < weight < math.inf for weight in weights):
