@@ -31,6 +31,7 @@ from options import (
     SamplingOptions,
     TrackingOptions,
     TrainOptions,
+    VisionOptions,
     flag_name,
     flatten_options,
     iterate_fields,
@@ -250,6 +251,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_compute_problems(options),
         *find_osft_problems(options.osft),
         *find_lora_problems(options),
+        *find_vision_problems(options),
         *find_ending_problems(options),
         *find_tracking_problems(options.tracking),
         *find_hub_problems(options.hub),
@@ -521,6 +523,23 @@ def find_lora_problems(options: TrainOptions) -> list[str]:
     if o.base_quantization != "none" and o.lora_use_dora:
         problems.append(f"--lora-use-dora needs the whole weights, given --base-quantization {o.base_quantization}")
     return problems
+
+
+def find_vision_problems(options: TrainOptions) -> list[str]:
+    """What --freeze cannot say beside LoRA and OSFT."""
+    if options.vision == VisionOptions():
+        return []
+    frozen = options.vision.freeze
+    if "nothing" in frozen and len(frozen) > 1:
+        return [f"--freeze {' '.join(frozen)}: give nothing alone"]
+    flag, lora, osft = f"--freeze {' '.join(frozen)}", options.lora, options.osft
+    if lora.lora and not lora.lora_target_modules and lora.lora_adapter is None:
+        return [f"{flag}: with --lora it says where --lora-target-modules looks, and none are given"]
+    if osft.osft and "language" in frozen:
+        return [f"{flag}: --osft trains the language model"]
+    if osft.osft and not osft.osft_train_others:
+        return [f"{flag}: no effect with --osft, beside which only --osft-train-others lets anything train"]
+    return []
 
 
 def find_tracking_problems(o: TrackingOptions) -> list[str]:
