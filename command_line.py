@@ -592,12 +592,6 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     if not list_row_sources(o.rows):
         problems.append("no rows are given: name them by --input-file or --input-dataset")
     problems += find_row_problems(o.rows)
-    if o.allow_downloads and not o.images:
-        problems.append("--allow-downloads has no effect without --images")
-    if o.images and o.rows.format == "classification":
-        problems.append("--images: classifiers see none, so it has no effect with --format classification")
-    if o.images and o.rows.input_dataset is not None:
-        problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
     if o.preview < 0:
         problems.append(f"--preview {o.preview}: must be at least 0")
     if o.string_for_printing_masks is not None and o.preview == 0:
@@ -637,6 +631,12 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    if o.allow_downloads and not o.images:
+        problems.append("--allow-downloads has no effect without --images")
+    if o.images and o.format == "classification":
+        problems.append("--images: classifiers see none, so it has no effect with --format classification")
+    if o.images and o.input_dataset is not None:
+        problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
     return [*problems, *find_field_problems(o), *find_classification_problems(o)]
 
 

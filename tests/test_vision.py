@@ -4,13 +4,16 @@ import inspect
 import json
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from breadth import wide
-from in_process import train_on
+from in_process import train_here, train_on
 from PIL import Image
+from processes import flags
+from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
 from tiny_models import load_source, make_osft
 from tiny_seeing import SEEING, make_image, make_rows, save_seeing
@@ -18,7 +21,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from chat.labels import IGNORED
 from chat.pictures import load_processor, open_image
+from command_line import parse_options
+from corpus.cache import find_outputs
 from corpus.reader import TokenizedData
+from lifecycle.raw_rows import find_data
 from methods.full import Full
 from methods.lora import LoRA
 from model.build import build_model
@@ -28,7 +34,7 @@ from objectives.causal_lm import CausalLM
 from objectives.columns import VISION
 from objectives.micro_batch import MicroBatch
 from objectives.vision import REFUSED, VisionLanguage
-from options import LoRAOptions, ProcessDataOptions, TrainOptions, VisionOptions, group_options
+from options import LoRAOptions, ProcessDataOptions, TrainOptions, VisionOptions, flatten_options, group_options
 from osft import OSFTLinear
 from process_data import process_data
 
@@ -228,29 +234,67 @@ def test_osft_trains_directions_of_the_language_model_by_the_models_own_gradient
     assert trained == {f"{name}.coefficients" for name in layers}
 
 
+def train(world, output_dir: Path, model: Path, *, num_ranks: int = 1, **options: object) -> Path:
+    """A run's last export."""
+    given = OPTIONS | dict(model_name_or_path=model, output_dir=output_dir, max_steps=2, batch_size=3,
+                           max_tokens_per_gpu=120)  # fmt: skip
+    train_on(num_ranks, world, **given | options)
+    return max((output_dir / "hf_format").glob("samples_*"))
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    for row, same in zip(read_rows(one), read_rows(other), strict=True):
+        assert row["loss"] == pytest.approx(same["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
+
+
+def read_validations(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "validation_metrics_0.jsonl").read_text().splitlines()]
+
+
 def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_class(models, data, world, tmp_path):
-    """Two ranks, of which one often has no image, with the tower and the projector trained."""
+    """Four ranks, of which most have no image in a micro-batch, with tower and projector trained; validations, too."""
     family = "qwen2.5-vl"
-
-    def train(name: str, *, num_ranks: int = 1, **options: object) -> Path:
-        # fmt: off
-        given = OPTIONS | dict(model_name_or_path=models[family], data_path=data[family], freeze="nothing",
-                               output_dir=tmp_path / name, max_steps=2, batch_size=3, max_tokens_per_gpu=90)
-        # fmt: on
-        train_on(num_ranks, world, **given | options)
-        return max((tmp_path / name / "hf_format").glob("samples_*"))
-
-    exports = {n: train(f"on_{n}", num_ranks=n) for n in (1, 2)}
-    for row, other in zip(read_rows(tmp_path / "on_1"), read_rows(tmp_path / "on_2"), strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    own, before = load(exports[1]), load(models[family])
+    given = dict(data_path=data[family], freeze="nothing", validation_data_path=(str(data[family]),))
+    exports = {n: train(world, tmp_path / f"on_{n}", models[family], num_ranks=n, **given) for n in (1, 4)}
+    assert_same_runs(tmp_path / "on_1", tmp_path / "on_4")
+    measured, same = (read_validations(tmp_path / f"on_{n}") for n in (1, 4))
+    assert [row["loss"] for row in measured] == pytest.approx([row["loss"] for row in same], rel=1e-5)
+    rows, before = TokenizedData(data[family]), load(models[family])
+    for row, model in ((measured[0], before), (measured[-1], load(exports[1]))):
+        total = run_all_plain(model, models[family], rows)[0]
+        assert row["loss"] == pytest.approx(total / int(rows.num_loss_tokens.sum()), rel=1e-5)
+    own = load(exports[1])
     assert type(own) is type(before)
     changed = {name for name, param in own.named_parameters() if not torch.equal(param, before.get_parameter(name))}
     assert any("visual.blocks" in name for name in changed) and any("merger" in name for name in changed)
     assert load_processor(str(exports[1])).image_token == SEEING[family].tokens[0]
-    resumed = train("resumed", resume=str(tmp_path / "on_1/checkpoints/step_1"))
+    resume = str(tmp_path / "on_1/checkpoints/step_1")
+    resumed = train(world, tmp_path / "resumed", models[family], **given, resume=resume)
     assert (resumed / "model.safetensors").read_bytes() == (exports[1] / "model.safetensors").read_bytes()
+
+
+def test_rows_with_images_are_trained_on_at_once_and_adapters_load_back(models, world, tmp_path):
+    """By --input-file --images and the preset that tries everything; rows from elsewhere are other rows."""
+    places = [tmp_path / name for name in ("first", "second")]
+    for place in places:
+        place.mkdir()
+        (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(place)))
+    command = flags(
+        model_name_or_path=models["llava"], input_file=places[0] / "rows.jsonl", images=True, num_proc=1,
+        output_dir=tmp_path / "run", data_cache_dir=tmp_path / "cache", preset="sanity", learning_rate=1e-2,
+        export_dtype="float32", lora=True, lora_target_modules=("q_proj",), freeze="nothing",
+    )  # fmt: skip
+    options = parse_options(TrainOptions, command)
+    found = find_data(options)
+    train_here(world, **flatten_options(options) | dict(input_file=(), images=False) | found)
+    (export,) = (tmp_path / "run/hf_format").glob("samples_*")
+    names = load_file(export / "adapter_model.safetensors")
+    assert {name.split(".")[3] for name in names} == {"vision_tower", "language_model"}
+    rows = replace(options.rows, input_file=(str(places[1] / "rows.jsonl"),))
+    known = {"cache_dir": tmp_path / "cache", "trust_remote_code": False}
+    assert str(find_outputs(options.rows, str(models["llava"]), **known).data) == found["data_path"][0]
+    assert str(find_outputs(rows, str(models["llava"]), **known).data) != found["data_path"][0]
 
 
 BOMB = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
