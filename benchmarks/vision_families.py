@@ -16,6 +16,7 @@ import contextlib
 import functools
 import io
 import json
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -35,12 +36,14 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "quickstart")]
 from tiny_seeing import SEEING, make_rows, save_seeing
 
 from chat.labels import IGNORED
+from command_line import is_installed
 from corpus.reader import TokenizedData
 from lifecycle.export import ExportParts, export_model
 from methods.full import Full
 from model.build import build_model
 from model.check import check_model
 from model.config import ModelSource, load_config, load_generation_config
+from model.sharding import reshard
 from objectives.causal_lm import CausalLM
 from objectives.objective import PackedModel
 from objectives.sight import Sight
@@ -113,10 +116,11 @@ def judge(family: str, directory: Path) -> Judged:
     samples = [rows.read(row) for row in range(len(rows.lengths))]
     loss = packed_model(objective.pack(samples))
     loss.backward()
-    result = compare(
-        loss.detach(), *interleave(find_gradients(packed_model.model), run_own(model_dir, objective, rows))
-    )
-    alone = sum(packed_model(objective.pack([sample])).item() for sample in samples)
+    own_loss, own_gradients = run_own(model_dir, objective, rows)
+    result = compare(loss.detach(), own_loss, find_gradients(packed_model.model), own_gradients)
+    with torch.no_grad():
+        alone = sum(packed_model(objective.pack([sample])).item() for sample in samples)
+    reshard(packed_model)
     is_alone = abs(loss.item() - alone) <= 1e-6 * abs(alone)
     export_dir = export(packed_model, source, objective, directory / "export", world)
     fault = find_fault(model_dir, export_dir)
@@ -128,14 +132,6 @@ def judge(family: str, directory: Path) -> Judged:
         "yes" if is_same else "no",
         result.detail,
     )
-
-
-def interleave(
-    gradients: dict[str, Tensor], own: tuple[Tensor, dict[str, Tensor]]
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """In the order in which `compare` takes them."""
-    own_loss, own_gradients = own
-    return own_loss, gradients, own_gradients
 
 
 def export(
@@ -187,23 +183,26 @@ def write_table(judged: dict[str, Judged], title: str) -> str:
         rows.append((name, model_type, one.exact, one.alone, one.export, one.processor, one.detail))
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS) - 1)]
     lines = [
-        "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+        "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
     ]
-    return "\n".join([title, "", *(line.rstrip() for line in lines), ""])
+    return "\n".join([title, "", *lines, ""])
 
 
 def main() -> None:
     args = make_parser(__doc__, seconds=240.0).parse_args()
     torch.set_num_threads(1)
     set_verbosity_error()
+    logging.disable(logging.WARNING)
     disable_progress_bar()
     known = {family.model_type for family in SEEING.values()}
     others = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - known)
     judged = {}
     for name in args.types or [*SEEING, *others]:
-        judged[name] = judge_apart(functools.partial(judge_quietly, name), seconds=args.seconds)
+        found = judge_apart(functools.partial(judge_quietly, name), seconds=args.seconds)
+        judged[name] = found if isinstance(found, Judged) else Judged(found.outcome, detail=found.detail)
         print(name, judged[name], flush=True)
-    versions = describe_versions("transformers", "torch", "torchvision", "num2words", "pillow")
+    versions = describe_versions("transformers", "torch", "pillow", *filter(is_installed, ("torchvision", "num2words")))
     title = f"Models that see, {versions}, CPU, fp32: 6 rows with 0 to 3 images, packed, all of the model trains"
     if args.types is None:
         RESULTS.write_text(write_table(judged, title))

@@ -34,7 +34,7 @@ REFUSED = {
     "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
 }
 WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways
-CHECK_IMAGE = (24, 32)  # pixels
+CHECK_IMAGES = ((24, 32), (40, 24))  # pixels
 NO_BLOCK = -1
 
 
@@ -172,14 +172,15 @@ class VisionLanguage:
         return self.text.make_probe(num_tokens, num_trained, longest=longest)
 
     def make_check_sample(self, token_ids: np.ndarray) -> Sample:
-        """With an image, which is another one for other tokens, after the first two of them."""
-        pixels = np.random.default_rng(int(token_ids[0])).integers(0, 256, (*CHECK_IMAGE, 3), dtype=np.uint8)
-        reference = write_data_url(pixels)
-        image = open_image(reference, directory=Path())
-        made = self.processor(text=[self.processor.image_token], images=[[image]], add_special_tokens=False)
+        """With one image, or of an even number of tokens with two, after the first two; others for other tokens."""
+        random, sizes = np.random.default_rng(int(token_ids[0])), CHECK_IMAGES[: 2 - len(token_ids) % 2]
+        references = tuple(write_data_url(random.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes)
+        images = [open_image(reference, directory=Path()) for reference in references]
+        places = " and ".join([self.processor.image_token] * len(images))
+        made = self.processor(text=[places], images=[images], add_special_tokens=False)
         input_ids = np.concatenate([token_ids[:2], np.array(made["input_ids"][0]), token_ids[2:]])
         labels = np.where(input_ids == self.config.image_token_id, IGNORED, input_ids)
-        return input_ids, labels, (reference,)
+        return input_ids, labels, references
 
     def measure_divisor(self, num_targets: int, samples: Iterable[Sample]) -> float:
         return num_targets

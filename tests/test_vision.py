@@ -7,6 +7,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from breadth import wide
@@ -15,7 +16,7 @@ from PIL import Image
 from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
-from tiny_models import load_source, make_osft
+from tiny_models import compile_by, load_source, make_osft
 from tiny_seeing import SEEING, make_image, make_rows, save_seeing
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -25,6 +26,7 @@ from command_line import parse_options
 from corpus.cache import find_outputs
 from corpus.reader import TokenizedData
 from lifecycle.raw_rows import find_data
+from merge_adapter import merge_adapter
 from methods.full import Full
 from methods.lora import LoRA
 from model.build import build_model
@@ -34,7 +36,15 @@ from objectives.causal_lm import CausalLM
 from objectives.columns import VISION
 from objectives.micro_batch import MicroBatch
 from objectives.vision import REFUSED, VisionLanguage
-from options import LoRAOptions, ProcessDataOptions, TrainOptions, VisionOptions, flatten_options, group_options
+from options import (
+    LoRAOptions,
+    MergeAdapterOptions,
+    ProcessDataOptions,
+    TrainOptions,
+    VisionOptions,
+    flatten_options,
+    group_options,
+)
 from osft import OSFTLinear
 from process_data import process_data
 
@@ -164,6 +174,22 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_models_own(mode, mo
                 assert_same(param.grad, gradients[name], name)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
+def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, monkeypatch):
+    """Also those between which features of deeper layers come in, or whose tokens of an image see both ways."""
+    compile_by("eager", monkeypatch, dynamic=False)
+    model = save_seeing(tmp_path, family)
+    rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
+    objective, packed = build(model, world, ("nothing",), compile=True)
+    loss = packed(pack_all(objective, rows))
+    loss.backward()
+    total, gradients = run_all_plain(load(model), model, rows)
+    assert loss.item() == pytest.approx(total, rel=1e-6)
+    for name, param in packed.model.named_parameters():
+        assert_same(param.grad, gradients[name], name)
+
+
 def test_nothing_left_to_train_is_refused(models, world):
     with pytest.raises(ValueError, match="--freeze vision projector language: nothing is left to train"):
         build(models["llava"], world, ("vision", "projector", "language"))
@@ -177,8 +203,6 @@ def make_lora(*targets: str) -> LoRA:
 
 def train_adapters(family: str, method: LoRA, freeze: tuple[str, ...], models, data, world) -> set[str]:
     """Compares with peft's adapters of the same numbers, one row at a time; the layers that have adapters."""
-    import peft
-
     objective, packed = build(models[family], world, freeze, method)
     torch.manual_seed(1)
     trained = {name: param for name, param in packed.model.named_parameters() if param.requires_grad}
@@ -291,6 +315,11 @@ def test_rows_with_images_are_trained_on_at_once_and_adapters_load_back(models, 
     (export,) = (tmp_path / "run/hf_format").glob("samples_*")
     names = load_file(export / "adapter_model.safetensors")
     assert {name.split(".")[3] for name in names} == {"vision_tower", "language_model"}
+    merge_adapter(MergeAdapterOptions(adapter=str(export), output_dir=str(tmp_path / "merged"),
+                                      export_dtype="float32"), world)  # fmt: skip
+    own = peft.PeftModel.from_pretrained(load(models["llava"]), str(export)).merge_and_unload()
+    for name, param in load(tmp_path / "merged").named_parameters():
+        torch.testing.assert_close(param, own.get_parameter(name), rtol=1e-6, atol=1e-6)
     rows = replace(options.rows, input_file=(str(places[1] / "rows.jsonl"),))
     known = {"cache_dir": tmp_path / "cache", "trust_remote_code": False}
     assert str(find_outputs(options.rows, str(models["llava"]), **known).data) == found["data_path"][0]

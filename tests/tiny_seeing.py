@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer,
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16)
 QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+GLM_TOKENS = ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+              "<|end_of_video|>")  # fmt: skip
 QWEN_IMAGES = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2,
                    min_pixels=128, max_pixels=512)  # fmt: skip
 QWEN_VISION = dict(depth=2, hidden_size=32, num_heads=2, patch_size=4)
@@ -63,6 +65,22 @@ def qwen(model_type: str, processor: str, text: dict[str, Any], vision: dict[str
     )  # fmt: skip
 
 
+def glm(model_type: str, name: str) -> Family:
+    image, video, *marks = GLM_TOKENS
+    text = SHAPE | dict(model_type="glm4v_text", rope_parameters=MROPE | dict(partial_rotary_factor=1.0))
+    vision = QWEN_VISION | dict(model_type="glm4v_vision", intermediate_size=48, out_hidden_size=32, image_size=16)
+    names = ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
+    return Family(
+        model_type, GLM_TOKENS,
+        dict(image_processor_type=f"{name}ImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2,
+             size=dict(shortest_edge=128, longest_edge=1024)),
+        dict(processor_class=f"{name}Processor"),
+        dict(text_config=text, vision_config=vision, image_token_id=image, video_token_id=video)
+        | dict(zip(names, marks, strict=True)),
+        place=f"{marks[0]}{image}{marks[1]}",
+    )  # fmt: skip
+
+
 SEEING = {
     "qwen2-vl": qwen("qwen2_vl", "Qwen2VLProcessor", dict(rope_parameters=MROPE),
                      dict(embed_dim=32, mlp_ratio=2)),
@@ -83,19 +101,15 @@ SEEING = {
                          linear_value_head_dim=8,
                          rope_parameters=MROPE | dict(mrope_interleaved=True, partial_rotary_factor=0.5)),
                     dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16)),
-    "glm-4v": Family(
-        "glm4v", ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
-                  "<|end_of_video|>"),
-        dict(image_processor_type="Glm4vImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2,
-             size=dict(shortest_edge=128, longest_edge=1024)),
-        dict(processor_class="Glm4vProcessor"),
-        dict(text_config=SHAPE | dict(rope_parameters=MROPE | dict(partial_rotary_factor=1.0)),
-             vision_config=QWEN_VISION | dict(intermediate_size=48, out_hidden_size=32, image_size=16),
-             image_token_id="<|image|>", video_token_id="<|video|>", image_start_token_id="<|begin_of_image|>",
-             image_end_token_id="<|end_of_image|>", video_start_token_id="<|begin_of_video|>",
-             video_end_token_id="<|end_of_video|>"),
-        place="<|begin_of_image|><|image|><|end_of_image|>",
-    ),
+    "qwen3.5-moe": qwen("qwen3_5_moe", "Qwen3VLProcessor",
+                        dict(head_dim=16, layer_types=["linear_attention", "full_attention"],
+                             linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+                             linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                             shared_expert_intermediate_size=16,
+                             rope_parameters=MROPE | dict(mrope_interleaved=True, partial_rotary_factor=0.5)),
+                        dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16)),
+    "glm-4v": glm("glm4v", "Glm4v"),
+    "glm-4.6v": glm("glm46v", "Glm46V"),
     "llava": Family(
         "llava", ("<image>",),
         dict(image_processor_type="LlavaImageProcessor", size=dict(shortest_edge=16),
