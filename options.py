@@ -84,6 +84,11 @@ class RowOptions:
     text_field: str | None = None
     """The column or key of the text: of a document, or what is classified, there also the list of words or the
     chat."""
+    images: bool = False
+    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
+    package pillow; transformers' processors import torch where it is installed."""
+    allow_downloads: bool = False
+    """With --images: fetch those whose rows give an address; the data set holds what was fetched."""
     chat_template: str | None = None
     """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory beside the output, which training uses."""
@@ -516,11 +521,6 @@ class ProcessDataOptions:
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
-    images: bool = False
-    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
-    package pillow; transformers' processors import torch where it is installed."""
-    allow_downloads: bool = False
-    """With --images: fetch those whose rows give an address; the data set holds what was fetched."""
     model_revision: str | None = None
     """Of a model on the hub: branch, tag or commit; its main branch if not given."""
     trust_remote_code: bool = False
