@@ -432,6 +432,13 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
             "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
             " --dry-run"
         )
+    if compute.tiled_mlp and compute.compile:
+        problems.append("--tiled-mlp cannot be used with --compile, which makes one piece of a block: give one of them")
+    if compute.offload_activations and compute.activation_checkpointing != "full":
+        problems.append(
+            "--offload-activations moves what --activation-checkpointing full keeps, this is"
+            f" {compute.activation_checkpointing}: use full, or leave it out"
+        )
     if compute.compile and compute.activation_checkpointing == "auto":
         problems.append(
             "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
