@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -181,7 +182,8 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
             counter.reset_peak()
             set_gradient_sync(packed_model, when, is_last=is_last)
             num_trained = size * load.num_trained // load.num_tokens
-            micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
+            with unset_fake_temporarily():  # where a row is cut depends on its content
+                micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
             run_backward(packed_model, micro_batch._map_tensors(fake.from_tensor), divisor=1)
             for param in params:
                 if param.grad is not None:
