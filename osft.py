@@ -253,7 +253,7 @@ class OSFT:
                 merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
         yield from gather_parameters(model, dtype, world=world, leave_out=merged)
 
-    def write_extras(self, directory: Path) -> None:
+    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         pass
 
 

@@ -96,7 +96,7 @@ def write_export(
             add_tensors(aside, left_out, own_tensors, max_bytes=MAX_SHARD_BYTES)
         if is_whole:
             copy_processor_files(Path(parts.source.directory), aside)
-        parts.method.write_extras(aside)
+        parts.method.write_extras(aside, parts.tokenizer)
         for name, text in parts.notes.items():
             (aside / name).write_text(text, encoding="utf-8")
         files = sorted(path for path in aside.rglob("*") if path.is_file())

@@ -79,7 +79,7 @@ class Full:
     ) -> Iterator[tuple[str, Tensor | None]]:
         return gather_parameters(packed_model.model, dtype, world=world)
 
-    def write_extras(self, directory: Path) -> None:
+    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         pass
 
 

@@ -221,11 +221,14 @@ class LoRA:
             f" which are exported, and of {quantized:.4f} on those in NF4, which it was trained on"
         )
 
-    def write_extras(self, directory: Path) -> None:
+    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         exports = self.options.lora_export
+        if exports == "both":
+            directory = directory / "adapter"
+            tokenizer.save_pretrained(directory)
         if exports != "merged":
             tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
-            write_adapter(directory / ("adapter" if exports == "both" else ""), self.config, tensors, self.base)
+            write_adapter(directory, self.config, tensors, self.base)
         self.adapter = {}
 
 

@@ -134,6 +134,6 @@ class Method(Protocol):
         """
         ...
 
-    def write_extras(self, directory: Path) -> None:
-        """Rank 0: files of its own beside the weights of an export."""
+    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Rank 0: files of its own beside the weights and tokenizer of an export."""
         ...

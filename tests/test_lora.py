@@ -135,6 +135,8 @@ def test_a_run_is_pefts_and_its_exports_load_there(family, options, world, tmp_p
     assert (unmerged - logits_of(AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"]))).abs().max() > 1e-3
     torch.testing.assert_close(logits_of(merged), unmerged, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits_of(loaded.merge_and_unload()), logits_of(merged), rtol=1e-6, atol=1e-6)
+    vocabularies = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (export, export / "adapter")]
+    assert vocabularies[0] == vocabularies[1]
 
 
 OFFLOADED = dict(num_ranks=2, max_tokens_per_gpu=48, cpu_offload=True, activation_checkpointing="none")
