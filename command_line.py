@@ -271,6 +271,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
                  "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
                  "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
+    sharing = values["context_parallel"]
+    require(sharing is None or sharing >= 2, "context_parallel", "must be at least 2; None turns it off")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
     for name in ("adam_beta1", "adam_beta2"):
@@ -414,6 +416,16 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
     if sharding.shard_size is not None and sharding.sharding != "hybrid":
         problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
+    if sharding.context_parallel is not None and options.classification.objective != "causal-lm":
+        problems.append(
+            f"--context-parallel {sharding.context_parallel}: not for --objective {options.classification.objective},"
+            " whose classes are of whole sequences: leave it out"
+        )
+    if sharding.context_parallel is not None and options.optimization.neftune_alpha is not None:
+        problems.append(
+            f"--context-parallel {sharding.context_parallel}: not with --neftune-alpha, whose noise is drawn for whole"
+            " sequences: leave one of them out"
+        )
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
     if compute.float8 and osft:

@@ -433,6 +433,9 @@ class ShardingOptions:
     micro_batch_grad_sync: Literal["every", "last"] = "every"
     """Sum gradients over ranks after every micro-batch, or once a step, after the last one: less communication, and
     memory for the whole model's gradients in float32 on every rank."""
+    context_parallel: int | None = None
+    """Divide each packed row over this many consecutive ranks, which attend for a part of the heads each: samples so
+    many times as long have room. A row has at most so many times --max-tokens-per-gpu tokens."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory, where the optimizer then runs; each layer's weights
     travel to the GPU when they are used. Slow: for models that do not fit otherwise."""
