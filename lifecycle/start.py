@@ -22,6 +22,7 @@ from model.check import check_model
 from model.config import ModelSource, check_rope, choose_tokenizer, load_config, load_generation_config
 from model.files import find_model
 from model.method import Method
+from model.offloading import check_offloading
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.columns import VISION
@@ -143,6 +144,8 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     inputs = RunInputs(
         choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
     )
+    if options.compute.offload_activations:
+        inputs.errors.attempt(lambda: check_offloading(device))
     num_dropped = open_data(inputs, options)
     open_validation_data(inputs, options)
     if inputs.data is not None:
@@ -354,9 +357,7 @@ def build_run_model(
         world=world,
         progress=progress,
     )
-    plain = replace(
-        compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False
-    )
+    plain = replace(compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False)
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)

@@ -81,6 +81,15 @@ class Offloader:
         self.leaving = self.left = None
 
 
+def check_offloading(device: torch.device) -> None:
+    """ValueError for a device whose memory is the CPU's."""
+    if device.type == "cpu":
+        raise ValueError(
+            "--offload-activations moves what a GPU keeps to CPU memory, and this run is on CPUs, where it is already:"
+            " leave it out"
+        )
+
+
 def apply_offloading(blocks: nn.ModuleList, device: torch.device) -> None:
     """Moves the inputs that checkpointed blocks keep; the blocks' hooks, FSDP's among them, stay outside."""
     offloader = Offloader(device)
