@@ -364,7 +364,9 @@ def build_run_model(
         world=world,
         progress=progress,
     )
-    plain = replace(compute, compile=False, activation_checkpointing="none")
+    plain = replace(
+        compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False
+    )
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     inputs.objective.row_group = world.row_group
     model = build(compute=compute, method=method)
@@ -381,6 +383,8 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
         f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
         f"{model.backend} attention",
         f"{compute.activation_checkpointing} activation checkpointing",
+        *(["tiled MLPs"] if compute.tiled_mlp else []),
+        *(["offloaded activations"] if compute.offload_activations else []),
         *(["liger kernels"] if compute.use_liger_kernels else []),
         *(["compiled blocks"] if compute.compile else []),
         *([method.describe()] if method.describe() else []),

@@ -13,8 +13,10 @@ from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
 from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
+from model.offloading import apply_offloading
 from model.padded_attention import pad_attention
 from model.sharding import apply_fsdp
+from model.tiling import apply_tiling, find_tiled
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
 from objectives.packed_row import find_pad_position
@@ -53,6 +55,7 @@ def build_model(
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective)))
     method.prepare(meta, readers, world=world, progress=progress)
+    apply_tiling(meta)
     packed_model = objective.wrap(
         meta.model, backend=meta.backend, compute_dtype=meta.compute_dtype, fuses_loss=compute.compile
     )
@@ -86,6 +89,7 @@ def make_meta_model(
         use_kernels(blocks, device)
     if compute.float8:
         apply_float8(blocks, device)
+    tiled = find_tiled(model, blocks) if compute.tiled_mlp else ()
     if mode == "selective":
         kept = choose_kept_operations(model, method, backend=backend, compile=compute.compile)
         apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
@@ -93,7 +97,9 @@ def make_meta_model(
         apply_compile(blocks)
     if mode == "full":
         apply_activation_checkpointing(blocks)
-    return MetaModel(model, blocks, backend, compute_dtype, source, objective, left_out)
+    if compute.offload_activations:
+        apply_offloading(blocks, device)
+    return MetaModel(model, blocks, backend, compute_dtype, source, objective, left_out, tiled)
 
 
 def check_divisible(meta: MetaModel, num_sharing: int) -> None:

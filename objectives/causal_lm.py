@@ -124,6 +124,9 @@ class CausalLM:
     def find_head(self, model: PreTrainedModel) -> list[str]:
         return []
 
+    def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
+        return []
+
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
         return {}
 

@@ -111,6 +111,9 @@ class Classification:
         parts = [child for child in model.children() if child is not base] + [pooler]
         return [name for name, module in model.named_modules() if module in parts and list(module.parameters())]
 
+    def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
+        return []
+
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
         """Parameters of a head that the model's files do not have, as transformers initializes them."""
         if self.seed is None:

@@ -33,6 +33,7 @@ class MicroBatch:
     chunks: "MicroBatch | None" = None  # the same row with borders inside of sequences (see `chunk_sequences`)
     token_type_ids: Tensor | None = None  # (1, T) int64: which text of a pair each token is of; None: there are none
     pixels: dict[str, Tensor] = field(default_factory=dict)  # what the tower takes of its images, by argument
+    num_image_tokens: int = 0  # places for features of images
     axis_positions: Tensor | None = None  # (3, 1, T) int64: positions on several axes (Qwen2-VL); None: there is one
     blocks: Tensor | None = None  # (T,) int64: the image that each token is of, whose tokens see each other both ways
     is_two_sided: bool = False  # whether a model that looks both ways may do so

@@ -97,6 +97,10 @@ class Objective(Protocol):
         """Names of the modules that train by every method, since the model's files need not have them."""
         ...
 
+    def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
+        """Names of the linear layers outside of the decoder that adapters may have."""
+        ...
+
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
         """Of those parameters that the model's files do not have (or of another shape) those that may begin anew."""
         ...

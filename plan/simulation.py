@@ -29,6 +29,7 @@ from model.build import check_divisible, make_meta_model, set_weights_dtype
 from model.flops import FlopCount, count_flops
 from model.method import MetaModel, Method
 from model.sharding import apply_fsdp, set_gradient_sync
+from model.tiling import apply_tiling
 from objectives.objective import Objective, PackedModel
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
@@ -111,6 +112,7 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     set_weights_dtype(model, getattr(torch, options.optimization.master_weights))
     method.choose_layers(meta)
     method.lay_out(meta)
+    apply_tiling(meta)
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     saved = model.state_dict().keys()
