@@ -271,6 +271,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
                  "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
                  "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
+    sharing = values["context_parallel"]
+    require(sharing is None or sharing >= 2, "context_parallel", "must be at least 2; None turns it off")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
     for name in ("adam_beta1", "adam_beta2"):
@@ -312,8 +314,12 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
         problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
     if options.rows.format == "classification" and options.classification.objective == "causal-lm":
         problems.append("--format classification has no effect on --objective causal-lm: say what kind of classifier")
-    if rows and options.classification.objective != "causal-lm" and options.rows.format != "classification":
-        problems.append(f"--objective {options.classification.objective} needs rows of --format classification")
+    if rows and options.classification.objective != "causal-lm":
+        needs = f"--objective {options.classification.objective} needs rows of --format classification"
+        if options.rows.mock_data is not None:
+            problems.append(f"{needs}, with labels: --mock-data has none")
+        elif options.rows.format != "classification":
+            problems.append(needs)
     if weights and o.data_path and len(weights) != len(o.data_path):
         problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
     if not all(0 < weight < math.inf for weight in weights):
@@ -410,6 +416,16 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
     if sharding.shard_size is not None and sharding.sharding != "hybrid":
         problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
+    if sharding.context_parallel is not None and options.classification.objective != "causal-lm":
+        problems.append(
+            f"--context-parallel {sharding.context_parallel}: not for --objective {options.classification.objective},"
+            " whose classes are of whole sequences: leave it out"
+        )
+    if sharding.context_parallel is not None and options.optimization.neftune_alpha is not None:
+        problems.append(
+            f"--context-parallel {sharding.context_parallel}: not with --neftune-alpha, whose noise is drawn for whole"
+            " sequences: leave one of them out"
+        )
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
     if compute.float8 and osft:
@@ -427,6 +443,13 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
         problems.append(
             "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
             " --dry-run"
+        )
+    if compute.tiled_mlp and compute.compile:
+        problems.append("--tiled-mlp cannot be used with --compile, which makes one piece of a block: give one of them")
+    if compute.offload_activations and compute.activation_checkpointing != "full":
+        problems.append(
+            "--offload-activations moves what --activation-checkpointing full keeps, this is"
+            f" {compute.activation_checkpointing}: use full, or leave it out"
         )
     if compute.compile and compute.activation_checkpointing == "auto":
         problems.append(

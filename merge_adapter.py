@@ -76,10 +76,11 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     trained = {own_name: readers[own_name]().float() for own_name in method.saved_names.values()}
     dtype = getattr(torch, options.export_dtype)
     write_export(
-        dict(method.merger.merge(trained, dtype)),
+        method.merger.list_groups(trained, dtype),
         output_dir,
         model_config,
         ExportParts(objective, Full(), generation_config, tokenizer, dtype, source),
+        world=world,
     )
     print(f"{method.describe()}; merged into {name}: {output_dir}")
 

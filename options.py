@@ -396,6 +396,12 @@ class ComputeOptions:
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: keep the outputs of matrix products and attention too, and recompute only what is cheap. auto: what
     recomputes least of those that have room for micro-batches of max-tokens-per-gpu, measured at the start."""
+    tiled_mlp: bool = False
+    """Compute MLPs, experts and norms a part of the row at a time, and again in backward: for rows so long that what a
+    single block holds is the most. Their forward is computed once more. Not with --compile."""
+    offload_activations: bool = False
+    """Move the inputs that full activation checkpointing keeps of each block to CPU memory until backward, while the
+    GPU computes: tokens x hidden size x blocks numbers in compute-dtype on each rank. Needs a GPU."""
     memory_budget_gb: float | None = None
     """Memory in GiB of one GPU, or for one process on CPU, that auto and --dry-run count with; by default what this
     machine has. A run on CPU that is given one returns freed memory at once, which takes time, to stay within it."""
@@ -427,6 +433,9 @@ class ShardingOptions:
     micro_batch_grad_sync: Literal["every", "last"] = "every"
     """Sum gradients over ranks after every micro-batch, or once a step, after the last one: less communication, and
     memory for the whole model's gradients in float32 on every rank."""
+    context_parallel: int | None = None
+    """Divide each packed row over this many consecutive ranks, which attend for a part of the heads each: samples so
+    many times as long have room. A row has at most so many times --max-tokens-per-gpu tokens."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory, where the optimizer then runs; each layer's weights
     travel to the GPU when they are used. Slow: for models that do not fit otherwise."""

@@ -46,6 +46,7 @@ class Classification:
         self.of_tokens = options.objective == "token-classification"
         self.peft_task = "TOKEN_CLS" if self.of_tokens else "SEQ_CLS"
         self.auto_class = AutoModelForTokenClassification if self.of_tokens else AutoModelForSequenceClassification
+        self.row_group = None  # a class is of a whole sequence
         self.task: Task | None = None
         self.loss: ClassLoss | None = None
         self.pad_token_id: int | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from chat.labels import IGNORED
 from objectives.columns import Sample
+from ranks.row_group import RowGroup
 
 
 @dataclass  # not frozen: of those, torch.compile would compile again for each new value of each field
@@ -37,6 +38,8 @@ class MicroBatch:
     blocks: Tensor | None = None  # (T,) int64: the image that each token is of, whose tokens see each other both ways
     has_blocks_everywhere: bool = True  # not only where attention looks no further than a window (Gemma 4)
     is_two_sided: bool = False  # whether a model that looks both ways may do so
+    # The ranks that share the row: this is one part of it, with all of its borders (see take_part). None: it is whole.
+    row_group: RowGroup | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """On `device`; the copy does not wait if the memory is pinned."""

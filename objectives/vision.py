@@ -49,6 +49,7 @@ class VisionLanguage:
     def __init__(self, options: VisionOptions, text: CausalLM):
         """`text`: the objective of what is said; its settings are of both."""
         self.options, self.text = options, text
+        self.row_group = None  # an image is seen whole
         self.config: PreTrainedConfig | None = None
         self.trust_remote_code = False
         self.processor: Any = None
