@@ -45,7 +45,7 @@ class Sight:
         self.feeds_layers = "deepstack_visual_embeds" in decoder  # features of several layers (Qwen3-VL)
         text = text_config(model.config)
         self.has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", None))  # Gemma 4
-        self.pad_token_id = getattr(text, "pad_token_id", None) or 0
+        self.pad_token_id = text.pad_token_id if self.has_layer_inputs else 0
         self.has_axes = hasattr(self.base, "get_rope_index")
         parts = list_parts(model)
         self.outside = [*parts["vision"], *parts["projector"]]
