@@ -364,9 +364,7 @@ def build_run_model(
         world=world,
         progress=progress,
     )
-    plain = replace(
-        compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False
-    )
+    plain = replace(compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False)
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     inputs.objective.row_group = world.row_group
     model = build(compute=compute, method=method)
