@@ -33,10 +33,8 @@ def assign_with_images(
 
 @compiled
 def _has_room(sizes, caps, filled, sample, bin_index):
-    for i in range(2):
-        if filled[bin_index, i] + sizes[sample, i] > caps[i]:
-            return False
-    return True
+    has_tokens = filled[bin_index, 0] + sizes[sample, 0] <= caps[0]
+    return has_tokens and filled[bin_index, 1] + sizes[sample, 1] <= caps[1]
 
 
 @compiled

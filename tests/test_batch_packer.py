@@ -1,3 +1,4 @@
+from itertools import pairwise
 from math import inf, isclose
 
 import numpy as np
@@ -262,7 +263,7 @@ def test_tables_with_images_keep_both_caps(problem, image_cap, seed):
     assert len(table) >= -(-most // num_ranks)
     assert table == pack_batch(np.array(lengths, np.int32), cap, num_ranks, attention_cost, images)
     loads = [max(sum_step_costs([[cell]], lengths, attention_cost, images) for cell in step) for step in table]
-    assert all(before >= after * (1 - 1e-9) for before, after in zip(loads, loads[1:], strict=False))
+    assert all(before >= after * (1 - 1e-9) for before, after in pairwise(loads))
 
 
 def test_random_small_tables_with_images_need_the_fewest_steps_and_nearly_the_least_cost():
