@@ -56,9 +56,12 @@ class Mixture:
         for source in self.sources:
             source.vocab_size = vocab_size
 
-    def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
+    def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
         """As TokenizedData's, of all sets."""
-        num_dropped = sum(source.fit_to(max_tokens_per_gpu, drop_overlong=drop_overlong) for source in self.sources)
+        num_dropped = sum(
+            source.fit_to(max_tokens_per_gpu, num_sharing=num_sharing, drop_overlong=drop_overlong)
+            for source in self.sources
+        )
         self._find_kept()
         return num_dropped
 

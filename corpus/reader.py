@@ -120,19 +120,21 @@ class TokenizedData:
         self.release_pages()
         return None
 
-    def fit_to(self, max_tokens_per_gpu: int, *, drop_overlong: bool) -> int:
-        """Takes samples longer than `max_tokens_per_gpu` out of the stream and counts them; refuses unless told to."""
-        overlong = self.lengths > max_tokens_per_gpu
+    def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
+        """Takes samples longer than `max_tokens_per_gpu` on each of the `num_sharing` ranks that share one out of the
+        stream, and counts them; refuses unless told to."""
+        overlong = self.lengths > max_tokens_per_gpu * num_sharing
+        cap = f"{max_tokens_per_gpu}" + (f" x --context-parallel {num_sharing}" if num_sharing > 1 else "")
         num_overlong = int(np.count_nonzero(overlong))
         if num_overlong and not drop_overlong:
             row = int(np.argmax(self.lengths))
             raise ValueError(
                 f"{self.path}: {num_overlong:,} of {len(overlong):,} samples are longer than --max-tokens-per-gpu"
-                f" {max_tokens_per_gpu}; the longest, row {row + 1}, has {self.lengths[row]} tokens. Raise"
+                f" {cap}; the longest, row {row + 1}, has {self.lengths[row]} tokens. Raise"
                 " --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong"
             )
         if num_overlong == len(overlong):
-            raise ValueError(f"{self.path}: every sample is longer than --max-tokens-per-gpu {max_tokens_per_gpu}")
+            raise ValueError(f"{self.path}: every sample is longer than --max-tokens-per-gpu {cap}")
         self.kept = np.flatnonzero(~overlong).astype(np.int32)
         return num_overlong
 

@@ -60,9 +60,10 @@ class StepMeter:
     ) -> dict[str, Any]:
         """The metrics, by name, of one step that took `seconds` and brought the run to `position`."""
         batch_tokens = int(batch.lengths.sum())
-        num_micro_batches, world_size = len(batch.table), len(batch.table[0])
+        num_micro_batches, world_size = len(batch.table), len(batch.table[0]) * batch.num_sharing
         sample_costs = cost_samples(batch.lengths, self.flops.attention_cost)
-        costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])  # (K, world_size)
+        # (K, ranks, or groups of those that share rows)
+        costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
         total_seconds = seconds + sums.data_wait_seconds
         batch_flops = self.flops.of_batch(batch.lengths, batch.num_loss_tokens)
         peak = self.peak_flops

@@ -50,6 +50,11 @@ def choose_objective(options: TrainOptions) -> Objective:
         router_aux_loss=options.optimization.router_aux_loss, label_smoothing=o.label_smoothing, noise=noise
     )
     if has_images(options.data):
+        if options.sharding.context_parallel is not None:
+            raise ValueError(
+                "--context-parallel: not with images, whose places in a row are not divided over ranks; leave it out,"
+                " or tokenize the data without process_data.py --images"
+            )
         return VisionLanguage(options.vision, text)
     if options.vision != VisionOptions():
         raise ValueError("--freeze: no effect on data without images (process_data.py --images)")
@@ -143,7 +148,8 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     inputs = RunInputs(
         choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
     )
-    num_dropped = open_data(inputs, options)
+    num_sharing = options.sharding.context_parallel or 1
+    num_dropped = open_data(inputs, options, num_sharing=num_sharing)
     open_validation_data(inputs, options)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.objective.open_data(inputs.data.task, inputs.sidecars))
@@ -159,11 +165,11 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     if inputs.data is not None:
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
         describe_data(inputs, num_dropped=num_dropped or 0, start=start)
-    find_oddities(inputs, options, world_size=world_size)
+    find_oddities(inputs, options, num_rows=world_size // num_sharing)
     return inputs
 
 
-def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
+def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> int | None:
     """The data sets and their sidecars; returns how many samples are too long."""
     o, cap = options.data, options.data.max_tokens_per_gpu
     inputs.data = data = inputs.errors.attempt(
@@ -172,9 +178,11 @@ def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
     if data is None:
         return None
     if cap == "auto":  # until the model is there to choose it
-        cap = int(data.lengths.max())
+        cap = -(-int(data.lengths.max()) // num_sharing)
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
-    num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=o.drop_overlong))
+    num_dropped = inputs.errors.attempt(
+        lambda: data.fit_to(cap, num_sharing=num_sharing, drop_overlong=o.drop_overlong)
+    )
     if o.subset is not None and num_dropped is not None:
         data.take_subset(parse_subset(o.subset), seed=o.seed)
     inputs.sidecars = [source.sidecar for source in data.sources]
@@ -313,8 +321,8 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
     )
 
 
-def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) -> None:
-    """Adds a warning for each thing that can be done, and is hardly meant."""
+def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) -> None:
+    """Adds a warning for each thing that can be done, and is hardly meant. `num_rows` are packed at once."""
     batch_size, num_warmup_steps = options.data.batch_size, options.optimization.num_warmup_steps
     data, num_steps = inputs.data, inputs.num_steps
     if data is not None and batch_size > len(data.kept):
@@ -326,9 +334,11 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) 
                 inputs.warnings.append(
                     f"--validation-data-path {source.path} is trained on, too: its loss says nothing of other data"
                 )
-    if batch_size < world_size:
+    if batch_size < num_rows:
+        sharing = options.sharding.context_parallel
+        ranks = "ranks" if sharing is None else f"groups of --context-parallel {sharing} ranks"
         inputs.warnings.append(
-            f"--batch-size {batch_size} is smaller than the {world_size} ranks: some have nothing to do"
+            f"--batch-size {batch_size} is smaller than the {num_rows} {ranks}: some have nothing to do"
         )
     if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
         inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
@@ -354,8 +364,11 @@ def build_run_model(
         world=world,
         progress=progress,
     )
-    plain = replace(compute, compile=False, activation_checkpointing="none")
+    plain = replace(
+        compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False
+    )
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
+    inputs.objective.row_group = world.row_group
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, device=world.device)
@@ -370,6 +383,8 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
         f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
         f"{model.backend} attention",
         f"{compute.activation_checkpointing} activation checkpointing",
+        *(["tiled MLPs"] if compute.tiled_mlp else []),
+        *(["offloaded activations"] if compute.offload_activations else []),
         *(["liger kernels"] if compute.use_liger_kernels else []),
         *(["compiled blocks"] if compute.compile else []),
         *([method.describe()] if method.describe() else []),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
+from model.context_parallel import choose_own, give_heads_back, take_heads
 from objectives.micro_batch import MicroBatch
 
 # In the order of preference: what each backend honours beyond causal or two-sided attention with sliding windows.
@@ -77,7 +78,13 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
             micro_batch = micro_batch.chunks
         if is_two_sided:
             extras["is_two_sided"] = True
-        return attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras), None
+        row_group, num_heads = micro_batch.row_group, query.shape[1]
+        if row_group is not None:
+            query, key, value = take_heads(query, key, value, row_group)
+            if s_aux is not None:
+                extras["sinks"] = choose_own(s_aux, row_group)
+        output = attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras)
+        return output if row_group is None else give_heads_back(output, num_heads, row_group), None
 
     return attention
 

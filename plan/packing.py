@@ -16,7 +16,7 @@ from sampler import RunPosition, draw_samples
 class Packing:
     """Of the next global batches; all of them arrays (batches,)."""
 
-    cap: int  # tokens
+    cap: int  # tokens of a row
     num_micro_batches: np.ndarray
     fill: np.ndarray  # tokens / (micro-batches x ranks x cap)
     idle: np.ndarray  # share of the ranks' time spent on waiting for the slowest

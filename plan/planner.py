@@ -33,6 +33,7 @@ from plan.speed import NUM_TIMED, Speed, measure_speed
 from ranks.devices import PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
 from ranks.ending import ExitCode
 from ranks.memory import GIB, MARGIN, memory_limit, resident_memory
+from ranks.row_group import check_sharing
 from ranks.world import call_on_rank0, count_shards, init_world, setup_logging
 from sampler import RunPosition
 
@@ -152,15 +153,18 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
         findings.add_problem(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
+    found = findings if not is_here else Findings()  # init_world says it, too
     num_shards, shard_size = world_size, options.sharding.shard_size
     if options.sharding.sharding == "hybrid":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
-        found = findings if not is_here else Findings()  # init_world says it, too
         num_shards = found.problems.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
+    num_sharing = options.sharding.context_parallel
+    if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
+        num_sharing = None
     offloads = options.sharding.cpu_offload and device.type == "cuda"
     gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
-        Ranks(world_size, num_shards, offloads),
+        Ranks(world_size, num_shards, num_sharing, offloads),
         device,
         name,
         peak,
@@ -284,8 +288,8 @@ def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
         run.model.flops,
         start=run.start,
         num_steps=run.inputs.num_steps,
-        world_size=target.ranks.world_size,
-        cap=max(options.data.max_tokens_per_gpu, run.inputs.data.longest),
+        world_size=target.ranks.num_rows,
+        cap=max(options.data.max_tokens_per_gpu * (target.ranks.num_sharing or 1), run.inputs.data.longest),
     )
 
 
@@ -333,10 +337,11 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     if target.limit is None or "auto" not in (given, mode):
         return options
     data = run.inputs.data
-    longest, most = count_useful_tokens(data, options.data, start=run.start, world_size=target.ranks.world_size)
+    longest, most = count_useful_tokens(data, options.data, start=run.start, world_size=target.ranks.num_rows)
     least, enough = longest, max(longest, min(most, ENOUGH_TOKENS))
+    num_sharing = target.ranks.num_sharing or 1
     if given != "auto":
-        least = most = enough = max(longest, min(most, given))
+        least = most = enough = max(longest, min(most, given * num_sharing))
 
     def find(mode: str) -> Room:
         settled = replace_options(options, activation_checkpointing=mode)
@@ -351,7 +356,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     mode, room = choose_mode(find, MODES if mode == "auto" else (mode,), enough=enough, is_timed=False)
     cap = given
     if given == "auto":
-        cap = room.num_tokens or longest
+        cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
             findings.add_problem(refuse_longest(data, room))
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap)
@@ -388,7 +393,7 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
     base, lines = target.base, findings.lines
     lines.append(
         f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
-        f" {packing.num_trained:,} of them trained"
+        f" {packing.num_trained:,} of them trained{describe_sharing(target.ranks)}"
     )
     items = {words: memory.peak[kind] for kind, words in KINDS.items()}
     items["interpreter and libraries"] = base
@@ -399,6 +404,10 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
     if target.keeps_freed:
         lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
+
+
+def describe_sharing(ranks: Ranks) -> str:
+    return "" if ranks.num_sharing is None else f"; {ranks.num_sharing} ranks share it, and have an equal part each"
 
 
 def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:

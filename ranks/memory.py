@@ -21,6 +21,7 @@ CPU_SHARE = 0.8  # share of the available memory that all processes of a machine
 M_MMAP_THRESHOLD = -3  # the option's number in glibc's malloc.h
 SMALL_BLOCK = 2**16  # bytes from which on an allocation is a mapping of its own, which is given back at once
 ACTIVATIONS = "activations"  # what memory is for where nothing says otherwise
+OFFLOADED = "offloaded"  # what lies in CPU memory while all else that is counted is a GPU's; in no sum
 
 
 def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_here: bool = True) -> int:
@@ -120,7 +121,7 @@ class MemoryCounter(TorchDispatchMode):
             self._forget(address)
         self._storages[address] = (size, kind)
         self.live[kind] += size
-        self.num_live += size
+        self.num_live += size if kind != OFFLOADED else 0
         if self.num_live > self.num_peak:
             self.reset_peak()
 
@@ -131,7 +132,7 @@ class MemoryCounter(TorchDispatchMode):
     def _forget(self, address: int) -> None:
         size, kind = self._storages[address]
         self.live[kind] -= size
-        self.num_live -= size
+        self.num_live -= size if kind != OFFLOADED else 0
 
 
 current_kind = ACTIVATIONS

@@ -222,6 +222,7 @@ EFFECTS = {
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
 TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those of rows: where process_data.py's are
+    "context_parallel",  # test_context_parallel.py
     "preset",  # these: test_presets.py
     "check_export",
     "validate_training_data",
