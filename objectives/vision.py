@@ -5,6 +5,7 @@ row needs beside its tokens goes with its micro-batch.
 """
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,7 @@ class VisionLanguage:
         self.trust_remote_code = False
         self.processor: Any = None
         self.sight: Sight | None = None
+        self.largest_image: tuple[int, int] | None = None  # height and width, of those in the data
 
     # What is trained on.
 
@@ -145,6 +147,27 @@ class VisionLanguage:
         made = self.processor(text=[places], images=[images], add_special_tokens=False, return_tensors="pt")
         return {name: value for name, value in made.items() if name in self.sight.taken}
 
+    def count_patches(self, height: int, width: int) -> tuple[int, int]:
+        """Into how many tiles the processor cuts an image, and how many patches of each enter the tower.
+
+        Of what the processor makes of several images together, as if each were alone: that is never less.
+        """
+        vision, images = self.config.vision_config, self.processor.image_processor
+        patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+        count = getattr(self.processor, "_get_num_multimodal_tokens", None)
+        if count is None or not hasattr(images, "get_number_of_image_patches"):  # then it always says 1
+            import PIL.Image
+
+            shown = [[PIL.Image.new("RGB", (width, height))]]
+            made = self.processor(text=[self.processor.image_token], images=shown, add_special_tokens=False)
+            *tiles, _, rows, columns = np.shape(made["pixel_values"])
+            return math.prod(tiles), (rows // patch) * (columns // patch)
+        number = int(count(image_sizes=[[height, width]])["num_image_patches"][0])
+        if "image_grid_thw" in images.model_input_names:  # whose tower takes any size whole
+            return 1, number
+        side = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+        return number, (side // patch) ** 2
+
     def find_positions(
         self, samples: Sequence[Sample], micro_batch: MicroBatch, pixels: dict[str, Tensor]
     ) -> Tensor | None:  # (3, 1, T)
@@ -171,7 +194,33 @@ class VisionLanguage:
         return make_idle_sample()
 
     def make_probe(self, num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
-        return self.text.make_probe(num_tokens, num_trained, longest=longest)
+        """As full of the data's largest images as tokens and the cap of patches let it be."""
+        if self.largest_image is None:
+            return self.text.make_probe(num_tokens, num_trained, longest=longest)
+        shown, reference, num_patches = self.make_probe_image(self.largest_image)
+        num_left = (
+            num_tokens
+            if self.options.max_image_tokens_per_gpu is None
+            else (self.options.max_image_tokens_per_gpu // num_patches)
+        )
+        samples = []
+        for start in range(0, num_tokens, longest):
+            length = min(longest, num_tokens - start)
+            num_images = min(num_left, length // len(shown))
+            num_left -= num_images
+            input_ids = np.concatenate([*[shown] * num_images, np.zeros(length - num_images * len(shown), np.int64)])
+            labels = np.full(length, IGNORED)
+            labels[1 : 1 + -(-num_trained * length // num_tokens)] = 1
+            samples.append((input_ids, labels, (reference,) * num_images))
+        return self.pack(samples)
+
+    def make_probe_image(self, size: tuple[int, int]) -> tuple[np.ndarray, str, int]:
+        """The tokens of a black image of this height and width, where it is, and its patches."""
+        reference = write_data_url(np.zeros((*size, 3), dtype=np.uint8))
+        image = open_image(reference, directory=Path())
+        made = self.processor(text=[self.processor.image_token], images=[[image]], add_special_tokens=False)
+        num_tiles, num_in_tile = self.count_patches(*size)
+        return np.array(made["input_ids"][0]), reference, num_tiles * num_in_tile
 
     def make_check_sample(self, token_ids: np.ndarray) -> Sample:
         """With one image, or of an even number of tokens with two, after the first two; others for other tokens."""

@@ -23,7 +23,7 @@ from lifecycle.checkpointing import check_state
 from lifecycle.due import is_export_due
 from lifecycle.raw_rows import find_data
 from lifecycle.record import check_output_dir, check_same_run, check_unused, is_checkpoint_of
-from lifecycle.start import Errors, RunInputs, keeps_to_budget, open_inputs
+from lifecycle.start import Errors, RunInputs, keeps_to_budget, open_inputs, weigh_images
 from model.files import find_weights
 from options import ComputeOptions, TrainOptions, replace_options
 from plan.choice import MODES, Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
@@ -192,7 +192,10 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     if inputs.config is None:
         return PlannedRun(inputs, start, None)
     compute = simulated_compute(options, target, inputs)
-    return PlannedRun(inputs, start, findings.problems.attempt(lambda: lay_out_model(options, inputs, compute)))
+    model = findings.problems.attempt(lambda: lay_out_model(options, inputs, compute))
+    if model is not None:
+        weigh_images(inputs, model.flops)
+    return PlannedRun(inputs, start, model)
 
 
 def simulated_compute(options: TrainOptions, target: Target, inputs: RunInputs) -> ComputeOptions:

@@ -240,6 +240,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "osft_rank_allocation",
     "osft_cache_dir",
     "freeze",  # test_vision.py
+    "max_image_tokens_per_gpu",  # test_vision_packing.py
     "lora_rank",  # these: test_lora.py
     "lora_alpha",
     "lora_dropout",
