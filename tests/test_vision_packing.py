@@ -10,6 +10,7 @@ import torch
 from breadth import wide
 from in_process import train_on
 from small_runs import OPTIONS, read_rows
+from test_planner import elsewhere, print_plan  # noqa: F401
 from test_vision import data, load, models  # noqa: F401
 from tiny_seeing import SEEING, make_image, save_seeing
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,6 +25,7 @@ from objectives.sight import Sight, list_parts
 from objectives.vision import REFUSED, VisionLanguage
 from options import TrainOptions, VisionOptions, group_options
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from ranks.ending import ExitCode
 from sampler import RunPosition
 
 FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "gemma3")
@@ -95,25 +97,29 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
     assert dropped["loss"] != plain[0]["loss"]
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "llava"])
-def test_a_plan_knows_the_tower(family, models, data, tmp_path):  # noqa: F811
+def simulate(given: dict, freeze: str, cap: int) -> StepMemory:
+    options = group_options(TrainOptions, **given | dict(freeze=(freeze,), max_image_tokens_per_gpu=cap))
+    inputs = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
+    inputs.errors.raise_all()
+    planned = lay_out_model(options, inputs, replace(options.compute, activation_checkpointing="none"))
+    load = Load(600, 300, longest=inputs.longest, accumulates=False)
+    return simulate_step(options, planned, load, Ranks(world_size=1, num_shards=1))
+
+
+def test_plans_know_the_tower_or_say_that_they_do_not(models, data, elsewhere, tmp_path):  # noqa: F811
     """More patches in a micro-batch, of as many tokens, need more memory: the tower runs in the simulation."""
-    given = OPTIONS | dict(model_name_or_path=str(models[family]), data_path=str(data[family]), batch_size=6,
-                           output_dir=str(tmp_path / "run"), max_tokens_per_gpu=600, max_steps=2)  # fmt: skip
-
-    def simulate(freeze: str, cap: int) -> StepMemory:
-        options = group_options(TrainOptions, **given | dict(freeze=(freeze,), max_image_tokens_per_gpu=cap))
-        inputs = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
-        inputs.errors.raise_all()
-        planned = lay_out_model(options, inputs, replace(options.compute, activation_checkpointing="none"))
-        load = Load(600, 300, longest=inputs.longest, accumulates=False)
-        return simulate_step(options, planned, load, Ranks(world_size=1, num_shards=1))
-
-    few, many = simulate("nothing", 64), simulate("nothing", 256)
+    given = {
+        family: OPTIONS | dict(model_name_or_path=str(models[family]), data_path=str(data[family]), batch_size=6,
+                               output_dir=str(tmp_path / "run"), max_tokens_per_gpu=600, max_steps=2)
+        for family in models
+    }  # fmt: skip
+    few, many = (elsewhere(simulate, given["llava"], "nothing", cap) for cap in (64, 256))
     assert many.peak["activations"] > few.peak["activations"] + 192 * 4 * 32 * 4  # bytes of a few vectors a patch
-    frozen = simulate("vision", 256)
+    frozen = elsewhere(simulate, given["llava"], "vision", 256)
     assert frozen.peak["activations"] < many.peak["activations"]
     assert frozen.peak["frozen"] > many.peak["frozen"]
+    code, text = elsewhere(print_plan, given["qwen2.5-vl"] | dict(dry_run=True, plan_world_size=2))
+    assert code == ExitCode.DONE and "without activations of the vision tower" in text and "one token more" in text
 
 
 def test_auto_measures_with_images(models, data, world, tmp_path):  # noqa: F811
