@@ -518,8 +518,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
-IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by")
-IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, VisionOptions, OSFTOptions, LoRAOptions)
+IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
+IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
 # Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
 UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)

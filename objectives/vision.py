@@ -215,12 +215,13 @@ class VisionLanguage:
         return self.pack(samples)
 
     def make_probe_image(self, size: tuple[int, int]) -> tuple[np.ndarray, str, int]:
-        """The tokens of a black image of this height and width, where it is, and its patches."""
+        """The tokens of a black image of this height and width and one more, where it is, and its patches."""
         reference = write_data_url(np.zeros((*size, 3), dtype=np.uint8))
         image = open_image(reference, directory=Path())
         made = self.processor(text=[self.processor.image_token], images=[[image]], add_special_tokens=False)
         num_tiles, num_in_tile = self.count_patches(*size)
-        return np.array(made["input_ids"][0]), reference, num_tiles * num_in_tile
+        input_ids = np.append(made["input_ids"][0], 0)  # a text's token, which keeps it from the next one
+        return input_ids, reference, num_tiles * num_in_tile
 
     def make_check_sample(self, token_ids: np.ndarray) -> Sample:
         """With one image, or of an even number of tokens with two, after the first two; others for other tokens."""

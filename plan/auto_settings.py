@@ -27,9 +27,9 @@ from sampler import RunPosition
 FIRST_TOKENS = 1024  # the most of a first probe, so that the attempt itself has room
 # A choice that was made before a resume is kept only where all these are as they were given.
 DECIDING_OPTIONS = (
-    "max_tokens_per_gpu", "activation_checkpointing", "tiled_mlp", "offload_activations", "memory_budget_gb",
-    "attention", "compile", "float8", "sharding", "shard_size", "context_parallel", "reshard_after_forward",
-    "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload", "use_liger_kernels",
+    "max_tokens_per_gpu", "max_image_tokens_per_gpu", "activation_checkpointing", "tiled_mlp", "offload_activations",
+    "memory_budget_gb", "attention", "compile", "float8", "sharding", "shard_size", "context_parallel",
+    "reshard_after_forward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload", "use_liger_kernels",
 )  # fmt: skip
 PLENTY = 0.5  # with this share of the memory left over no more has to be tried
 SHORT_QUANTILE = 0.1  # samples up to this quantile of the lengths count as short

@@ -1,6 +1,7 @@
 """What images cost: patches counted as the processor makes them, FLOPs as torch counts them, and caps in runs."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from breadth import wide
 from in_process import train_on
 from small_runs import OPTIONS, read_rows
+from test_planner import elsewhere, print_plan  # noqa: F401
 from test_vision import data, load, models  # noqa: F401
 from tiny_seeing import SEEING, make_image, save_seeing
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,13 +18,17 @@ from transformers import AutoConfig
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from lifecycle.start import open_inputs
 from model.flops import count_flops, count_tower
 from objectives.causal_lm import CausalLM
 from objectives.sight import Sight, list_parts
 from objectives.vision import REFUSED, VisionLanguage
-from options import VisionOptions
+from options import TrainOptions, VisionOptions, group_options
+from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from ranks.ending import ExitCode
+from sampler import RunPosition
 
-FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "pixtral", "smolvlm")
+FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "gemma3")
 
 
 def count_with(path: Path) -> VisionLanguage:
@@ -59,7 +65,8 @@ def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):  
         objective.sight.base.get_image_features(**batch.pixels, return_dict=True)
     # Forward only, also of the projector, which trains: a third of its FLOPs.
     expected = tower.per_patch * images.patches + tower.per_pair * images.pairs + tower.per_token / 3 * images.tokens
-    assert expected.sum() == pytest.approx(counted.get_total_flops(), rel=0.1)
+    # Windows at an image's edge are counted as if they were whole.
+    assert expected.sum() == pytest.approx(counted.get_total_flops(), rel=0.12)
     flops = count_flops(model, model.config)
     assert (flops.of_images(images) > 0).tolist() == (images.patches > 0).tolist()
     alone = flops.of_batch(rows.lengths, 10)
@@ -88,3 +95,41 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
         train("refused", max_image_tokens_per_gpu=cap - 1)
     (dropped,) = train("dropped", max_image_tokens_per_gpu=cap - 1, drop_overlong=True, max_steps=1)
     assert dropped["loss"] != plain[0]["loss"]
+
+
+def simulate(given: dict, freeze: str, cap: int) -> StepMemory:
+    options = group_options(TrainOptions, **given | dict(freeze=(freeze,), max_image_tokens_per_gpu=cap))
+    inputs = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
+    inputs.errors.raise_all()
+    planned = lay_out_model(options, inputs, replace(options.compute, activation_checkpointing="none"))
+    load = Load(600, 300, longest=inputs.longest, accumulates=False)
+    return simulate_step(options, planned, load, Ranks(world_size=1, num_shards=1))
+
+
+def test_plans_know_the_tower_or_say_that_they_do_not(models, data, elsewhere, tmp_path):  # noqa: F811
+    """More patches in a micro-batch, of as many tokens, need more memory: the tower runs in the simulation."""
+    given = {
+        family: OPTIONS | dict(model_name_or_path=str(models[family]), data_path=str(data[family]), batch_size=6,
+                               output_dir=str(tmp_path / "run"), max_tokens_per_gpu=600, max_steps=2)
+        for family in models
+    }  # fmt: skip
+    few, many = (elsewhere(simulate, given["llava"], "nothing", cap) for cap in (64, 256))
+    assert many.peak["activations"] > few.peak["activations"] + 192 * 4 * 32 * 4  # bytes of a few vectors a patch
+    frozen = elsewhere(simulate, given["llava"], "vision", 256)
+    assert frozen.peak["activations"] < many.peak["activations"]
+    assert frozen.peak["frozen"] > many.peak["frozen"]
+    code, text = elsewhere(print_plan, given["qwen2.5-vl"] | dict(dry_run=True, plan_world_size=2))
+    assert code == ExitCode.DONE and "without activations of the vision tower" in text and "one token more" in text
+
+
+def test_auto_measures_with_images(models, data, world, tmp_path):  # noqa: F811
+    objective = count_with(models["llava"])
+    objective.largest_image, objective.sight = (30, 20), Sight(load(models["llava"]))
+    objective.options = VisionOptions(max_image_tokens_per_gpu=40)  # of 16 patches each
+    probe = objective.make_probe(90, 45, longest=60)
+    assert probe.seq_lengths == [60, 30] and len(probe.pixels["pixel_values"]) == 2 and probe.num_image_tokens == 32
+    assert 40 <= len(probe.trained_index) <= 46
+    given = dict(model_name_or_path=str(models["llava"]), data_path=str(data["llava"]), max_steps=1, batch_size=6,
+                 output_dir=str(tmp_path / "run"), max_tokens_per_gpu="auto", max_image_tokens_per_gpu=64)  # fmt: skip
+    train_on(1, world, **OPTIONS | given)
+    assert len(read_rows(tmp_path / "run")) == 1
