@@ -6,7 +6,8 @@ shorter side, or its input where the kept directions come from activations. k of
 are free. A = U S V^T; U_high, V_high are kept, U_low, V_low are free. T tokens.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
 from disk import hash_file
-from methods.full import gather_parameters
+from methods.full import gather_one, gather_parameters
 from methods.osft_calibration import (
     Statistics,
     check_statistics,
@@ -36,7 +37,7 @@ from methods.osft_subspaces import (
     prepare_subspaces,
     read_subspace,
 )
-from model.method import MetaModel
+from model.method import MetaModel, WeightGroup
 from model.weights import Reader
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
@@ -241,17 +242,20 @@ class OSFT:
         num_weights = sum(layer.base.numel() for layer in self.layers)
         return f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train in place of {num_weights:,}"
 
-    def gather_weights(
-        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
-    ) -> Iterator[tuple[str, Tensor | None]]:
+    def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         """A layer gives the one weight that it stands for."""
-        model, merged = packed_model.model, set()
+        model, merged, groups = packed_model.model, set(), []
+
+        def gather(layer: OSFTLinear) -> Tensor | None:
+            weight = layer.merged_weight(dtype)
+            return weight.cpu() if world.rank == 0 else None
+
         for prefix, layer in model.named_modules():
             if isinstance(layer, OSFTLinear):
-                weight = layer.merged_weight(dtype)
-                yield f"{prefix}.weight", weight.cpu() if world.rank == 0 else None
+                name = f"{prefix}.weight"
+                groups.append(gather_one(name, layer.weight_shape, dtype, functools.partial(gather, layer)))
                 merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
-        yield from gather_parameters(model, dtype, world=world, leave_out=merged)
+        return groups + gather_parameters(model, dtype, world=world, leave_out=merged)
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         pass
@@ -333,6 +337,12 @@ class OSFTLinear(nn.Module):
         if self.U_low is not None:
             rows = self.U_low.to_local() @ self.coefficients.full_tensor()
         return rows @ self.V_low.full_tensor().T
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Of the weight of the layer that was replaced, as it stored it."""
+        shape = (self.num_rows, self.num_columns)
+        return shape if self.on_input != self.is_conv1d else shape[::-1]
 
     @torch.no_grad()
     def merged_weight(self, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -140,4 +140,11 @@ def watch_memory() -> Iterator[list[float]]:
 
 
 def describe_versions(*packages: str) -> str:
-    return ", ".join(f"{name} {version(name)}" for name in packages)
+    return ", ".join(f"{name} {find_version(name) or 'not installed'}" for name in packages)
+
+
+def find_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

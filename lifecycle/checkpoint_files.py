@@ -19,24 +19,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disk import hash_file, hash_json, read_json
+from lifecycle.tensor_files import DTYPES, encode_header, view_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 DAMAGED = "damaged_"  # prefix of what cannot be trusted
 STEP_NAME = r"step_\d+"
-
-# https://github.com/huggingface/safetensors#format
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -48,13 +41,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with open(path, "xb") as file:
         writer = HashingWriter(file)
-        writer.write(len(text).to_bytes(8, "little") + text)
+        writer.write(encode_header(header))
         for tensor in tensors.values():
-            writer.write(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+            writer.write(view_bytes(tensor))
         return writer.finish()
 
 

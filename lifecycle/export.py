@@ -1,29 +1,30 @@
 """Exports: ordinary Hugging Face models, written aside and renamed when they are whole."""
 
+import contextlib
 import copy
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from disk import describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
 from lifecycle.checkpoint_files import FORMAT, write_manifest
+from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
 from model.config import ModelSource
-from model.method import Method
+from model.method import Method, WeightGroup
 from model.weights import list_left_out
 from objectives.objective import Objective, PackedModel
 from objectives.text_tower import is_multimodal, text_config
-from ranks.terminal import show_progress, shows_progress
+from ranks.terminal import show_progress
 from ranks.world import World, call_on_rank0
 
-MAX_SHARD_SIZE = "5GB"
-MAX_SHARD_BYTES = 5 * 10**9
+MAX_SHARD_BYTES = 5 * 10**9  # of a file of weights; one tensor may be larger
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,31 @@ class ExportParts:
 def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, world: World) -> None:
     """Writes sharded safetensors, config, generation config, tokenizer and chat template to `export_dir`.
 
-    All ranks call this. One parameter at a time is gathered, cast to `dtype`, and moved to rank 0's CPU memory, so no
-    device ever holds the whole model. Raises ValueError on every rank if rank 0 cannot write; nothing is left then.
+    All ranks call this. One parameter at a time is gathered, cast to `dtype`, moved to rank 0's CPU memory and written,
+    so no device and no process ever holds the whole model. RunError on every rank if rank 0 cannot write; nothing is
+    left then.
     """
-    gathered = parts.method.gather_weights(packed_model, parts.dtype, world=world)
-    shown = show_progress(gathered, "exporting: gathering", unit="tensor")
-    weights = {name: weight for name, weight in shown if weight is not None}
-    call_on_rank0(world, lambda: write_export(weights, export_dir, packed_model.model.config, parts))
+    groups = parts.method.gather_weights(packed_model, parts.dtype, world=world)
+    write_export(groups, export_dir, packed_model.model.config, parts, world=world)
+
+
+def write_export(
+    groups: list[WeightGroup], export_dir: Path, config: PreTrainedConfig, parts: ExportParts, *, world: World
+) -> None:
+    """Writes the weights and all that belongs to them beside `export_dir`, then renames the directory to it.
+
+    All ranks call this. An export of the same name, by a run that was resumed from before it, is replaced.
+    """
+    writer = ExportWriter(export_dir, parts)
+    try:
+        call_on_rank0(world, lambda: writer.begin(groups, config))
+        for group in show_progress(groups, "exporting", unit="tensor"):
+            tensors = group.gather()
+            if world.rank == 0:
+                writer.add(tensors)
+        call_on_rank0(world, writer.commit)
+    finally:
+        writer.clean_up()
 
 
 def follow_tokenizer(
@@ -64,50 +83,83 @@ def follow_tokenizer(
             setattr(config, name, token_id)
 
 
-def write_export(
-    weights: dict[str, Tensor],
-    export_dir: Path,
-    config: PreTrainedConfig,
-    parts: ExportParts,
-) -> None:
-    """Writes `weights` and all that belongs to them beside `export_dir`, then renames the directory to it.
+class ExportWriter:
+    """Rank 0's: an export from its empty directory, aside, to its name. The other ranks' does nothing."""
 
-    An export of the same name, by a run that was resumed from before it, is replaced.
-    """
-    is_whole = bool(weights) and is_multimodal(config)
-    left_out = list_left_out(parts.source, parts.objective) if is_whole else {}
-    own_tensors = find_tensors(Path(parts.source.directory)) if is_whole else {}
-    needed_bytes = sum(weight.nbytes for weight in weights.values())
-    needed_bytes += sum(tensor.num_bytes for name, tensor in own_tensors.items() if name in left_out)
-    aside = make_aside(export_dir, needed_bytes, what="the export")
-    try:
-        with torch.device("meta"):  # names, shapes and save_pretrained's conversions; the weights are `weights`
+    def __init__(self, export_dir: Path, parts: ExportParts):
+        self.export_dir, self.parts = export_dir, parts
+        self.aside: Path | None = None
+        self.stream: WeightStream | None = None
+        self.error: Exception | None = None
+
+    def begin(self, groups: list[WeightGroup], config: PreTrainedConfig) -> None:
+        """Looks whether there is room, writes the configs, and lays out the files of weights."""
+        shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
+        parts, is_whole = self.parts, bool(shapes) and is_multimodal(config)
+        self.left_out = list_left_out(parts.source, parts.objective) if is_whole else {}
+        self.own_tensors = find_tensors(Path(parts.source.directory)) if is_whole else {}
+        self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
+        self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
+        self.aside = make_aside(self.export_dir, self.needed_bytes, what="the export")
+        with self.describing_errors():
+            shell = self.make_shell(config)
+            if shapes:  # else the method writes all there is
+                shell.save_pretrained(self.aside, state_dict={})
+                self.stream = WeightStream(shell, shapes, self.aside, max_bytes=MAX_SHARD_BYTES)
+
+    def make_shell(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """The model without memory, as its configs are written: it has the names in files, and the conversions."""
+        parts = self.parts
+        with torch.device("meta"):
             shell = parts.objective.make_model(copy.deepcopy(config), dtype=parts.dtype, trust_remote_code=False)
         shell.generation_config = copy.deepcopy(parts.generation_config)
         text = text_config(shell.config)
         for written in (text, shell.generation_config):
             follow_tokenizer(written, parts.tokenizer, vocab_size=text.vocab_size)
-        if not shows_progress():
-            transformers.utils.logging.disable_progress_bar()
-        if weights:  # else the method writes all there is
-            shell.save_pretrained(aside, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
-        parts.tokenizer.save_pretrained(aside)
-        if left_out:
-            add_tensors(aside, left_out, own_tensors, max_bytes=MAX_SHARD_BYTES)
-        if is_whole:
-            copy_processor_files(Path(parts.source.directory), aside)
-        parts.method.write_extras(aside, parts.tokenizer)
-        for name, text in parts.notes.items():
-            (aside / name).write_text(text, encoding="utf-8")
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
-        for file in files:
-            sync_file(file)
-        for directory in {file.parent for file in files}:
-            sync_dir(directory)
-        entries = {str(file.relative_to(aside)): hash_file(file) for file in files}
-        write_manifest(aside, {"format": FORMAT, "files": entries})
-        put_in_place(aside, export_dir)
-    except (OSError, SafetensorError) as error:
-        raise OSError(describe_failed_write(f"the export {export_dir}", error, aside, needed_bytes)) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        return shell
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Writes some tensors. A write that failed is told by `commit`: now the other ranks are gathering."""
+        if self.error is None:
+            try:
+                self.stream.add(tensors)
+            except OSError as error:
+                self.error = error
+
+    def commit(self) -> None:
+        """Writes the rest, and gives the directory its name."""
+        aside, parts = self.aside, self.parts
+        with self.describing_errors():
+            if self.error is not None:
+                raise self.error
+            if self.stream is not None:
+                self.stream.finish()
+            parts.tokenizer.save_pretrained(aside)
+            if self.left_out:
+                add_tensors(aside, self.left_out, self.own_tensors, max_bytes=MAX_SHARD_BYTES)
+            if self.own_tensors:
+                copy_processor_files(Path(parts.source.directory), aside)
+            parts.method.write_extras(aside, parts.tokenizer)
+            for name, text in parts.notes.items():
+                (aside / name).write_text(text, encoding="utf-8")
+            files = sorted(path for path in aside.rglob("*") if path.is_file())
+            for file in files:
+                sync_file(file)
+            for directory in {file.parent for file in files}:
+                sync_dir(directory)
+            entries = {str(file.relative_to(aside)): hash_file(file) for file in files}
+            write_manifest(aside, {"format": FORMAT, "files": entries})
+            put_in_place(aside, self.export_dir)
+
+    @contextlib.contextmanager
+    def describing_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            what = f"the export {self.export_dir}"
+            raise OSError(describe_failed_write(what, error, self.aside, self.needed_bytes)) from None
+
+    def clean_up(self) -> None:
+        """Leaves nothing aside, however it ended."""
+        if self.aside is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)

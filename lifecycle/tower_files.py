@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
+from lifecycle.tensor_files import METADATA, encode_header, lay_out, write_into
 from model.files import INDEX, WEIGHTS, list_weights, read_json
 from model.stored import Stored
 
@@ -65,8 +64,8 @@ def add_tensors(
     tensors = [own_tensors[name] for name in sorted(left_out) if is_copied(left_out[name], own_tensors.get(name))]
     copied = {tensor.name for tensor in tensors}
     own = list_weights(directory)
-    if quantized := {name: tensor.read() for name, tensor in left_out.items() if name not in copied}:
-        save_file(quantized, directory / DEQUANTIZED, metadata={"format": "pt"})
+    if quantized := {name: tensor for name, tensor in left_out.items() if name not in copied}:
+        write_stored(directory / DEQUANTIZED, quantized)
         own = [*own, DEQUANTIZED]
     shards = divide(tensors, max_bytes)
     names = [f"model-{i + 1:05d}-of-{len(own) + len(shards):05d}.safetensors" for i in range(len(own) + len(shards))]
@@ -104,18 +103,23 @@ def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredT
     return shards
 
 
+def write_stored(path: Path, tensors: dict[str, Stored]) -> None:
+    """A safetensors file of tensors as they are read, one after the other."""
+    places = lay_out(path, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        write_into(path, places[name], tensor.read())
+
+
 def write_copies(path: Path, tensors: list[StoredTensor]) -> None:
     """A safetensors file of tensors of other files, whatever their types: bytes are copied, and not looked at."""
     tensors = sorted(tensors, key=lambda tensor: (-tensor.alignment, tensor.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for tensor in tensors:
         header[tensor.name] = {**tensor.entry, "data_offsets": [end, end + tensor.num_bytes]}
         end += tensor.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(encode_header(header))
         for tensor in tensors:
             with tensor.path.open("rb") as source:
                 source.seek(tensor.start)

@@ -1,13 +1,15 @@
 """Full fine-tuning: every parameter trains; and how a model's parameters are gathered, for every method."""
 
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from model.method import MetaModel
+from model.method import MetaModel, WeightGroup
 from model.weights import Reader
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
@@ -74,9 +76,7 @@ class Full:
     def describe(self) -> str:
         return ""
 
-    def gather_weights(
-        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
-    ) -> Iterator[tuple[str, Tensor | None]]:
+    def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         return gather_parameters(packed_model.model, dtype, world=world)
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -85,17 +85,36 @@ class Full:
 
 def gather_parameters(
     model: PreTrainedModel, dtype: torch.dtype, *, world: World, leave_out: Collection[str] = ()
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Each parameter, whole and in `dtype`, on rank 0's CPU; None on the other ranks. Tied parameters come once.
-
-    So do the buffers that belong to a checkpoint, as they are. All ranks call this.
-    """
-    is_rank0 = world.rank == 0
-    for name, param in model.named_parameters():
-        if name not in leave_out:
-            weight = param.detach().to(world.device, dtype).full_tensor()
-            yield name, weight.cpu() if is_rank0 else None
+) -> list[WeightGroup]:
+    """Each parameter, whole and in `dtype`; tied parameters once. So do the buffers that belong to a checkpoint, as
+    they are."""
     saved = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in saved and name not in leave_out:
-            yield name, buffer.cpu() if is_rank0 else None
+    params = [(name, param.detach(), dtype) for name, param in model.named_parameters()]
+    buffers = [(name, buffer, buffer.dtype) for name, buffer in model.named_buffers() if name in saved]
+    return [
+        gather_one(name, tensor.shape, kept_dtype, functools.partial(gather_tensor, tensor, kept_dtype, world=world))
+        for name, tensor, kept_dtype in params + buffers
+        if name not in leave_out
+    ]
+
+
+def gather_all(groups: Iterable[WeightGroup]) -> dict[str, Tensor]:
+    """What all of them give, at once. All ranks call this."""
+    return {name: tensor for group in groups for name, tensor in group.gather().items()}
+
+
+def gather_one(name: str, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor | None]) -> WeightGroup:
+    """A group of one tensor, from a function that gives None on the other ranks."""
+
+    def gather_named() -> dict[str, Tensor]:
+        tensor = gather()
+        return {} if tensor is None else {name: tensor}
+
+    return WeightGroup({name: torch.empty(shape, dtype=dtype, device="meta")}, gather_named)
+
+
+def gather_tensor(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor | None:
+    """A parameter or buffer, whole, on rank 0's CPU; None on the other ranks. All ranks call this."""
+    whole = tensor.to(world.device, dtype)
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return whole.cpu() if world.rank == 0 else None

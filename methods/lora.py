@@ -2,7 +2,7 @@
 
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,20 +13,21 @@ from transformers import PreTrainedTokenizerBase
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file
-from methods.full import gather_parameters
+from methods.full import gather_all, gather_parameters
 from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
 from methods.lora_layers import ADAPTER, Targets, choose_targets, find_saved_names, inject, make_config, make_initial
 from methods.lora_merging import Merger
 from methods.lora_product import speed_up
 from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers, whole_weights
 from model.fingerprints import fingerprint_model
-from model.method import MetaModel
+from model.method import MetaModel, WeightGroup
 from model.weights import Reader
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
 from objectives.text_tower import text_config
 from options import DataOptions, LoRAOptions
 from ranks.ending import log
+from ranks.row_group import count_sharing, sum_parts
 from ranks.world import World, call_on_rank0
 
 if TYPE_CHECKING:
@@ -90,11 +91,12 @@ class LoRA:
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
         stored = dict(readers)  # the base as it is on disk, for exports
+        shapes = {name: param.shape for name, param in meta.model.named_parameters()}
         layers, renamed = self.replace_layers(meta)
 
         def prepare_readers() -> None:
             self.base = meta.source.describe() | {"fingerprint": fingerprint_model(meta.source.directory)}
-            self.merger = Merger(meta.model, layers, renamed, stored)
+            self.merger = Merger(meta.model, layers, renamed, stored, shapes=shapes)
             initial = make_initial(layers, self.merger.read_base, seed=self.seed)
             if (path := self.options.lora_adapter) is not None:
                 check_base(Path(path), self.given, self.base)
@@ -185,20 +187,18 @@ class LoRA:
         numbers = f"{self.num_trained:,} numbers train{quantized}"
         return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
 
-    def gather_weights(
-        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        """The merged model, if it is asked for; the adapters are gathered in any case, for `write_extras`."""
+    def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
+        """The merged model, if it is asked for; the adapters are gathered at once in any case, for `write_extras`."""
         model, merges = packed_model.model, self.options.lora_export != "adapter"
         trained = set(self.saved_names.values())
         frozen = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - trained
-        gathered = dict(gather_parameters(model, torch.float32, world=world, leave_out=frozen))
+        gathered = gather_all(gather_parameters(model, torch.float32, world=world, leave_out=frozen))
         if merges and self.is_packed:
             self.compare_bases(packed_model, world)
-        if world.rank == 0:
-            self.adapter = gathered
-            if merges:
-                yield from self.merger.merge(gathered, dtype)
+        if world.rank != 0:
+            return []
+        self.adapter = gathered
+        return self.merger.list_groups(gathered, dtype) if merges else []
 
     @torch.no_grad()
     def compare_bases(self, packed_model: PackedModel, world: World) -> None:
@@ -208,11 +208,12 @@ class LoRA:
         """
         vocab_size = text_config(packed_model.model.config).vocab_size
         micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size).to(world.device)
-        num_targets = len(micro_batch.trained_index)
+        row_group = self.objective.row_group
+        num_targets = sum_parts(torch.tensor(len(micro_batch.trained_index), device=world.device), row_group).item()
         packed_model.eval()
-        quantized = packed_model(micro_batch).item() / num_targets
+        quantized = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
         with whole_weights(packed_model.model, self.merger and self.merger.read_base, world=world):
-            merged = packed_model(micro_batch).item() / num_targets
+            merged = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
         packed_model.train()
         log.info(
             f"merging: {len(micro_batch.seq_lengths)} samples have a loss of {merged:.4f} on the weights as they were,"
@@ -234,7 +235,8 @@ def read_sample(options: DataOptions, objective: Objective, *, vocab_size: int) 
     """The first samples of the data that have room together in a micro-batch."""
     data = Mixture([TokenizedData(path) for path in options.data_path])
     data.vocab_size = vocab_size
-    data.fit_to(options.max_tokens_per_gpu, drop_overlong=True)
+    cap = options.max_tokens_per_gpu * count_sharing(objective.row_group)
+    data.fit_to(cap, drop_overlong=True)
     rows = data.kept[:NUM_COMPARED]
-    num_fitting = max(1, int((data.lengths[rows].cumsum() <= options.max_tokens_per_gpu).sum()))
+    num_fitting = max(1, int((data.lengths[rows].cumsum() <= cap).sum()))
     return objective.pack([data.read(row) for row in rows[:num_fitting]])

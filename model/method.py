@@ -1,6 +1,6 @@
 """The door for methods: what the rest of the program asks of one. `Full` is in methods/full.py, `OSFT` in osft.py."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +29,15 @@ class MetaModel:
     source: ModelSource
     objective: Objective
     left_out: LeftOut = field(default_factory=LeftOut)  # of a multi-modal model, all but its text tower
+    tiled: tuple[str, ...] = ()  # names of the modules that are to take a tile of the row at a time
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Tensors of an export that come together: what they will be, and a function that gives them."""
+
+    shapes: dict[str, Tensor]  # without memory (on the meta device), by name
+    gather: Callable[[], dict[str, Tensor]]  # whole, on rank 0's CPU; nothing on the other ranks. All ranks call it
 
 
 class Method(Protocol):
@@ -125,12 +134,10 @@ class Method(Protocol):
         """For the start's report: what trains, where that is not everything."""
         ...
 
-    def gather_weights(
-        self, packed_model: PackedModel, dtype: torch.dtype, *, world: World
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        """What an export holds of the model: each tensor whole, on rank 0's CPU; None on the other ranks.
+    def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
+        """What an export holds of the model, gathered group by group, in this order.
 
-        None at all where what `write_extras` writes is the export.
+        Empty where what `write_extras` writes is the export, and on the other ranks where only rank 0 has a part in it.
         """
         ...
 

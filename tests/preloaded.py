@@ -2,9 +2,8 @@
 
 import gc
 import importlib
+import importlib.util
 
-import bitsandbytes  # noqa: F401
-import peft  # noqa: F401
 from tiny_classifiers import CLASSIFIERS
 from tiny_models import FAMILIES, HYBRIDS
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -14,6 +13,9 @@ import plan.planner  # noqa: F401
 import train  # noqa: F401
 from batch_packer import pack_batch
 
+for package in ("bitsandbytes", "peft"):
+    if importlib.util.find_spec(package) is not None:  # a borrowed GPU's machine may have neither
+        importlib.import_module(package)
 pack_batch([2, 1], 2, 1)  # loads what numba has compiled
 for config in (FAMILIES | HYBRIDS | CLASSIFIERS).values():  # which transformers imports when a model is built
     importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))

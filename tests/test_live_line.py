@@ -26,7 +26,7 @@ def test_a_run_on_a_terminal_has_one_live_line_that_nothing_tears(tmp_path):
     command = [sys.executable, "train.py", *flags(**options)]
     code, written = run_on_terminal(command, env=ENV | dict(TERM="xterm"), cwd=str(ROOT))
     assert code == 0, written
-    assert "loading: " in written and "exporting: gathering: " in written
+    assert "loading: " in written and "exporting: " in written
     screen = read_screen(written)
     assert [line for line in screen if line.startswith("tracking: ")] == [
         f"tracking: tensorboard: {tmp_path}/run/tensorboard"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
+from methods.full import gather_all
 from methods.osft_calibration import Statistics, prepare_statistics
 from methods.osft_subspaces import (
     count_kept,
@@ -231,7 +232,7 @@ def layers_of(model: nn.Module) -> list[OSFTLinear]:
 
 def gather(model, world) -> dict[str, torch.Tensor]:
     """The weights that an export of the built `model` holds."""
-    return dict(OSFT(OSFTOptions()).gather_weights(model, torch.float32, world=world))
+    return gather_all(OSFT(OSFTOptions()).gather_weights(model, torch.float32, world=world))
 
 
 def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[float]:

@@ -1,0 +1,164 @@
+"""What runs on a GPU is what the CPU computes, to the rounding of bfloat16: `pytest -m gpu`, by benchmarks/gpu.py.
+
+With GPU_TESTS_ON_CPU set they run where there is no GPU, too, in bfloat16 on the CPU, all but what needs CUDA.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked import run_forked
+from in_process import train_here
+from processes import flags
+from small_runs import OPTIONS, make_micro_batch, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
+from torch import Tensor
+from transformers import LlamaConfig
+
+from model.attention import BACKENDS, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, find_obstacle
+from objectives.micro_batch import MicroBatch
+from ranks.world import World
+
+HAS_GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_GPU and "GPU_TESTS_ON_CPU" not in os.environ, reason="needs a CUDA device"),
+]
+
+ATTEND = dict(zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_sdpa, attend_eager), strict=True))
+SEQUENCES = (17, 64, 1, 129, 5)
+HALF_BIT = 2**-9  # of bfloat16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("num_heads", "num_key_value_heads", "head_size", "window", "extras"),
+    [
+        (4, 4, 64, None, {}),
+        (8, 2, 64, None, {}),
+        (8, 2, 128, 16, {}),
+        (6, 1, 64, 2, {}),
+        (4, 2, 64, None, dict(is_two_sided=True)),
+        (4, 2, 64, 16, dict(softcap=2.0)),
+    ],
+    ids=["as many heads", "grouped heads", "window", "window of two", "two-sided", "softcap"],
+)
+def test_every_backend_is_attention_to_the_rounding_of_bf16(
+    backend, num_heads, num_key_value_heads, head_size, window, extras, world
+):
+    """Output and gradients, against eager attention in float64; no backend is much further off than eager in bf16."""
+    config = SimpleNamespace(head_dim=head_size, num_attention_heads=num_heads)
+    needed = extras.keys() - {"is_two_sided"}
+    obstacle = find_obstacle(backend, needed, config=config, device=world.device, dtype=torch.bfloat16)
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    torch.manual_seed(0)
+    micro_batch = make_micro_batch(SEQUENCES, seed=0)
+    inputs = [
+        torch.randn(1, heads, sum(SEQUENCES), head_size).bfloat16()
+        for heads in (num_heads, num_key_value_heads, num_key_value_heads)
+    ]
+    arguments = dict(scaling=head_size**-0.5, window=window, **extras)
+    expected = attend_both_ways("eager", [each.double() for each in inputs], micro_batch, arguments)
+    on_device = [each.to(world.device) for each in inputs], micro_batch.to(world.device), arguments
+    both = (attend_both_ways(name, *on_device) for name in (backend, "eager"))
+    errors, eager = ([measure_error(*pair) for pair in zip(those, expected, strict=True)] for those in both)
+    for what, error, own in zip(("output", "query", "key", "value"), errors, eager, strict=True):
+        assert error <= 2 * own + HALF_BIT <= 0.05, f"{what}: {error:.1e}, and of eager {own:.1e}"
+
+
+def measure_error(ours: Tensor, exact: Tensor) -> float:
+    return ((ours.cpu().double() - exact).norm() / exact.norm()).item()
+
+
+def attend_both_ways(backend: str, inputs: list[Tensor], micro_batch: MicroBatch, arguments: dict) -> list[Tensor]:
+    """The output, and the gradients of queries, keys and values."""
+    tensors = [each.detach().requires_grad_() for each in inputs]
+    output = ATTEND[backend](*tensors, micro_batch, **arguments)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
+
+
+WIDER = LlamaConfig(**SHAPE | dict(hidden_size=256, intermediate_size=512, initializer_range=0.05))
+LORA = dict(lora=True, lora_rank=8, learning_rate=2e-2)
+# What a run is given: options that decide the numbers, which the CPU's has too, and options that must not.
+CASES = {
+    **{f"attention {name}": ({}, dict(attention=name)) for name in BACKENDS},
+    "selective": ({}, dict(activation_checkpointing="selective")),
+    "compiled": ({}, dict(compile=True)),
+    "compiled, selective": ({}, dict(compile=True, activation_checkpointing="selective")),
+    "liger": ({}, dict(use_liger_kernels=True)),
+    "float8": ({}, dict(float8=True)),
+    "float8, compiled": ({}, dict(float8=True, compile=True)),
+    "offloaded": ({}, dict(cpu_offload=True)),
+    "8-bit moments": (dict(optimizer="adamw8bit"), {}),
+    "8-bit moments, bf16 weights": (dict(optimizer="adamw8bit", master_weights="bfloat16"), {}),
+    "lora": (LORA, {}),
+    "lora, compiled": (LORA, dict(compile=True)),
+    "nf4": (LORA | dict(base_quantization="nf4"), {}),
+    "osft": (dict(osft=True, osft_unfreeze_rank_ratio=0.5), {}),
+    "osft, compiled": (dict(osft=True, osft_unfreeze_rank_ratio=0.5), dict(compile=True)),
+}
+PACKAGES = {"attention flash_attn": "flash_attn", "liger": "liger_kernel", "float8": "torchao", "nf4": "bitsandbytes",
+            "lora": "peft"}  # fmt: skip
+ONLY_ON_CUDA = ("attention flash_attn", "attention varlen", "liger", "float8", "compiled")
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("inputs")
+    samples = make_samples(40, vocab_size=VOCAB_SIZE)
+    model = save_tokenizer(save_model(WIDER, root / "model"))
+    data = write_samples(root / "data.arrow", samples)
+    run = OPTIONS | dict(learning_rate=1e-3, max_steps=NUM_STEPS, checkpoint_every_steps=None)
+    return run | dict(model_name_or_path=str(model), data_path=str(data), osft_cache_dir=str(root / "osft"))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(inputs, tmp_path_factory):
+    """The rows of a run in fp32 in a process without a GPU, once for the same options."""
+    known: dict[str, list[dict]] = {}
+
+    def run(options: dict) -> list[dict]:
+        if str(options) not in known:
+            output_dir = tmp_path_factory.mktemp("cpu") / "run"
+            own = drop_foreign(inputs | options) | dict(output_dir=output_dir, compute_dtype="float32")
+            result = run_forked(0, "train.py", *flags(**own), env={"CUDA_VISIBLE_DEVICES": ""})
+            assert result.returncode == 0, result.stderr
+            known[str(options)] = read_rows(output_dir)
+        return known[str(options)]
+
+    return run
+
+
+def drop_foreign(options: dict) -> dict:
+    """Without what is refused where it has no effect."""
+    return {name: value for name, value in options.items() if value is not None and (
+        name != "osft_cache_dir" or options.get("osft"))}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_to_the_cpus_losses_within_bf16(case, inputs, on_cpu, world: World, tmp_path: Path):
+    missing = [package for name, package in PACKAGES.items()
+               if name in case and importlib.util.find_spec(package) is None]  # fmt: skip
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    if not HAS_GPU and any(name in case for name in ONLY_ON_CUDA):
+        pytest.skip("needs a CUDA device")
+    deciding, changes = CASES[case]
+    expected = on_cpu(deciding)
+    options = drop_foreign(inputs | deciding | changes) | dict(compute_dtype="bfloat16", output_dir=tmp_path / "run")
+    train_here(world, **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()})
+    rows = read_rows(tmp_path / "run")
+    tolerance = 0.1 if "float8" in case or "bf16 weights" in case else 0.03
+    for row, reference in zip(rows, expected, strict=True):
+        assert row["loss"] == pytest.approx(reference["loss"], rel=tolerance), row["step"]
+    assert rows[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=2 * tolerance)
+    assert expected[-1]["loss"] < 0.95 * expected[0]["loss"], "nothing was learned"
+    if "osft" in case:
+        assert rows[-1]["osft_leak"] < 1e-5

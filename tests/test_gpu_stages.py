@@ -1,0 +1,129 @@
+"""benchmarks/gpu.py: what fails or hangs is passed over, the next call goes on, and every stage works in small."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gpu
+import pytest
+from forked import run_forked
+from processes import ENV, ROOT, is_alive
+
+# What a stage's process does, in the place of gpu.py: `found` is the file that a stage reports to.
+PROGRAMS = {
+    "good": 'found.write_text(\'{"speed": 1.25, "table": ["a", "b"]}\')',
+    "failing": "found.write_text('{\"half\": 1}'); print('on the way'); raise RuntimeError('a bug')",
+    "hanging": "found.write_text('{\"half\": 2}'); print(subprocess.Popen(['sleep', '100']).pid, flush=True);"
+    " time.sleep(100)",
+    "last": "pass",
+}
+
+
+@pytest.fixture
+def stages(monkeypatch, tmp_path):
+    """The stages of `PROGRAMS`, and a function that calls the command with them and gives the lines and their order."""
+    made = [
+        gpu.Stage("good", 60, None),
+        gpu.Stage("failing", 60, None),
+        gpu.Stage("foreign", 60, None, ("no_such_package",)),
+        gpu.Stage("hanging", 2, None),
+        gpu.Stage("last", 60, None),
+    ]
+    started = []
+
+    def make_command(stage: gpu.Stage, args) -> list[str]:
+        started.append(stage.name)
+        program = f"import pathlib, subprocess, time; found = pathlib.Path({str(tmp_path / 'found.json')!r})\n"
+        return [sys.executable, "-S", "-c", program + PROGRAMS[stage.name]]
+
+    monkeypatch.setattr(gpu, "STAGES", made)
+    monkeypatch.setattr(gpu, "make_command", make_command)
+
+    def call(*, minutes: float = 60, again: tuple[str, ...] = ()) -> tuple[dict[str, dict], list[str]]:
+        started.clear()
+        gpu.run_stages(SimpleNamespace(results=tmp_path, work_dir=tmp_path, minutes=minutes, again=again, tiny=True))
+        return {row["stage"]: row for row in gpu.read_results(tmp_path)}, list(started)
+
+    return call
+
+
+def test_what_fails_or_hangs_is_told_and_passed_over_and_the_next_call_goes_on(stages, tmp_path):
+    rows, started = stages()
+    assert started == ["good", "failing", "hanging", "last"]
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert statuses == {"good": "done", "failing": "failed", "foreign": "left out", "hanging": "timed out",
+                        "last": "done"}  # fmt: skip
+    assert rows["good"]["found"] == {"speed": 1.25, "table": ["a", "b"]} and "found" not in rows["last"]
+    assert rows["failing"]["found"] == {"half": 1} and "a bug" in rows["failing"]["tail"]
+    assert rows["hanging"]["found"] == {"half": 2} and 2 <= rows["hanging"]["seconds"] < 30
+    child = int(rows["hanging"]["tail"].split()[0])
+    deadline = time.monotonic() + 10
+    while is_alive(child):
+        assert time.monotonic() < deadline, "what a stage has started outlives it"
+        time.sleep(0.05)
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "good: done" in summary and "  speed: 1.25" in summary and "no_such_package is not installed" in summary
+    assert "on the way" in (tmp_path / "log.txt").read_text()
+    assert stages() == (rows, [])
+    assert stages(again=("failing",))[1] == ["failing"]
+
+
+def test_a_call_that_ends_in_a_stage_begins_it_once_more_and_no_third_time(stages, tmp_path):
+    begun = json.dumps({"stage": "good", "status": "begun"}) + "\n"
+    (tmp_path / "stages.jsonl").write_text(begun + '{"stage": "failing", "sta\n')
+    assert stages()[1] == ["good", "failing", "hanging", "last"]
+    (tmp_path / "stages.jsonl").write_text(begun * 2)
+    assert stages()[1] == ["failing", "hanging", "last"]
+
+
+def test_a_stage_that_may_not_end_in_time_waits_and_shorter_ones_go_first(stages, capsys):
+    rows, started = stages(minutes=0.5)
+    assert started == ["hanging"] and set(rows) == {"foreign", "hanging"}
+    assert "good: may take 60 s, more than is left: for the next call" in capsys.readouterr().out
+    assert stages()[1] == ["good", "failing", "last"]
+
+
+def test_what_is_found_is_copied_to_out_after_every_stage(stages, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setenv("OUT", str(out))
+    stages()
+    assert sorted(file.name for file in out.iterdir()) == ["log.txt", "stages.jsonl", "summary.txt"]
+    assert all((out / name).read_bytes() == (tmp_path / name).read_bytes() for name in ("stages.jsonl", "summary.txt"))
+
+
+def run_in_fork(*argv: object) -> str:
+    """As `run_script`, of a script, without the start of Python."""
+    result = run_forked(0, *argv, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def test_a_step_and_a_trace_are_measured_in_small(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "run_script", run_in_fork)
+    setup, found = gpu.Setup(tmp_path / "work", tmp_path, True), {}
+    setup.work_dir.mkdir()
+    gpu.measure_auto(gpu.SMALL)(setup, found.update)
+    assert found["auto"]["max_tokens_per_gpu"] > 437 and found["tokens_per_second"] > 0 and len(found["losses"]) == 2
+    assert 0 < found["plan_gb"] < 2 and any("no problems found" in line for line in found["plan"])
+    gpu.record_trace(setup, found.update)
+    assert len(found["slowest"]) == 11 and "aten::mm" in "".join(found["slowest"])
+    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
+    gpu.show_device(setup, found.update)
+    assert found["bf16_tflops"] > 0 and found["versions"]["torch"]
+
+
+@pytest.mark.slow
+@pytest.mark.wide
+def test_the_whole_command_runs_in_small(tmp_path: Path):
+    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--results", tmp_path, "--work-dir", tmp_path / "work"]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["stage"]: row for row in gpu.read_results(tmp_path)}
+    assert list(rows) == [stage.name for stage in gpu.STAGES]
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(rows, "done"), done.stdout
+    assert rows["kill and resume"]["found"]["bit_for_bit"] and "passed" in rows["tests"]["found"]["outcome"]
+    assert any(line.startswith("| trl |") for line in rows["against TRL, 1.5B"]["found"]["table"])
