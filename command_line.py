@@ -31,6 +31,7 @@ from options import (
     SamplingOptions,
     TrackingOptions,
     TrainOptions,
+    VisionOptions,
     flag_name,
     flatten_options,
     iterate_fields,
@@ -250,6 +251,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_compute_problems(options),
         *find_osft_problems(options.osft),
         *find_lora_problems(options),
+        *find_vision_problems(options),
         *find_ending_problems(options),
         *find_tracking_problems(options.tracking),
         *find_hub_problems(options.hub),
@@ -264,11 +266,14 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
         if not condition:
             problems.append(f"{flag_name(name)} {values[name]}: {allowed}")
 
-    for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
+    for name in ("batch_size", "max_tokens_per_gpu", "max_image_tokens_per_gpu",
+                 "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
                  "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
+    sharing = values["context_parallel"]
+    require(sharing is None or sharing >= 2, "context_parallel", "must be at least 2; None turns it off")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
         require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
     for name in ("adam_beta1", "adam_beta2"):
@@ -310,8 +315,12 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
         problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
     if options.rows.format == "classification" and options.classification.objective == "causal-lm":
         problems.append("--format classification has no effect on --objective causal-lm: say what kind of classifier")
-    if rows and options.classification.objective != "causal-lm" and options.rows.format != "classification":
-        problems.append(f"--objective {options.classification.objective} needs rows of --format classification")
+    if rows and options.classification.objective != "causal-lm":
+        needs = f"--objective {options.classification.objective} needs rows of --format classification"
+        if options.rows.mock_data is not None:
+            problems.append(f"{needs}, with labels: --mock-data has none")
+        elif options.rows.format != "classification":
+            problems.append(needs)
     if weights and o.data_path and len(weights) != len(o.data_path):
         problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
     if not all(0 < weight < math.inf for weight in weights):
@@ -408,6 +417,7 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
     if sharding.shard_size is not None and sharding.sharding != "hybrid":
         problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
+    problems += find_sharing_problems(options)
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
     if compute.float8 and osft:
@@ -426,12 +436,34 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
             "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
             " --dry-run"
         )
+    if compute.tiled_mlp and compute.compile:
+        problems.append("--tiled-mlp cannot be used with --compile, which makes one piece of a block: give one of them")
+    if compute.offload_activations and compute.activation_checkpointing != "full":
+        problems.append(
+            "--offload-activations moves what --activation-checkpointing full keeps, this is"
+            f" {compute.activation_checkpointing}: use full, or leave it out"
+        )
     if compute.compile and compute.activation_checkpointing == "auto":
         problems.append(
             "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
             " selective or full"
         )
     return problems
+
+
+def find_sharing_problems(options: TrainOptions) -> list[str]:
+    """What ranks that share packed rows cannot do."""
+    num_sharing, objective = options.sharding.context_parallel, options.classification.objective
+    if num_sharing is None:
+        return []
+    reasons = []
+    if objective != "causal-lm":
+        reasons.append(f"not for --objective {objective}, whose classes are of whole sequences")
+    if options.optimization.neftune_alpha is not None:
+        reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
+    if options.compute.compile:
+        reasons.append("not with --compile, where it has not been tried")
+    return [f"--context-parallel {num_sharing}: {reason}: leave one of them out" for reason in reasons]
 
 
 def find_ending_problems(options: TrainOptions) -> list[str]:
@@ -523,6 +555,23 @@ def find_lora_problems(options: TrainOptions) -> list[str]:
     return problems
 
 
+def find_vision_problems(options: TrainOptions) -> list[str]:
+    """What --freeze cannot say beside LoRA and OSFT."""
+    if options.vision == VisionOptions():
+        return []
+    frozen = options.vision.freeze
+    if "nothing" in frozen and len(frozen) > 1:
+        return [f"--freeze {' '.join(frozen)}: give nothing alone"]
+    flag, lora, osft = f"--freeze {' '.join(frozen)}", options.lora, options.osft
+    if lora.lora and not lora.lora_target_modules and lora.lora_adapter is None:
+        return [f"{flag}: with --lora it says where --lora-target-modules looks, and none are given"]
+    if osft.osft and "language" in frozen:
+        return [f"{flag}: --osft trains the language model"]
+    if osft.osft and not osft.osft_train_others:
+        return [f"{flag}: no effect with --osft, beside which only --osft-train-others lets anything train"]
+    return []
+
+
 def find_tracking_problems(o: TrackingOptions) -> list[str]:
     """Of trackers: without effect, given twice, or not installed."""
     given = list_given(o)
@@ -573,12 +622,6 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     if not list_row_sources(o.rows):
         problems.append("no rows are given: name them by --input-file or --input-dataset")
     problems += find_row_problems(o.rows)
-    if o.allow_downloads and not o.images:
-        problems.append("--allow-downloads has no effect without --images")
-    if o.images and o.rows.format == "classification":
-        problems.append("--images: classifiers see none, so it has no effect with --format classification")
-    if o.images and o.rows.input_dataset is not None:
-        problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
     if o.preview < 0:
         problems.append(f"--preview {o.preview}: must be at least 0")
     if o.string_for_printing_masks is not None and o.preview == 0:
@@ -618,6 +661,12 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    if o.allow_downloads and not o.images:
+        problems.append("--allow-downloads has no effect without --images")
+    if o.images and o.format == "classification":
+        problems.append("--images: classifiers see none, so it has no effect with --format classification")
+    if o.images and o.input_dataset is not None:
+        problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
     return [*problems, *find_field_problems(o), *find_classification_problems(o)]
 
 

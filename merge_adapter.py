@@ -8,21 +8,25 @@ A layer at a time, on the CPU; the adapter may be another program's, as long as 
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
 
 from chat.templates import load_tokenizer
 from command_line import parse_options
 from lifecycle.export import ExportParts, write_export
 from methods.full import Full
 from methods.lora import LoRA
-from methods.lora_files import read_config
+from methods.lora_files import ADAPTER_WEIGHTS, read_config
+from methods.lora_layers import PREFIX
 from model.blocks import find_blocks
 from model.config import ModelSource, load_config, load_generation_config
 from model.files import find_model, find_weights
 from model.method import MetaModel
 from model.weights import read_weights
 from objectives.causal_lm import CausalLM
-from objectives.text_tower import keep_text_tower, text_config
-from options import LoRAOptions, MergeAdapterOptions
+from objectives.text_tower import is_multimodal, text_config
+from objectives.vision import VisionLanguage
+from options import LoRAOptions, MergeAdapterOptions, VisionOptions
 from ranks.world import World, call_with_world
 
 
@@ -60,7 +64,9 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     source = ModelSource(model_dir, model_config, options.trust_remote_code, name=name)
     with torch.device("meta"):
         model = objective.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
-    left_out = keep_text_tower(model)
+    if adapts_tower(adapter, model):
+        objective = VisionLanguage(VisionOptions(freeze=("nothing",)), objective)
+    left_out = objective.leave_out(model)
     meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, objective, left_out)
     method = LoRA(LoRAOptions(lora=True, lora_adapter=options.adapter), seed=0)
     method.given = config
@@ -77,6 +83,15 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         world=world,
     )
     print(f"{method.describe()}; merged into {name}: {output_dir}")
+
+
+def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
+    """Whether layers of what a model sees with have adapters, and not the language model's alone."""
+    if not is_multimodal(model.config):
+        return False
+    outside = tuple(f"{PREFIX}{name}." for name in VisionLanguage(VisionOptions(), CausalLM()).find_tower_layers(model))
+    with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
+        return any(key.startswith(outside) for key in file.keys())  # noqa: SIM118
 
 
 def main() -> None:

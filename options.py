@@ -84,6 +84,11 @@ class RowOptions:
     text_field: str | None = None
     """The column or key of the text: of a document, or what is classified, there also the list of words or the
     chat."""
+    images: bool = False
+    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
+    package pillow; transformers' processors import torch where it is installed."""
+    allow_downloads: bool = False
+    """With --images: fetch those whose rows give an address; the data set holds what was fetched."""
     chat_template: str | None = None
     """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
     needs, in the tokenizer directory beside the output, which training uses."""
@@ -168,6 +173,9 @@ class VisionOptions:
 
     freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = ("vision",)
     """Parts of a model that sees which stay as they are; nothing: all of it trains."""
+    max_image_tokens_per_gpu: int | None = None
+    """Most patches of images in one micro-batch on one rank, counted as they enter the vision tower, whose memory they
+    set. None: as many as --max-tokens-per-gpu lets in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,6 +399,12 @@ class ComputeOptions:
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: keep the outputs of matrix products and attention too, and recompute only what is cheap. auto: what
     recomputes least of those that have room for micro-batches of max-tokens-per-gpu, measured at the start."""
+    tiled_mlp: bool = False
+    """Compute MLPs, experts and norms a part of the row at a time, and again in backward: for rows so long that what a
+    single block holds is the most. Their forward is computed once more. Not with --compile."""
+    offload_activations: bool = False
+    """Move the inputs that full activation checkpointing keeps of each block to CPU memory until backward, while the
+    GPU computes: tokens x hidden size x blocks numbers in compute-dtype on each rank. Needs a GPU."""
     memory_budget_gb: float | None = None
     """Memory in GiB of one GPU, or for one process on CPU, that auto and --dry-run count with; by default what this
     machine has. A run on CPU that is given one returns freed memory at once, which takes time, to stay within it."""
@@ -422,6 +436,9 @@ class ShardingOptions:
     micro_batch_grad_sync: Literal["every", "last"] = "every"
     """Sum gradients over ranks after every micro-batch, or once a step, after the last one: less communication, and
     memory for the whole model's gradients in float32 on every rank."""
+    context_parallel: int | None = None
+    """Divide each packed row over this many consecutive ranks, which attend for a part of the heads each: samples so
+    many times as long have room. A row has at most so many times --max-tokens-per-gpu tokens."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory, where the optimizer then runs; each layer's weights
     travel to the GPU when they are used. Slow: for models that do not fit otherwise."""
@@ -516,11 +533,6 @@ class ProcessDataOptions:
     """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
-    images: bool = False
-    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
-    package pillow; transformers' processors import torch where it is installed."""
-    allow_downloads: bool = False
-    """With --images: fetch those whose rows give an address; the data set holds what was fetched."""
     model_revision: str | None = None
     """Of a model on the hub: branch, tag or commit; its main branch if not given."""
     trust_remote_code: bool = False

@@ -176,23 +176,26 @@ def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any,
 
 def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander | None:
     """Where rows may have images: what puts them in their places."""
-    if not options.images:
+    if not options.rows.images:
         return None
     processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
     directory = Path(options.output_file).resolve().parent
-    return ImageExpander(processor, directory=directory, may_download=options.allow_downloads)
+    return ImageExpander(processor, directory=directory, may_download=options.rows.allow_downloads)
 
 
 def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
     """How rows of conversations, completions and documents become samples."""
     paths, is_given = choose_paths(options.rows), options.rows.format is not None
-    if not options.images:
+    if not options.rows.images:
         return prepare_chats(masker, paths, format_is_given=is_given)
+    directories = {source.name: source.path.resolve().parent for source in sources}
+    if len(directories) < len(sources):
+        raise ValueError("--images: two files of rows have one name: give the directory that both are in")
     return prepare_pictured(
         masker,
         paths,
         format_is_given=is_given,
-        directories={source.name: source.path.resolve().parent for source in sources},
+        directories=directories,
         output_dir=Path(options.output_file).resolve().parent,
     )
 

@@ -20,6 +20,7 @@ from corpus.mixture import Mixture, interleave
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective
 from options import DataOptions, EndOptions
+from ranks.row_group import count_sharing
 
 Item = TypeVar("Item")
 
@@ -54,9 +55,10 @@ class Batch:
     num_loss_tokens: int  # trained targets, over all ranks
     loss_divisor: float  # what their summed loss is divided by: their number, or their classes' weights
     num_counted_tokens: int  # all tokens, of the samples that have targets
-    table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids
+    table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids; table[k][group] where ranks share rows
     micro_batches: list[MicroBatch]  # this rank's column of the table
     data: Mixture  # whose rows they are
+    num_sharing: int = 1  # ranks that share each packed row
 
     @property
     def divisors(self) -> dict[str, int]:
@@ -159,20 +161,22 @@ def iterate_batches(
     world_size: int,
 ) -> Iterator[Batch]:
     """The global batches from `start` up to `num_steps` (None: without end), each with this rank's micro-batches."""
-    step, num_drawn = start.step, start.num_samples
+    step, num_drawn, num_sharing = start.step, start.num_samples, count_sharing(objective.row_group)
+    cap, num_rows, own = options.max_tokens_per_gpu * num_sharing, world_size // num_sharing, rank // num_sharing
     while num_steps is None or step < num_steps:
         sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
         lengths = data.lengths[sample_ids]
-        table = pack_batch(lengths, options.max_tokens_per_gpu, world_size, attention_cost)
+        table = pack_batch(lengths, cap, num_rows, attention_cost, data.images_of(sample_ids))
         micro_batches = [
-            replace(read_micro_batch(data, sample_ids[row[rank]], objective), draws=[num_drawn + i for i in row[rank]])
+            replace(read_micro_batch(data, sample_ids[row[own]], objective), draws=[num_drawn + i for i in row[own]])
             for row in table
         ]
         counts = data.num_loss_tokens[sample_ids]  # (batch_size,)
         num_targets, num_counted_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
         divisor = objective.measure_divisor(num_targets, map(data.read, sample_ids.tolist()))
         data.release_pages()
-        yield Batch(step, sample_ids, lengths, num_targets, divisor, num_counted_tokens, table, micro_batches, data)
+        sums = num_targets, divisor, num_counted_tokens
+        yield Batch(step, sample_ids, lengths, *sums, table, micro_batches, data, num_sharing)
         step, num_drawn = step + 1, num_drawn + options.batch_size
 
 

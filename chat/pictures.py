@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 89_478_485  # where Pillow itself begins to warn of decompression bombs
 NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install 'mini-trainer[vision]'"
 SHOWN_CHARS = 60  # of a reference, in messages
+TRIED_SIZE = (64, 48)  # of the image that a processor is tried with
 SECONDS_TO_DOWNLOAD = 30
 LIMIT_OF_DOWNLOADS = 1 << 28  # bytes
 
@@ -144,6 +145,13 @@ class ImageExpander:
         self.processor, self.directory, self.may_download = processor, directory, may_download
         self.placeholder = processor.image_token
         self.image_token_ids = frozenset(processor.image_token_ids)
+        import PIL.Image
+
+        if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):
+            raise ValueError(
+                f"{type(processor).__name__} does not say what it puts in the place of an image, so that nobody knows"
+                " what of its tokens is trained: models of its type cannot be trained on images"
+            )
 
     def expand(self, located: Located, references: Sequence[str]) -> Located:
         """The row with what the processor puts in each placeholder's place, nothing of which may be trained."""

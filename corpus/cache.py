@@ -34,6 +34,7 @@ def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_
             "options": identify_options(options),
             "tokenizer": fingerprint_tokenizer(tokenizer),
             "chat template": fingerprint_chat_template(tokenizer),
+            "images": identify_images(options, model_dir),
             "special tokens": [tokenizer.all_special_tokens, load_stop_token_ids(model_dir)],
             "versions": [FORMAT_VERSION, describe_versions()],
         }
@@ -64,6 +65,15 @@ def identify_options(options: RowOptions) -> dict[str, Any]:
             sidecar = Path(f"{values[name]}.meta.json")
             values[name] = hash_file(sidecar if sidecar.is_file() else Path(values[name]))
     return values
+
+
+def identify_images(options: RowOptions, model_dir: str) -> Any:
+    """What else stands for rows with images: where their files are looked for, and what prepares them."""
+    if not options.images:
+        return None
+    directories = [str(source.path.resolve().parent) for source in find_sources(options.input_file)]
+    prepares = [Path(model_dir, name) for name in ("preprocessor_config.json", "processor_config.json")]
+    return directories, [hash_file(path) for path in prepares if path.is_file()]
 
 
 def name_rows(options: RowOptions) -> str:

@@ -1,5 +1,6 @@
 """--check-export: an export loaded back as anyone would, and its loss compared with that of the model that trained."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def check_export(
 
     def compare() -> None:
         model = load_export(export_dir, parts)
-        exported = objective.wrap(model, backend="eager", compute_dtype=torch.float32, fuses_loss=False).eval()
+        own = copy.copy(objective)  # which learns of this model what the run's is to know of its own
+        exported = own.wrap(model, backend="eager", compute_dtype=torch.float32, fuses_loss=False).eval()
         loss = sum(exported.reference(objective.pack([sample]))[1].item() for sample in samples)
         allowed = choose_tolerance(packed_model, parts, is_packed=is_packed) * max(abs(trained_loss), 1.0)
         if not abs(loss - trained_loss) <= allowed:

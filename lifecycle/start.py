@@ -4,14 +4,16 @@ Takes the options as they are, as the scripts do.
 """
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from command_line import flag_name
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
@@ -21,7 +23,9 @@ from model.build import build_model, choose_compute_dtype
 from model.check import check_model
 from model.config import ModelSource, check_rope, choose_tokenizer, load_config, load_generation_config
 from model.files import find_model
+from model.flops import FlopCount, count_flops
 from model.method import Method
+from model.offloading import check_offloading
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.columns import VISION
@@ -50,9 +54,18 @@ def choose_objective(options: TrainOptions) -> Objective:
         router_aux_loss=options.optimization.router_aux_loss, label_smoothing=o.label_smoothing, noise=noise
     )
     if has_images(options.data):
+        if options.sharding.context_parallel is not None:
+            raise ValueError(
+                "--context-parallel: not with images, whose places in a row are not divided over ranks; leave it out,"
+                " or tokenize the data without process_data.py --images"
+            )
         return VisionLanguage(options.vision, text)
     if options.vision != VisionOptions():
-        raise ValueError("--freeze: no effect on data without images (process_data.py --images)")
+        default = VisionOptions()
+        given = [name for name, value in asdict(options.vision).items() if value != getattr(default, name)]
+        raise ValueError(
+            f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
+        )
     return text
 
 
@@ -143,7 +156,10 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     inputs = RunInputs(
         choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
     )
-    num_dropped = open_data(inputs, options)
+    if options.compute.offload_activations:
+        inputs.errors.attempt(lambda: check_offloading(device))
+    num_sharing = options.sharding.context_parallel or 1
+    num_dropped = open_data(inputs, options, num_sharing=num_sharing)
     open_validation_data(inputs, options)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.objective.open_data(inputs.data.task, inputs.sidecars))
@@ -154,16 +170,18 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         for data in filter(None, (inputs.data, inputs.validation_data)):
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
+    if inputs.tokenizer is not None and inputs.data.task.objective == inputs.objective.name == VISION:
+        num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
     if inputs.data is not None:
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
         describe_data(inputs, num_dropped=num_dropped or 0, start=start)
-    find_oddities(inputs, options, world_size=world_size)
+    find_oddities(inputs, options, num_rows=world_size // num_sharing)
     return inputs
 
 
-def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
+def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> int | None:
     """The data sets and their sidecars; returns how many samples are too long."""
     o, cap = options.data, options.data.max_tokens_per_gpu
     inputs.data = data = inputs.errors.attempt(
@@ -172,9 +190,11 @@ def open_data(inputs: RunInputs, options: TrainOptions) -> int | None:
     if data is None:
         return None
     if cap == "auto":  # until the model is there to choose it
-        cap = int(data.lengths.max())
+        cap = -(-int(data.lengths.max()) // num_sharing)
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
-    num_dropped = inputs.errors.attempt(lambda: data.fit_to(cap, drop_overlong=o.drop_overlong))
+    num_dropped = inputs.errors.attempt(
+        lambda: data.fit_to(cap, num_sharing=num_sharing, drop_overlong=o.drop_overlong)
+    )
     if o.subset is not None and num_dropped is not None:
         data.take_subset(parse_subset(o.subset), seed=o.seed)
     inputs.sidecars = [source.sidecar for source in data.sources]
@@ -274,6 +294,27 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
             end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
 
 
+def count_images(inputs: RunInputs, options: TrainOptions) -> int:
+    """Learns what the data's images are to the tower; returns how many samples have too many."""
+    cap, data, validation_data = options.vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
+    count_patches = functools.cache(inputs.objective.count_patches)
+    num_dropped = data.count_images(count_patches, cap=cap, drop_overlong=options.data.drop_overlong)
+    if validation_data is not None:
+        validation_data.count_images(count_patches, cap=None, drop_overlong=False)
+        most = None if cap is None else max(cap, int(validation_data.images.patches.max()))
+        validation_data.images = replace(validation_data.images, cap=most)
+    sizes = [tuple(size) for source in data.sources for size in np.unique(source.image_sizes.sizes, axis=0).tolist()]
+    inputs.objective.largest_image = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
+    return num_dropped
+
+
+def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:
+    """What the model's tower costs for the data's images, in the packer's unit: a token of the language model."""
+    for data in (inputs.data, inputs.validation_data):
+        if data is not None and data.images is not None:
+            data.weigh_images(flops.of_images(data.images) / flops.per_token)
+
+
 def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> None:
     """Makes the token that ends the data's turns one that ends generation: the first, and with `replaces` the only one.
 
@@ -313,8 +354,8 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
     )
 
 
-def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) -> None:
-    """Adds a warning for each thing that can be done, and is hardly meant."""
+def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) -> None:
+    """Adds a warning for each thing that can be done, and is hardly meant. `num_rows` are packed at once."""
     batch_size, num_warmup_steps = options.data.batch_size, options.optimization.num_warmup_steps
     data, num_steps = inputs.data, inputs.num_steps
     if data is not None and batch_size > len(data.kept):
@@ -326,9 +367,11 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, world_size: int) 
                 inputs.warnings.append(
                     f"--validation-data-path {source.path} is trained on, too: its loss says nothing of other data"
                 )
-    if batch_size < world_size:
+    if batch_size < num_rows:
+        sharing = options.sharding.context_parallel
+        ranks = "ranks" if sharing is None else f"groups of --context-parallel {sharing} ranks"
         inputs.warnings.append(
-            f"--batch-size {batch_size} is smaller than the {world_size} ranks: some have nothing to do"
+            f"--batch-size {batch_size} is smaller than the {num_rows} {ranks}: some have nothing to do"
         )
     if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
         inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
@@ -354,11 +397,13 @@ def build_run_model(
         world=world,
         progress=progress,
     )
-    plain = replace(compute, compile=False, activation_checkpointing="none")
+    plain = replace(compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False)
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
+    inputs.objective.row_group = world.row_group
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, device=world.device)
+    weigh_images(inputs, count_flops(model.model, inputs.config))
     log.info(describe_model(options, inputs, model))
     return model
 
@@ -370,6 +415,8 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
         f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
         f"{model.backend} attention",
         f"{compute.activation_checkpointing} activation checkpointing",
+        *(["tiled MLPs"] if compute.tiled_mlp else []),
+        *(["offloaded activations"] if compute.offload_activations else []),
         *(["liger kernels"] if compute.use_liger_kernels else []),
         *(["compiled blocks"] if compute.compile else []),
         *([method.describe()] if method.describe() else []),

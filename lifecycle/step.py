@@ -107,8 +107,10 @@ def describe_micro_batch(batch: Batch, k: int) -> str:
 
 def describe_bad_step(batch: Batch, sums: StepSums) -> str:
     """Where a loss or gradient stopped being finite: step, ranks and rows of the data set."""
-    bad = sums.bad_micro_batches or [(k, rank) for k, ranks in enumerate(batch.table) for rank in range(len(ranks))]
-    rows = [batch.sample_ids[i] for k, rank in bad for i in batch.table[k][rank]]
+    num_ranks = len(batch.table[0]) * batch.num_sharing
+    bad = sums.bad_micro_batches or [(k, rank) for k in range(len(batch.table)) for rank in range(num_ranks)]
+    cells = dict.fromkeys((k, rank // batch.num_sharing) for k, rank in bad)
+    rows = [batch.sample_ids[i] for k, group in cells for i in batch.table[k][group]]
     return (
         f"step {batch.step + 1}: the {'loss' if sums.bad_micro_batches else 'gradient'} is not finite (loss"
         f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of"

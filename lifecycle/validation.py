@@ -22,6 +22,7 @@ from model.sharding import reshard
 from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective
 from ranks.ending import log
+from ranks.row_group import count_sharing
 from ranks.world import World, call_on_rank0
 from sampler import RunPosition, prefetch, read_micro_batch
 
@@ -87,12 +88,11 @@ def validate(
 ) -> dict[str, Any]:
     """A line of validation_metrics_0.jsonl but for `is_best`: the scores of all sets together, and of each. All ranks.
 
-    Weighted by tokens: the same on any number of ranks, and for any `cap` (tokens of a micro-batch).
+    Weighted by tokens: the same on any number of ranks, and for any `cap` (a rank's tokens of a micro-batch).
     """
     start = time.monotonic()
-    sums, predictions = score_model(
-        state, data, objective, cap=max(cap, data.longest), attention_cost=attention_cost, progress=progress
-    )
+    cap = max(cap * count_sharing(objective.row_group), data.longest)
+    sums, predictions = score_model(state, data, objective, cap=cap, attention_cost=attention_cost, progress=progress)
     scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, sums, predictions))
     if predictions_file is not None:
         call_on_rank0(state.world, lambda: write_predictions(predictions_file, data, objective, predictions))
@@ -186,10 +186,15 @@ def gather_rows(rows: Tensor, world: World) -> np.ndarray | None:  # (N, 2 + ...
 def read_parts(
     data: Mixture, objective: Objective, *, cap: int, attention_cost: float, rank: int, world_size: int
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """This rank's micro-batches of all samples with their rows, as many as every other rank has."""
+    """This rank's micro-batches of all samples with their rows, as many as every other rank has.
+
+    `cap`: tokens of a packed row, of all ranks that share it.
+    """
+    num_sharing = count_sharing(objective.row_group)
     for start in range(0, len(data.kept), NUM_PACKED):
         rows = data.kept[start : start + NUM_PACKED]
-        for cell in pack_batch(data.lengths[rows], cap, world_size, attention_cost):
-            own = rows[cell[rank]]
+        images = data.images_of(rows)
+        for cell in pack_batch(data.lengths[rows], cap, world_size // num_sharing, attention_cost, images):
+            own = rows[cell[rank // num_sharing]]
             yield own, read_micro_batch(data, own, objective)
         data.release_pages()

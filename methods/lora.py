@@ -27,6 +27,7 @@ from objectives.objective import Objective, PackedModel
 from objectives.text_tower import text_config
 from options import DataOptions, LoRAOptions
 from ranks.ending import log
+from ranks.row_group import count_sharing, sum_parts
 from ranks.world import World, call_on_rank0
 
 if TYPE_CHECKING:
@@ -207,11 +208,12 @@ class LoRA:
         """
         vocab_size = text_config(packed_model.model.config).vocab_size
         micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size).to(world.device)
-        num_targets = len(micro_batch.trained_index)
+        row_group = self.objective.row_group
+        num_targets = sum_parts(torch.tensor(len(micro_batch.trained_index), device=world.device), row_group).item()
         packed_model.eval()
-        quantized = packed_model(micro_batch).item() / num_targets
+        quantized = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
         with whole_weights(packed_model.model, self.merger and self.merger.read_base, world=world):
-            merged = packed_model(micro_batch).item() / num_targets
+            merged = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
         packed_model.train()
         log.info(
             f"merging: {len(micro_batch.seq_lengths)} samples have a loss of {merged:.4f} on the weights as they were,"
@@ -233,7 +235,8 @@ def read_sample(options: DataOptions, objective: Objective, *, vocab_size: int) 
     """The first samples of the data that have room together in a micro-batch."""
     data = Mixture([TokenizedData(path) for path in options.data_path])
     data.vocab_size = vocab_size
-    data.fit_to(options.max_tokens_per_gpu, drop_overlong=True)
+    cap = options.max_tokens_per_gpu * count_sharing(objective.row_group)
+    data.fit_to(cap, drop_overlong=True)
     rows = data.kept[:NUM_COMPARED]
-    num_fitting = max(1, int((data.lengths[rows].cumsum() <= options.max_tokens_per_gpu).sum()))
+    num_fitting = max(1, int((data.lengths[rows].cumsum() <= cap).sum()))
     return objective.pack([data.read(row) for row in rows[:num_fitting]])

@@ -43,7 +43,8 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     ValueError for a name that nothing has, and for what an adapter of experts cannot have.
     """
     model = meta.model
-    layers = list(find_linear_layers(model, meta.blocks))
+    in_blocks, in_towers = find_linear_layers(model, meta.blocks), meta.objective.find_tower_layers(model)
+    layers = [name for name in (*in_blocks, *in_towers) if model.get_submodule(name).weight.requires_grad]
     inside = {id(param) for param in meta.blocks.parameters()}
     experts = [
         name
@@ -59,7 +60,10 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
         flag = f"--lora-adapter {options.lora_adapter}"
     else:
         patterns, flag = options.lora_target_modules, "--lora-target-modules"
-    chosen = choose_names(patterns, [*layers, *experts], flag) if patterns or given else [*layers, *experts]
+    if len(layers) < len(in_blocks) + len(in_towers):
+        flag = f"{flag} (beside what --freeze names)"
+    default = [*(name for name in layers if name in in_blocks), *experts]
+    chosen = choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
     others = [
         name
         for name, module in model.named_modules()

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from model import attention as packed_attention
+from model import tiling
 from model.blocks import find_blocks
 from model.method import Method
 from objectives.objective import PackedModel
@@ -46,7 +47,7 @@ def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] =
     """
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = operation.name() in kept
+        is_kept = operation.name() in kept and not tiling.is_inside_tiles
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, decide)} if kept else {}

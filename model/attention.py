@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
+from model.context_parallel import choose_own, give_heads_back, take_heads
 from objectives.micro_batch import MicroBatch
 
 # In the order of preference: what each backend honours beyond causal or two-sided attention with sliding windows.
@@ -61,7 +62,8 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
     ) -> tuple[Tensor, None]:
         if micro_batch is None:
             raise ValueError(f"{type(module).__name__} is not told what is packed: its model hands no arguments on")
-        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux, "blocks": micro_batch.blocks}
+        blocks = micro_batch.blocks if micro_batch.has_blocks_everywhere or sliding_window is not None else None
+        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux, "blocks": blocks}
         extras = {feature: value for feature, value in extras.items() if value is not None}
         dropped = extras.keys() - BACKENDS[name]
         looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -77,7 +79,13 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
             micro_batch = micro_batch.chunks
         if is_two_sided:
             extras["is_two_sided"] = True
-        return attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras), None
+        row_group, num_heads = micro_batch.row_group, query.shape[1]
+        if row_group is not None:
+            query, key, value = take_heads(query, key, value, row_group)
+            if s_aux is not None:
+                extras["sinks"] = choose_own(s_aux, row_group)
+        output = attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras)
+        return output if row_group is None else give_heads_back(output, num_heads, row_group), None
 
     return attention
 

@@ -8,15 +8,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from model.attention import OWN, choose_backend, list_heads, mark_chunked, register_backends, registered_name
+from model.attention import BACKENDS, OWN, choose_backend, list_heads, mark_chunked, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.method import MetaModel, Method
 from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
+from model.offloading import apply_offloading
 from model.padded_attention import pad_attention
 from model.sharding import apply_fsdp
+from model.tiling import apply_tiling, find_tiled
 from model.weights import Reader, read_weights
 from objectives.objective import Objective, PackedModel
+from objectives.packed_row import find_pad_position
 from objectives.text_tower import find_decoder, is_multimodal, set_attention, text_config
 from options import ComputeOptions, ShardingOptions
 from ranks.devices import describe_device
@@ -43,6 +46,8 @@ def build_model(
     weights'. `progress` is told where a long start is.
     """
     meta = make_meta_model(source, compute, objective=objective, method=method, device=world.device)
+    if objective.row_group is not None:
+        check_divisible(meta, objective.row_group.size)
     set_weights_dtype(meta.model, weights_dtype)
     if meta.left_out.parts:
         log.info(meta.left_out.describe(num_bytes=weights_dtype.itemsize))
@@ -50,6 +55,7 @@ def build_model(
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective)))
     method.prepare(meta, readers, world=world, progress=progress)
+    apply_tiling(meta)
     packed_model = objective.wrap(
         meta.model, backend=meta.backend, compute_dtype=meta.compute_dtype, fuses_loss=compute.compile
     )
@@ -83,6 +89,7 @@ def make_meta_model(
         use_kernels(blocks, device)
     if compute.float8:
         apply_float8(blocks, device)
+    tiled = find_tiled(model, blocks) if compute.tiled_mlp else ()
     if mode == "selective":
         kept = choose_kept_operations(model, method, backend=backend, compile=compute.compile)
         apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
@@ -90,7 +97,28 @@ def make_meta_model(
         apply_compile(blocks)
     if mode == "full":
         apply_activation_checkpointing(blocks)
-    return MetaModel(model, blocks, backend, compute_dtype, source, objective, left_out)
+    if compute.offload_activations:
+        apply_offloading(blocks, device)
+    return MetaModel(model, blocks, backend, compute_dtype, source, objective, left_out, tiled)
+
+
+def check_divisible(meta: MetaModel, num_sharing: int) -> None:
+    """ValueError for a model whose packed rows cannot be divided over ranks (--context-parallel)."""
+    config, reason = text_config(meta.model.config), None
+    num_heads = min((count for count, _ in list_heads(config)), default=0)
+    if any(map(find_mixers, meta.blocks)):
+        reason = "layers with a state, which would go on from one rank's tokens to the next one's"
+    elif meta.backend not in BACKENDS:
+        reason = "attention of its own, which needs whole sequences"
+    elif find_pad_position(meta.model) is not None:
+        reason = "positions that are counted over whole sequences"
+    elif num_heads < num_sharing:
+        reason = f"layers of {num_heads} attention heads, which are divided over the ranks"
+    if reason is not None:
+        raise ValueError(
+            f"--context-parallel {num_sharing}: model type {meta.model.config.model_type!r} has {reason};"
+            f" {f'give at most {num_heads}' if num_sharing > num_heads > 1 else 'leave it out'}"
+        )
 
 
 def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:

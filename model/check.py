@@ -19,6 +19,7 @@ from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective, PackedModel
 from objectives.text_tower import find_decoder, find_placeholders, set_attention, text_config
 from ranks.ending import log
+from ranks.row_group import sum_parts
 
 
 def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, device: torch.device) -> None:
@@ -72,9 +73,9 @@ def check_packing(
         return objective.pack([objective.make_check_sample(ids) for ids in token_ids]).to(device)
 
     # No sequence moves when the others change.
-    packed = pack(sequences)
     try:
-        hidden = split_rows(packed_model.hidden_states(packed), packed)
+        packed = pack(sequences)
+        hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
     except Exception as error:  # other people's models may raise anything where they make masks and positions
         words = str(error) or type(error).__name__
         raise ValueError(f"{refused}its forward pass fails on a packed row: {words}") from error
@@ -92,9 +93,10 @@ def check_packing(
     if packed_model.backend != OWN:  # whose windows are the model's, too
         check_windows(packed_model, pack(sequences))
     method.check_start(packed_model, pack(sequences))
-    loss = packed_model(pack(sequences)).item()
+    loss = packed_model(pack(sequences))
     if packed_model.router_loss is not None:
-        loss += packed_model.router_loss.item()
+        loss = loss + packed_model.router_loss
+    loss = sum_parts(loss, objective.row_group).item()
 
     # Hidden states and loss are the model's own.
     if packed_model.backend != OWN:

@@ -29,6 +29,7 @@ class MetaModel:
     source: ModelSource
     objective: Objective
     left_out: LeftOut = field(default_factory=LeftOut)  # of a multi-modal model, all but its text tower
+    tiled: tuple[str, ...] = ()  # names of the modules that are to take a tile of the row at a time
 
 
 @dataclass(frozen=True)

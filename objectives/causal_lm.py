@@ -27,6 +27,7 @@ from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idl
 from objectives.objective import Scores
 from objectives.packed_row import describe_row, find_pad_position
 from objectives.router_loss import sum_router_losses
+from objectives.row_part import gather_row, take_part
 from objectives.sight import Sight
 from objectives.text_tower import (
     LeftOut,
@@ -39,6 +40,7 @@ from objectives.text_tower import (
     text_config,
 )
 from objectives.token_loss import score_tokens, sum_token_loss
+from ranks.row_group import RowGroup
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # as configs call that of logits
@@ -62,6 +64,7 @@ class CausalLM:
         `label_smoothing` and `noise` concern what is trained; validations measure without them.
         """
         self.router_aux_loss, self.label_smoothing, self.noise = router_aux_loss, label_smoothing, noise
+        self.row_group: RowGroup | None = None
 
     def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
         check_task(task, self.name)
@@ -121,6 +124,9 @@ class CausalLM:
     def find_head(self, model: PreTrainedModel) -> list[str]:
         return []
 
+    def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
+        return []
+
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
         return {}
 
@@ -140,7 +146,7 @@ class CausalLM:
         return packed_model
 
     def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
-        return pack_samples(samples, sources=sources, num_sources=num_sources)
+        return take_part(pack_samples(samples, sources=sources, num_sources=num_sources), self.row_group)
 
     def measure_divisor(self, num_targets: int, samples: Iterable[Sample]) -> float:
         return num_targets
@@ -172,7 +178,7 @@ class CausalLM:
             labels = np.full(length, IGNORED)
             labels[1 : 1 + -(-num_trained * length // num_tokens)] = 1
             samples.append((np.arange(length) % NUM_PROBE_IDS, labels, None))
-        return pack_samples(samples)
+        return take_part(pack_samples(samples), self.row_group)
 
     def make_check_sample(self, token_ids: np.ndarray) -> Sample:
         return token_ids, token_ids, None
@@ -237,6 +243,7 @@ class PackedCausalLM(nn.Module):
                 micro_batch.cu_seqlens,
                 micro_batch.trained_index,
                 num_chosen=self.model.num_experts_per_tok,
+                row_group=micro_batch.row_group,
             )
             self.router_loss = self.router_aux_loss * router_sum
             self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}
@@ -292,10 +299,13 @@ class PackedCausalLM(nn.Module):
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """`encode` for the self-checks: an entry point of its own, which FSDP knows about."""
-        return self.encode(micro_batch).clone()  # FSDP's hooks want no view
+        hidden, row_group = self.encode(micro_batch), micro_batch.row_group
+        # FSDP's hooks want no view.
+        return hidden.clone() if row_group is None else row_group.gather(hidden, dim=1)
 
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The model's own answer for the row's one sequence: hidden states (1, L, H) and the summed loss."""
+        micro_batch = gather_row(micro_batch)
         input_ids = micro_batch.input_ids  # (1, L)
         sees = self.sight is not None
         own = self.sight.describe_own(micro_batch) if sees else dict(input_ids=input_ids)

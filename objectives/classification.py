@@ -46,6 +46,7 @@ class Classification:
         self.of_tokens = options.objective == "token-classification"
         self.peft_task = "TOKEN_CLS" if self.of_tokens else "SEQ_CLS"
         self.auto_class = AutoModelForTokenClassification if self.of_tokens else AutoModelForSequenceClassification
+        self.row_group = None  # a class is of a whole sequence
         self.task: Task | None = None
         self.loss: ClassLoss | None = None
         self.pad_token_id: int | None = None
@@ -109,6 +110,9 @@ class Classification:
         base, pooler = find_base(model), getattr(find_base(model), "pooler", None)
         parts = [child for child in model.children() if child is not base] + [pooler]
         return [name for name, module in model.named_modules() if module in parts and list(module.parameters())]
+
+    def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
+        return []
 
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
         """Parameters of a head that the model's files do not have, as transformers initializes them."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from objectives.columns import Task
 from objectives.micro_batch import MicroBatch, Sample
 from objectives.text_tower import LeftOut
+from ranks.row_group import RowGroup
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PackedModel(Protocol):
         ...
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """The packed row's final hidden states (1, T, H), for the start-up check."""
+        """The packed row's final hidden states (1, T, H), of all its parts, for the start-up check."""
         ...
 
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -58,6 +59,9 @@ class Objective(Protocol):
 
     name: str  # as --objective and the sidecars of data sets have it
     peft_task: str  # how an adapter's config calls it
+    row_group: (
+        RowGroup | None
+    )  # the ranks that share a packed row, of which `pack` and `make_probe` give this one's part
 
     def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
         """Learns what the data is for; ValueError where that is something else. Before any of the following."""
@@ -91,6 +95,10 @@ class Objective(Protocol):
 
     def find_head(self, model: PreTrainedModel) -> list[str]:
         """Names of the modules that train by every method, since the model's files need not have them."""
+        ...
+
+    def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
+        """Names of the linear layers outside of the decoder that adapters may have."""
         ...
 
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ranks.row_group import RowGroup, sum_parts
+
 
 def sum_router_losses(
     router_logits: Sequence[Tensor],  # of each layer (T, E)
@@ -18,17 +20,22 @@ def sum_router_losses(
     trained_index: Tensor,  # (N,) positions of targets
     *,
     num_chosen: int,
+    row_group: RowGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum over sequences of tokens x loss: an fp32 scalar; and how often experts were chosen: (layers, E), fp32.
 
-    Sequences without a target do not count, as where a rank has nothing to do.
+    Sequences without a target do not count, as where a rank has nothing to do. Where several ranks share the row, the
+    tokens are this one's, the borders the whole row's, and the results this one's part of their sums over ranks: a loss
+    is linear in the probabilities, and how often experts were chosen has no gradient.
     """
     num_tokens, num_experts = router_logits[0].shape
-    positions = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    first = 0 if row_group is None else row_group.rank * num_tokens
+    positions = torch.arange(first, first + num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence_of = torch.searchsorted(cu_seqlens, positions, right=True) - 1  # (T,)
     lengths = cu_seqlens.diff().float()  # (n,)
     ones = lengths.new_ones(len(trained_index))
-    counts = (torch.zeros_like(lengths).index_add_(0, sequence_of[trained_index], ones) > 0).float()  # (n,)
+    num_targets = torch.zeros_like(lengths).index_add_(0, sequence_of[trained_index], ones)
+    counts = (sum_parts(num_targets, row_group) > 0).float()  # (n,)
     probs = lengths.new_zeros(len(lengths), num_experts)  # summed over layers and tokens
     chosen = torch.zeros_like(probs)
     loads = []
@@ -40,6 +47,7 @@ def sum_router_losses(
         probs = probs.index_add(0, sequence_of, layer_probs.float())
         chosen += picks
         loads.append((picks * counts[:, None]).sum(0))
+    chosen = sum_parts(chosen, row_group)
     num_rows = lengths * len(router_logits)
     losses = num_experts * (chosen * probs).sum(-1) / num_rows.square()  # (n,)
     return (losses * lengths * counts).sum(), torch.stack(loads).detach()

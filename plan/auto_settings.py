@@ -20,15 +20,16 @@ from plan.choice import MODES, Probe, Room, choose_mode, count_useful_tokens, fi
 from ranks.devices import describe_device
 from ranks.ending import log
 from ranks.memory import GIB, MemoryCounter, memory_limit, resident_memory
+from ranks.row_group import count_sharing
 from ranks.world import call_on_rank0
 from sampler import RunPosition
 
 FIRST_TOKENS = 1024  # the most of a first probe, so that the attempt itself has room
 # A choice that was made before a resume is kept only where all these are as they were given.
 DECIDING_OPTIONS = (
-    "max_tokens_per_gpu", "activation_checkpointing", "memory_budget_gb", "attention", "compile", "float8", "sharding",
-    "shard_size", "reshard_after_forward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload",
-    "use_liger_kernels",
+    "max_tokens_per_gpu", "activation_checkpointing", "tiled_mlp", "offload_activations", "memory_budget_gb",
+    "attention", "compile", "float8", "sharding", "shard_size", "context_parallel", "reshard_after_forward",
+    "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload", "use_liger_kernels",
 )  # fmt: skip
 PLENTY = 0.5  # with this share of the memory left over no more has to be tried
 SHORT_QUANTILE = 0.1  # samples up to this quantile of the lengths count as short
@@ -149,10 +150,12 @@ def settle_auto_options(
         world_size=world.world_size,
         given={name: values[name] for name in DECIDING_OPTIONS},
     )
-    longest, most = count_useful_tokens(inputs.data, options.data, start=start, world_size=world.world_size)
+    num_sharing = count_sharing(world.row_group)
+    num_rows = world.world_size // num_sharing
+    longest, most = count_useful_tokens(inputs.data, options.data, start=start, world_size=num_rows)
     chosen = dict(previous or {})
     is_known = all(chosen.get(key) == value for key, value in place.items())
-    is_known = is_known and chosen.get("max_tokens_per_gpu", longest) >= longest
+    is_known = is_known and chosen.get("max_tokens_per_gpu", longest) * num_sharing >= longest
     if not call_on_rank0(world, lambda: is_known):  # ranks may have devices of different names
         prober = Prober(options, state, inputs, progress=progress)
         found = probe_settings(prober, options, inputs.data, most=most)
@@ -167,11 +170,15 @@ def settle_auto_options(
 
 def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most: int) -> dict[str, Any]:
     """The mode and the number of tokens that the prober finds, and the seconds that these take."""
-    longest, given = data.longest, options.data.max_tokens_per_gpu
+    longest, given, num_sharing = (
+        data.longest,
+        options.data.max_tokens_per_gpu,
+        count_sharing(prober.objective.row_group),
+    )
     mode = options.compute.activation_checkpointing
     least = longest
     if given != "auto":
-        least = most = max(longest, min(most, given))
+        least = most = max(longest, min(most, given * num_sharing))
 
     def find(mode: str) -> Room:
         if options.compute.activation_checkpointing == "auto":
@@ -188,4 +195,5 @@ def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most
         f"auto: {prober.limit / GIB:,.2f} GiB may be used, the longest sample has {longest:,} tokens, and more than"
         f" {most:,} in a micro-batch would not save one{takes}"
     )
-    return dict(activation_checkpointing=mode, max_tokens_per_gpu=room.num_tokens, seconds=room.seconds)
+    cap = -(-room.num_tokens // num_sharing)
+    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds)

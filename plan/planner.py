@@ -23,7 +23,7 @@ from lifecycle.checkpointing import check_state
 from lifecycle.due import is_export_due
 from lifecycle.raw_rows import find_data
 from lifecycle.record import check_output_dir, check_same_run, check_unused, is_checkpoint_of
-from lifecycle.start import Errors, RunInputs, keeps_to_budget, open_inputs
+from lifecycle.start import Errors, RunInputs, keeps_to_budget, open_inputs, weigh_images
 from model.files import find_weights
 from options import ComputeOptions, TrainOptions, replace_options
 from plan.choice import MODES, Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
@@ -33,11 +33,13 @@ from plan.speed import NUM_TIMED, Speed, measure_speed
 from ranks.devices import PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
 from ranks.ending import ExitCode
 from ranks.memory import GIB, MARGIN, memory_limit, resident_memory
+from ranks.row_group import check_sharing
 from ranks.world import call_on_rank0, count_shards, init_world, setup_logging
 from sampler import RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
 ENOUGH_TOKENS = 4096  # in a micro-batch of this size the fixed costs are small
+LONG_ROW = 8192  # tokens from which on a plan tries what makes room for long rows
 ASSUMED_MFU = 0.4  # what a step's time is planned with where nothing can be measured
 
 KINDS = {  # the kinds of StepMemory.peak in words
@@ -152,15 +154,18 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
         findings.add_problem(f"--plan-device {name}: not known; known are {', '.join(PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
+    found = findings if not is_here else Findings()  # init_world says it, too
     num_shards, shard_size = world_size, options.sharding.shard_size
     if options.sharding.sharding == "hybrid":
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
-        found = findings if not is_here else Findings()  # init_world says it, too
         num_shards = found.problems.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
+    num_sharing = options.sharding.context_parallel
+    if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
+        num_sharing = None
     offloads = options.sharding.cpu_offload and device.type == "cuda"
     gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(
-        Ranks(world_size, num_shards, offloads),
+        Ranks(world_size, num_shards, num_sharing, offloads),
         device,
         name,
         peak,
@@ -187,7 +192,10 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     if inputs.config is None:
         return PlannedRun(inputs, start, None)
     compute = simulated_compute(options, target, inputs)
-    return PlannedRun(inputs, start, findings.problems.attempt(lambda: lay_out_model(options, inputs, compute)))
+    model = findings.problems.attempt(lambda: lay_out_model(options, inputs, compute))
+    if model is not None:
+        weigh_images(inputs, model.flops)
+    return PlannedRun(inputs, start, model)
 
 
 def simulated_compute(options: TrainOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
@@ -273,6 +281,8 @@ def plan_memory(
     if memory is not None:
         findings.lines.append(packing.describe())
         describe_memory(target, packing, memory, findings)
+        if packing.num_tokens >= LONG_ROW:
+            describe_savings(options, target, run, packing, findings)
         check_memory(target, memory, findings)
     return options, packing, memory is not None
 
@@ -284,8 +294,8 @@ def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
         run.model.flops,
         start=run.start,
         num_steps=run.inputs.num_steps,
-        world_size=target.ranks.world_size,
-        cap=max(options.data.max_tokens_per_gpu, run.inputs.data.longest),
+        world_size=target.ranks.num_rows,
+        cap=max(options.data.max_tokens_per_gpu * (target.ranks.num_sharing or 1), run.inputs.data.longest),
     )
 
 
@@ -333,10 +343,11 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     if target.limit is None or "auto" not in (given, mode):
         return options
     data = run.inputs.data
-    longest, most = count_useful_tokens(data, options.data, start=run.start, world_size=target.ranks.world_size)
+    longest, most = count_useful_tokens(data, options.data, start=run.start, world_size=target.ranks.num_rows)
     least, enough = longest, max(longest, min(most, ENOUGH_TOKENS))
+    num_sharing = target.ranks.num_sharing or 1
     if given != "auto":
-        least = most = enough = max(longest, min(most, given))
+        least = most = enough = max(longest, min(most, given * num_sharing))
 
     def find(mode: str) -> Room:
         settled = replace_options(options, activation_checkpointing=mode)
@@ -351,7 +362,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
     mode, room = choose_mode(find, MODES if mode == "auto" else (mode,), enough=enough, is_timed=False)
     cap = given
     if given == "auto":
-        cap = room.num_tokens or longest
+        cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
             findings.add_problem(refuse_longest(data, room))
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap)
@@ -388,7 +399,7 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
     base, lines = target.base, findings.lines
     lines.append(
         f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
-        f" {packing.num_trained:,} of them trained"
+        f" {packing.num_trained:,} of them trained{describe_sharing(target.ranks)}"
     )
     items = {words: memory.peak[kind] for kind, words in KINDS.items()}
     items["interpreter and libraries"] = base
@@ -397,8 +408,41 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
         lines.append("  what is sharded is in the host's memory and not counted")
     lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
+    if memory.offloaded:
+        lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
     if target.keeps_freed:
         lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
+
+
+def describe_sharing(ranks: Ranks) -> str:
+    return "" if ranks.num_sharing is None else f"; {ranks.num_sharing} ranks share it, and have an equal part each"
+
+
+def describe_savings(
+    options: TrainOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
+) -> None:
+    """Adds what the options for long rows would come to, those that the run could have and has not."""
+    for change in list_savings(options, target):
+        changed = replace_options(options, **change)
+        try:
+            memory = simulate_packing(changed, target, run, packing)
+        except ValueError:  # of a model that has no such modules
+            continue
+        names = " ".join(f"--{name.replace('_', '-')}" for name, value in change.items() if value is True)
+        findings.lines.append(
+            f"  {f'together with {names}':<64}{(target.base + memory.total) / GIB:9.3f} GiB,"
+            f" {memory.per_token / 1024:,.1f} KiB for a token more"
+        )
+
+
+def list_savings(options: TrainOptions, target: Target) -> list[dict[str, bool]]:
+    compute, savings = options.compute, []
+    if not (compute.tiled_mlp or compute.compile):
+        savings.append(dict(tiled_mlp=True))
+    is_able = target.device.type == "cuda" and compute.activation_checkpointing == "full"
+    if is_able and not compute.offload_activations:
+        savings.append(dict(offload_activations=True))
+    return savings if len(savings) < 2 else [*savings, savings[0] | savings[1]]
 
 
 def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:
@@ -409,7 +453,7 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
         findings.add_problem(
             f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
             f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
-            " --activation-checkpointing full, or more GPUs"
+            " --activation-checkpointing full, --tiled-mlp, --offload-activations, or more GPUs"
         )
 
 

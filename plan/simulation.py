@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,15 +25,17 @@ from torch.utils._pytree import tree_map_only
 
 from lifecycle.start import RunInputs, choose_method
 from lifecycle.step import TrainState, run_backward, update_weights
-from model.build import make_meta_model, set_weights_dtype
+from model.build import check_divisible, make_meta_model, set_weights_dtype
 from model.flops import FlopCount, count_flops
 from model.method import MetaModel, Method
 from model.sharding import apply_fsdp, set_gradient_sync
+from model.tiling import apply_tiling
 from objectives.objective import Objective, PackedModel
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
 from options import ComputeOptions, TrainOptions
-from ranks.memory import MemoryCounter, memory_kind
+from ranks.memory import OFFLOADED, MemoryCounter, memory_kind
+from ranks.row_group import make_row_group
 from ranks.world import World, make_mesh
 
 SHARDED = ("weights", "frozen", "gradients", "optimizer")  # --cpu-offload takes these kinds of memory elsewhere
@@ -48,7 +51,8 @@ class StepMemory:
     """Bytes on rank 0, which has the largest shards, when a step needs most."""
 
     peak: Counter[str]  # by kind: weights, frozen, gradients, optimizer, gathered, activations, loss
-    num_tokens: int  # of the micro-batch
+    offloaded: int  # beside them in CPU memory
+    num_tokens: int  # of the micro-batch, of all ranks that share it
     per_token: float  # by how much a token more raises the peak
 
     @property
@@ -62,14 +66,20 @@ class Ranks:
 
     world_size: int
     num_shards: int  # ranks that hold one copy of the model
+    num_sharing: int | None = None  # ranks that share a packed row; None: each has rows of its own
     offloads: bool = False  # whether what is sharded lies elsewhere, and is not counted
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are packed at once."""
+        return self.world_size // (self.num_sharing or 1)
 
 
 @dataclass(frozen=True)
 class Load:
     """A micro-batch to simulate."""
 
-    num_tokens: int
+    num_tokens: int  # of the row, of all ranks that share it
     num_trained: int
     longest: int  # tokens of its longest sequence
     accumulates: bool  # the step has several micro-batches, so that gradients are there during the forward pass
@@ -97,10 +107,13 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     source = inputs.source(options.model)
     meta = make_meta_model(source, compute, objective=inputs.objective, method=method, device=torch.device("cpu"))
     model = meta.model
+    if options.sharding.context_parallel is not None:
+        check_divisible(meta, options.sharding.context_parallel)
     num_params = sum(param.numel() for param in model.parameters())
     set_weights_dtype(model, getattr(torch, options.optimization.master_weights))
     method.choose_layers(meta)
     method.lay_out(meta)
+    apply_tiling(meta)
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     saved = model.state_dict().keys()
@@ -137,6 +150,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         MemoryCounter() as counter,
     ):
         # The sharded model, and an update, which makes the optimizer's state.
+        planned.objective.row_group = world.row_group
         give_memory(packed_model, planned.method, world)
         apply_fsdp(
             packed_model,
@@ -171,16 +185,18 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
             counter.reset_peak()
             set_gradient_sync(packed_model, when, is_last=is_last)
             num_trained = size * load.num_trained // load.num_tokens
-            micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
+            with unset_fake_temporarily():  # where a row is cut depends on its content
+                micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
             run_backward(packed_model, micro_batch._map_tensors(fake.from_tensor), divisor=1)
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")
             peaks.append(counter.peak)
-    if ranks.offloads:
-        peaks = [Counter({kind: size for kind, size in peak.items() if kind not in SHARDED}) for peak in peaks]
+    elsewhere = (OFFLOADED, *(SHARDED if ranks.offloads else ()))
+    peaks = [Counter({kind: size for kind, size in peak.items() if kind not in elsewhere}) for peak in peaks]
     return StepMemory(
         peak=max(peaks, key=Counter.total),
+        offloaded=counter.most_offloaded,
         num_tokens=load.num_tokens,
         per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (load.num_tokens - load.num_tokens // 2),
     )
@@ -198,7 +214,8 @@ def fake_world(ranks: Ranks) -> Iterator[World]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world_size)
     try:
         mesh = make_mesh("cpu", ranks.world_size, ranks.num_shards)
-        yield World(0, ranks.world_size, torch.device("cpu"), mesh, dist.group.WORLD)
+        row_group = make_row_group(0, ranks.world_size, ranks.num_sharing)
+        yield World(0, ranks.world_size, torch.device("cpu"), mesh, dist.group.WORLD, row_group)
     finally:
         dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ CPU_SHARE = 0.8  # share of the available memory that all processes of a machine
 M_MMAP_THRESHOLD = -3  # the option's number in glibc's malloc.h
 SMALL_BLOCK = 2**16  # bytes from which on an allocation is a mapping of its own, which is given back at once
 ACTIVATIONS = "activations"  # what memory is for where nothing says otherwise
+OFFLOADED = "offloaded"  # what lies in CPU memory while all else that is counted is a GPU's; in no sum
 
 
 def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_here: bool = True) -> int:
@@ -75,6 +76,7 @@ class MemoryCounter(TorchDispatchMode):
         self.live: Counter[str] = Counter()  # bytes by kind
         self.peak: Counter[str] = Counter()  # as `live` was when its sum was largest
         self.num_live = self.num_peak = 0
+        self.most_offloaded = 0
         self._storages: dict[int, tuple[int, str]] = {}  # address of a storage -> bytes, kind
 
     def __enter__(self) -> "MemoryCounter":
@@ -120,6 +122,9 @@ class MemoryCounter(TorchDispatchMode):
             self._forget(address)
         self._storages[address] = (size, kind)
         self.live[kind] += size
+        if kind == OFFLOADED:
+            self.most_offloaded = max(self.most_offloaded, self.live[kind])
+            return
         self.num_live += size
         if self.num_live > self.num_peak:
             self.reset_peak()
@@ -131,7 +136,7 @@ class MemoryCounter(TorchDispatchMode):
     def _forget(self, address: int) -> None:
         size, kind = self._storages[address]
         self.live[kind] -= size
-        self.num_live -= size
+        self.num_live -= size if kind != OFFLOADED else 0
 
 
 current_kind = ACTIVATIONS

@@ -16,6 +16,7 @@ from options import ShardingOptions
 from ranks.ending import ExitCode, RunError, describe_error, exit_with_message
 from ranks.monitor import RunControl
 from ranks.peers import SLOW_LIMIT
+from ranks.row_group import RowGroup, make_row_group
 from ranks.terminal import LinesAboveBars, shows_progress
 
 Result = TypeVar("Result")
@@ -35,6 +36,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
     control: dist.ProcessGroup  # gloo, on the CPU: for waiting on rank 0
+    row_group: RowGroup | None = None  # the ranks that share packed rows; None: each has rows of its own
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -51,7 +53,7 @@ def init_world(sharding: ShardingOptions | None = None, *, hang_timeout: float =
     """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
 
     With hybrid sharding each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
-    if there are not several.
+    if there are not several, or if the ranks cannot be divided into groups that share rows.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     num_shards = world_size
@@ -70,7 +72,9 @@ def init_world(sharding: ShardingOptions | None = None, *, hang_timeout: float =
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, world_size, device, make_mesh(device.type, world_size, num_shards, timeout), control)
+    mesh = make_mesh(device.type, world_size, num_shards, timeout)
+    num_sharing = None if sharding is None else sharding.context_parallel
+    return World(rank, world_size, device, mesh, control, make_row_group(rank, world_size, num_sharing, timeout))
 
 
 def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
+from objectives.columns import Sample
 from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
 
 NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
@@ -27,9 +28,14 @@ def make_inputs(root: Path, family: str) -> dict[str, str]:
 
 def make_micro_batch(lengths: tuple[int, ...], *, seed: int) -> MicroBatch:
     """Random sequences of these lengths; a rank's that has nothing to do, without any."""
+    return pack_samples(make_samples_of(lengths, seed=seed))
+
+
+def make_samples_of(lengths: tuple[int, ...], *, seed: int) -> list[Sample]:
+    """The samples of `make_micro_batch`."""
     random = np.random.default_rng(seed)
     samples = [(ids, ids, None) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
-    return pack_samples(samples or [make_idle_sample()])
+    return samples or [make_idle_sample()]
 
 
 def read_rows(output_dir: Path) -> list[dict]:

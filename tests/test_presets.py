@@ -67,6 +67,10 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         (dict(input_file="r", text_field="b", format="messages"), "--text-field has no effect with --format messages"),
         (dict(input_file="r", objective="token-classification"), "needs rows of --format classification"),
         (
+            dict(mock_data=9, objective="sequence-classification"),
+            "needs rows of --format classification, with labels: --mock-data has none",
+        ),
+        (
             dict(input_file="r", format="classification"),
             "--format classification has no effect on --objective",
         ),

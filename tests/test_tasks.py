@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from in_process import train_here
+from make_encoder import save_encoder, train_word_pieces
 from make_tiny_model import save_tiny_model, train_tokenizer
 from processes import ROOT
 
@@ -30,8 +31,9 @@ from options import (
 from process_data import process_data
 
 TASKS = ROOT / "docs" / "tasks"
-PAGES = ("one_gpu", "another_cluster", "keep_knowledge", "serve")  # each needs what those before it have written
+PAGES = ("one_gpu", "another_cluster", "keep_knowledge", "serve", "classify")  # each needs what earlier ones wrote
 CAPITALS = {"Peru": "Lima", "Mali": "Bamako", "Oman": "Muscat", "Cuba": "Havana", "Iran": "Tehran", "Chad": "N'Djamena"}
+OPINIONS = {"good": "positive", "great": "positive", "bad": "negative", "dull": "negative"}
 COMMANDS = {
     "process-data": (ProcessDataOptions, lambda options, world: process_data(options)),
     "train": (TrainOptions, lambda options, world: train_here(world, **flatten_options(options))),
@@ -57,7 +59,7 @@ def run_command(words: list[str], world) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """What a reader of the pages begins with: a model, chats, questions."""
+    """What a reader of the pages begins with: a model, chats, questions; an encoder, reviews."""
     rows = [
         [
             {"role": "user", "content": f"What is the capital of {country}? ({i})"},
@@ -70,6 +72,10 @@ def make_directory(path: Path) -> None:
     (path / "questions.txt").write_text("What is the capital of Peru?\nWhat is the capital of Mali?\n")
     tokenizer = train_tokenizer((message["content"] for row in rows for message in row), vocab_size=320)
     save_tiny_model(path / "Qwen" / "Qwen3-0.6B", tokenizer, hidden_size=64, num_layers=2, seed=0)
+    reviews = [(f"Film {i} is {word}.", label) for i in range(10) for word, label in OPINIONS.items()]
+    (path / "reviews.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in reviews))
+    words = train_word_pieces((text for text, _ in reviews), vocab_size=100)
+    save_encoder(path / "answerdotai" / "ModernBERT-base", words, hidden_size=32, num_layers=3, seed=0)
 
 
 def test_the_commands_of_each_page_do_what_it_says(world, tmp_path, monkeypatch):
@@ -84,6 +90,8 @@ def test_the_commands_of_each_page_do_what_it_says(world, tmp_path, monkeypatch)
     assert [len(lines) for lines in answers] == [2, 2]
     steps = [json.loads(line)["step"] for line in Path("moved/training_metrics_0.jsonl").read_text().splitlines()]
     assert steps == [1, 2] and json.loads(Path("moved/training_params.json").read_text())["first_step"] == 1
+    labels = json.loads(Path("runs/reviews/hf_format/best/config.json").read_text())["id2label"]
+    assert labels == {"0": "negative", "1": "positive"} and (tmp_path / "review_scores/results.html").is_file()
     assert (tmp_path / "compared/results.html").is_file() and (tmp_path / "runs/osft/hf_format/last").is_dir()
 
 

@@ -222,6 +222,7 @@ EFFECTS = {
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
 TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those of rows: where process_data.py's are
+    "context_parallel",  # test_context_parallel.py
     "preset",  # these: test_presets.py
     "check_export",
     "validate_training_data",
@@ -239,6 +240,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "osft_rank_allocation",
     "osft_cache_dir",
     "freeze",  # test_vision.py
+    "max_image_tokens_per_gpu",  # test_vision_packing.py
     "lora_rank",  # these: test_lora.py
     "lora_alpha",
     "lora_dropout",
@@ -250,6 +252,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "lora_export",
     "base_quantization",
     "router_aux_loss",  # test_router_loss.py
+    "tiled_mlp",  # these two: test_long_rows.py
+    "offload_activations",
     "data_weights",  # these: test_mixture.py
     "data_weights_by",
     "objective",  # these: test_classification.py

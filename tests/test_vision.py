@@ -1,32 +1,54 @@
 """Models that see: rows with images, and packed losses and gradients against transformers' own, one by one."""
 
+import inspect
 import json
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
-from in_process import train_on
+from breadth import wide
+from in_process import train_here, train_on
 from PIL import Image
+from processes import flags
+from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
-from tiny_models import load_source
-from tiny_seeing import TOKENS, make_image, make_rows, save_seeing
+from tiny_models import compile_by, load_source, make_osft
+from tiny_seeing import SEEING, make_image, make_rows, save_seeing
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from chat.labels import IGNORED
 from chat.pictures import load_processor, open_image
+from command_line import parse_options
+from corpus.cache import find_outputs
 from corpus.reader import TokenizedData
+from lifecycle.raw_rows import find_data
+from merge_adapter import merge_adapter
 from methods.full import Full
+from methods.lora import LoRA
 from model.build import build_model
 from model.check import check_model
+from model.method import Method
 from objectives.causal_lm import CausalLM
 from objectives.columns import VISION
-from objectives.vision import VisionLanguage
-from options import ProcessDataOptions, TrainOptions, VisionOptions, group_options
+from objectives.micro_batch import MicroBatch
+from objectives.vision import REFUSED, VisionLanguage
+from options import (
+    LoRAOptions,
+    MergeAdapterOptions,
+    ProcessDataOptions,
+    TrainOptions,
+    VisionOptions,
+    flatten_options,
+    group_options,
+)
+from osft import OSFTLinear
 from process_data import process_data
 
-FAMILIES = tuple(TOKENS)
+FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
 
 
 def tokenize(rows: list[dict], model: Path, directory: Path, **options: object) -> Path:
@@ -41,7 +63,7 @@ def tokenize(rows: list[dict], model: Path, directory: Path, **options: object) 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: save_seeing(root, family) for family in FAMILIES}
+    return {family: save_seeing(root, family) for family in ("qwen2.5-vl", "llava")}
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +81,22 @@ def load(path: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def build(path: Path, world, freeze: tuple[str, ...] = ("vision",)):
+def build(path: Path, world, freeze: tuple[str, ...] = ("vision",), method: Method | None = None, **options: object):
     given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none",
                  compute_dtype="float32")  # fmt: skip
-    options, source = group_options(TrainOptions, **given), load_source(path)
+    options, source = group_options(TrainOptions, **given | options), load_source(path)
     objective = VisionLanguage(VisionOptions(freeze=freeze), CausalLM())
     assert objective.check_config(source.config, trust_remote_code=False) is None
     objective.use_tokenizer(None)
-    return objective, build_model(
-        source, options.compute, options.sharding, objective=objective, method=Full(), world=world
+    packed = build_model(
+        source, options.compute, options.sharding, objective=objective, method=method or Full(), world=world
     )
+    check_model(packed, objective, method or Full(), device=world.device)
+    return objective, packed
+
+
+def pack_all(objective: VisionLanguage, rows: TokenizedData) -> MicroBatch:
+    return objective.pack([rows.read(row) for row in range(len(rows.lengths))])
 
 
 def run_plain(model: PreTrainedModel, path: Path, data: TokenizedData, row: int) -> torch.Tensor:
@@ -78,62 +106,224 @@ def run_plain(model: PreTrainedModel, path: Path, data: TokenizedData, row: int)
     kinds = (ids == model.config.image_token_id).long()
     own = dict(input_ids=ids, use_cache=False)
     if references:
-        images = [open_image(reference, directory=Path()) for reference in references]
-        own |= load_processor(str(path)).image_processor(images=[images], return_tensors="pt")
-        own.pop("num_crops", None), own.pop("rows", None), own.pop("cols", None)
-        if model.config.model_type == "qwen2_5_vl":
-            own["mm_token_type_ids"] = kinds
+        images, processor = (
+            [open_image(reference, directory=Path()) for reference in references],
+            load_processor(str(path)),
+        )
+        places = processor.image_token * len(images)
+        made = processor(text=[places], images=[images], add_special_tokens=False, return_tensors="pt")
+        taken = inspect.signature(type(model).forward).parameters
+        own |= {name: value for name, value in made.items() if name in taken and name != "attention_mask"}
+        own |= dict(input_ids=ids) | (dict(mm_token_type_ids=kinds) if "mm_token_type_ids" in taken else {})
     if model.config.model_type == "gemma3":
         own["token_type_ids"] = kinds
     logits = model(**own).logits[0]
     return torch.nn.functional.cross_entropy(logits[:-1], labels[1:].long(), ignore_index=IGNORED, reduction="sum")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_losses_and_gradients_are_the_models_own(family, models, data, world):
-    rows = TokenizedData(data[family])
-    for freeze in (("vision",), ("nothing",)) if family == "qwen2.5-vl" else (("vision",),):
-        objective, packed = build(models[family], world, freeze)
-        check_model(packed, objective, Full(), device=world.device)
-        loss = packed(objective.pack([rows.read(row) for row in range(len(rows.lengths))]))
+def run_all_plain(model: PreTrainedModel, path: Path, rows: TokenizedData) -> tuple[float, dict[str, torch.Tensor]]:
+    """The summed loss of all rows, one at a time, and its gradients; zeros where there is none."""
+    total = sum(run_plain(model, path, rows, row) for row in range(len(rows.lengths)))
+    total.backward()
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return total.item(), {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params}
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    assert (found.full_tensor() - expected).norm() <= 1e-5 * expected.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(wide(name) for name in SEEING if name not in (*FAMILIES, *REFUSED))])
+def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path):
+    """With all of the model trained: whatever part is frozen, the gradients of the others are these."""
+    model = save_seeing(tmp_path, family)
+    rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
+    objective, packed = build(model, world, ("nothing",))
+    loss = packed(pack_all(objective, rows))
+    loss.backward()
+    total, gradients = run_all_plain(load(model), model, rows)
+    assert loss.item() == pytest.approx(total, rel=1e-6)
+    trained = dict(packed.model.named_parameters())
+    assert gradients.keys() == trained.keys()
+    for name, param in trained.items():
+        assert_same(param.grad, gradients[name], name)
+
+
+PARTS = {"vision": "vision_tower", "projector": "multi_modal_projector", "language": ("language_model", "lm_head")}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_models_own(mode, models, data, world):
+    """In every mix of parts, and with every way to keep activations; a mix has its own, to try each once."""
+    mixes = {
+        "none": [("vision", "projector"), ("projector", "language")],
+        "selective": [("vision", "language"), ("projector",)],
+        "full": [("language",), ("vision",)],
+    }
+    rows = TokenizedData(data["llava"])
+    total, gradients = run_all_plain(load(models["llava"]), models["llava"], rows)
+    for freeze in mixes[mode]:
+        objective, packed = build(models["llava"], world, freeze, activation_checkpointing=mode)
+        loss = packed(pack_all(objective, rows))
         loss.backward()
-        own = load(models[family])
-        total = sum(run_plain(own, models[family], rows, row) for row in range(len(rows.lengths)))
-        total.backward()
-        assert loss.item() == pytest.approx(total.item(), rel=1e-6)
-        gradients = dict(own.named_parameters())
-        trained = {name: param for name, param in packed.model.named_parameters() if param.requires_grad}
-        assert any("language_model" in name or "text_model" in name for name in trained)
-        assert any(word in name for name in trained for word in ("projector", "merger", "connector"))
-        for name, param in trained.items():
-            gradient = gradients[name].grad
-            found = param.grad.full_tensor()
-            assert (found - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+        assert loss.item() == pytest.approx(total, rel=1e-6)
+        for name, param in packed.model.named_parameters():
+            part = next(part for part, starts in PARTS.items() if name.removeprefix("model.").startswith(starts))
+            assert (param.grad is None) == (part in freeze), (name, freeze)
+            if param.grad is not None:
+                assert_same(param.grad, gradients[name], name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
+def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, monkeypatch):
+    """Also those between which features of deeper layers come in, or whose tokens of an image see both ways."""
+    compile_by("eager", monkeypatch, dynamic=False)
+    model = save_seeing(tmp_path, family)
+    rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
+    objective, packed = build(model, world, ("nothing",), compile=True)
+    loss = packed(pack_all(objective, rows))
+    loss.backward()
+    total, gradients = run_all_plain(load(model), model, rows)
+    assert loss.item() == pytest.approx(total, rel=1e-6)
+    for name, param in packed.model.named_parameters():
+        assert_same(param.grad, gradients[name], name)
+
+
+def test_nothing_left_to_train_is_refused(models, world):
+    with pytest.raises(ValueError, match="--freeze vision projector language: nothing is left to train"):
+        build(models["llava"], world, ("vision", "projector", "language"))
+    with pytest.raises(ValueError, match=r"(?s)beside what --freeze names.* q_nope: there is nothing of this name"):
+        build(models["llava"], world, ("vision",), make_lora("q_nope"))
+
+
+def make_lora(*targets: str) -> LoRA:
+    return LoRA(LoRAOptions(lora=True, lora_rank=4, lora_target_modules=targets), seed=0)
+
+
+def train_adapters(family: str, method: LoRA, freeze: tuple[str, ...], models, data, world) -> set[str]:
+    """Compares with peft's adapters of the same numbers, one row at a time; the layers that have adapters."""
+    objective, packed = build(models[family], world, freeze, method)
+    torch.manual_seed(1)
+    trained = {name: param for name, param in packed.model.named_parameters() if param.requires_grad}
+    for param in trained.values():  # what has learned nothing hides half of the gradients
+        param.data.to_local().normal_(std=0.2)
+    own = peft.get_peft_model(load(models[family]), method.config)
+    for name, param in own.base_model.model.named_parameters():
+        if name in trained:
+            param.data.copy_(trained[name].data.full_tensor())
+    rows = TokenizedData(data[family])
+    loss = packed(pack_all(objective, rows))
+    loss.backward()
+    total, gradients = run_all_plain(own.base_model.model, models[family], rows)
+    assert gradients.keys() == trained.keys()
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    for name, param in trained.items():
+        assert_same(param.grad, gradients[name], name)
+    return {name.partition(".lora_")[0].removeprefix("model.") for name in trained}
+
+
+def test_adapters_on_language_on_vision_and_on_both_are_pefts(models, data, world):
+    """By default the language model's blocks have them; where else one is looked for, --freeze says."""
+    language = train_adapters("llava", make_lora(), ("vision",), models, data, world)
+    assert all(name.startswith("language_model.layers") for name in language) and len(language) == 14
+    same = train_adapters("llava", make_lora("q_proj"), ("vision",), models, data, world)
+    assert same == {name for name in language if name.endswith("q_proj")}
+    vision = train_adapters("llava", make_lora("q_proj"), ("language",), models, data, world)
+    assert len(vision) == 2 and all(name.startswith("vision_tower") for name in vision)
+    both = train_adapters(
+        "qwen2.5-vl", make_lora("q_proj", "attn.qkv", r"merger\.mlp\.0"), ("nothing",), models, data, world
+    )
+    assert len(both) == 5 and {name.split(".")[0] for name in both} == {"visual", "language_model"}
+
+
+def test_osft_trains_directions_of_the_language_model_by_the_models_own_gradients(models, data, world, tmp_path):
+    """Of dW = B V^T, or U C V^T, B's and C's gradients are the weight's, seen through V and U."""
+    rows = TokenizedData(data["llava"])
+    method = make_osft(tmp_path, osft_unfreeze_rank_ratio=0.5)
+    objective, packed = build(models["llava"], world, ("vision",), method)
+    loss = packed(pack_all(objective, rows))
+    loss.backward()
+    total, gradients = run_all_plain(load(models["llava"]), models["llava"], rows)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    layers = {name: layer for name, layer in packed.model.named_modules() if isinstance(layer, OSFTLinear)}
+    assert len(layers) == 14 and all("language_model.layers" in name for name in layers)
+    for name, layer in layers.items():
+        weight = gradients[f"{name}.weight"]
+        expected = (weight if layer.on_input else weight.T) @ layer.V_low.full_tensor()
+        if layer.U_low is not None:
+            expected = layer.U_low.full_tensor().T @ expected
+        assert_same(layer.coefficients.grad, expected, name)
+    trained = {name for name, param in packed.model.named_parameters() if param.requires_grad}
+    assert trained == {f"{name}.coefficients" for name in layers}
+
+
+def train(world, output_dir: Path, model: Path, *, num_ranks: int = 1, **options: object) -> Path:
+    """A run's last export."""
+    given = OPTIONS | dict(model_name_or_path=model, output_dir=output_dir, max_steps=2, batch_size=3,
+                           max_tokens_per_gpu=120)  # fmt: skip
+    train_on(num_ranks, world, **given | options)
+    return max((output_dir / "hf_format").glob("samples_*"))
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    for row, same in zip(read_rows(one), read_rows(other), strict=True):
+        assert row["loss"] == pytest.approx(same["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
+
+
+def read_validations(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "validation_metrics_0.jsonl").read_text().splitlines()]
 
 
 def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_class(models, data, world, tmp_path):
-    """Two ranks, of which one often has no image, with the tower and the projector trained."""
+    """Four ranks, of which most have no image in a micro-batch, with tower and projector trained; validations, too."""
     family = "qwen2.5-vl"
-
-    def train(name: str, *, num_ranks: int = 1, **options: object) -> Path:
-        # fmt: off
-        given = OPTIONS | dict(model_name_or_path=models[family], data_path=data[family], freeze="nothing",
-                               output_dir=tmp_path / name, max_steps=2, batch_size=3, max_tokens_per_gpu=90)
-        # fmt: on
-        train_on(num_ranks, world, **given | options)
-        return max((tmp_path / name / "hf_format").glob("samples_*"))
-
-    exports = {n: train(f"on_{n}", num_ranks=n) for n in (1, 2)}
-    for row, other in zip(read_rows(tmp_path / "on_1"), read_rows(tmp_path / "on_2"), strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    own, before = load(exports[1]), load(models[family])
+    given = dict(data_path=data[family], freeze="nothing", validation_data_path=(str(data[family]),))
+    exports = {n: train(world, tmp_path / f"on_{n}", models[family], num_ranks=n, **given) for n in (1, 4)}
+    assert_same_runs(tmp_path / "on_1", tmp_path / "on_4")
+    measured, same = (read_validations(tmp_path / f"on_{n}") for n in (1, 4))
+    assert [row["loss"] for row in measured] == pytest.approx([row["loss"] for row in same], rel=1e-5)
+    rows, before = TokenizedData(data[family]), load(models[family])
+    for row, model in ((measured[0], before), (measured[-1], load(exports[1]))):
+        total = run_all_plain(model, models[family], rows)[0]
+        assert row["loss"] == pytest.approx(total / int(rows.num_loss_tokens.sum()), rel=1e-5)
+    own = load(exports[1])
     assert type(own) is type(before)
     changed = {name for name, param in own.named_parameters() if not torch.equal(param, before.get_parameter(name))}
     assert any("visual.blocks" in name for name in changed) and any("merger" in name for name in changed)
-    assert load_processor(str(exports[1])).image_token == TOKENS[family][0]
-    resumed = train("resumed", resume=str(tmp_path / "on_1/checkpoints/step_1"))
+    assert load_processor(str(exports[1])).image_token == SEEING[family].tokens[0]
+    resume = str(tmp_path / "on_1/checkpoints/step_1")
+    resumed = train(world, tmp_path / "resumed", models[family], **given, resume=resume)
     assert (resumed / "model.safetensors").read_bytes() == (exports[1] / "model.safetensors").read_bytes()
+
+
+def test_rows_with_images_are_trained_on_at_once_and_adapters_load_back(models, world, tmp_path):
+    """By --input-file --images and the preset that tries everything; rows from elsewhere are other rows."""
+    places = [tmp_path / name for name in ("first", "second")]
+    for place in places:
+        place.mkdir()
+        (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(place)))
+    command = flags(
+        model_name_or_path=models["llava"], input_file=places[0] / "rows.jsonl", images=True, num_proc=1,
+        output_dir=tmp_path / "run", data_cache_dir=tmp_path / "cache", preset="sanity", learning_rate=1e-2,
+        export_dtype="float32", lora=True, lora_target_modules=("q_proj",), freeze="nothing",
+    )  # fmt: skip
+    options = parse_options(TrainOptions, command)
+    found = find_data(options)
+    train_here(world, **flatten_options(options) | dict(input_file=(), images=False) | found)
+    (export,) = (tmp_path / "run/hf_format").glob("samples_*")
+    names = load_file(export / "adapter_model.safetensors")
+    assert {name.split(".")[3] for name in names} == {"vision_tower", "language_model"}
+    merge_adapter(MergeAdapterOptions(adapter=str(export), output_dir=str(tmp_path / "merged"),
+                                      export_dtype="float32"), world)  # fmt: skip
+    own = peft.PeftModel.from_pretrained(load(models["llava"]), str(export)).merge_and_unload()
+    for name, param in load(tmp_path / "merged").named_parameters():
+        torch.testing.assert_close(param, own.get_parameter(name), rtol=1e-6, atol=1e-6)
+    rows = replace(options.rows, input_file=(str(places[1] / "rows.jsonl"),))
+    known = {"cache_dir": tmp_path / "cache", "trust_remote_code": False}
+    assert str(find_outputs(options.rows, str(models["llava"]), **known).data) == found["data_path"][0]
+    assert str(find_outputs(rows, str(models["llava"]), **known).data) != found["data_path"][0]
 
 
 BOMB = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"

@@ -156,6 +156,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     weights_dtype: torch.dtype = torch.float32,
     method: Method | None = None,
+    objective: CausalLM | None = None,
     **options: object,
 ) -> PackedModel:
     """The model at `path` as train.py builds it, by default without activation checkpointing."""
@@ -165,7 +166,7 @@ def build(
         load_source(path),
         grouped.compute,
         grouped.sharding,
-        objective=CausalLM(),
+        objective=CausalLM() if objective is None else objective,
         method=Full() if method is None else method,
         weights_dtype=weights_dtype,
         world=world,

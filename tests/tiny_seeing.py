@@ -3,49 +3,25 @@
 import base64
 import io
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from tiny_models import SHAPE, save_tokenizer
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    CLIPVisionConfig,
-    Gemma3Config,
-    Idefics3Config,
-    LlavaConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    Qwen2_5_VLConfig,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16)
-# As texts have it where an image stands, and as they have each of its tokens; others of the family's.
-TOKENS = {
-    "qwen2.5-vl": ("<|image_pad|>", "<|image_pad|>", ("<|video_pad|>",)),
-    "llava": ("<image>", "<image>", ()),
-    "idefics3": ("<image>", "<image>", ("<fake_token_around_image>", "<global-img>", "<row_1_col_1>")),
-    "gemma3": ("<boi>", "<img>", ("<eoi>",)),
-}
-NORMAL = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
-IMAGE_SETTINGS = {
-    "qwen2.5-vl": dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2,
-                       min_pixels=128, max_pixels=512),
-    "llava": dict(image_processor_type="LlavaImageProcessor", size=dict(shortest_edge=16),
-                  crop_size=dict(height=16, width=16)),
-    "idefics3": dict(image_processor_type="Idefics3ImageProcessor", size=dict(longest_edge=32),
-                     max_image_size=dict(longest_edge=16)),
-    "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=16, width=16)),
-}  # fmt: skip
-PROCESSOR_SETTINGS = {
-    "qwen2.5-vl": dict(processor_class="Qwen2_5_VLProcessor"),
-    "llava": dict(processor_class="LlavaProcessor", patch_size=4, vision_feature_select_strategy="default",
-                  num_additional_image_tokens=1),
-    "idefics3": dict(processor_class="Idefics3Processor", image_seq_len=4),
-    "gemma3": dict(processor_class="Gemma3Processor", image_seq_length=4),
-}  # fmt: skip
+QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+GLM_TOKENS = ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+              "<|end_of_video|>")  # fmt: skip
+QWEN_IMAGES = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2,
+                   min_pixels=128, max_pixels=512)  # fmt: skip
+QWEN_VISION = dict(depth=2, hidden_size=32, num_heads=2, patch_size=4)
+TILES = [[16, 32], [32, 16], [32, 32]]
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}PLACE{% else %}{{ part['text'] }}{% endif %}"
@@ -54,56 +30,243 @@ TEMPLATE = (
 )
 
 
-def make_config(family: str, image: int, video: int) -> PreTrainedConfig:
-    text = SHAPE | dict(model_type="llama")
-    match family:
-        case "qwen2.5-vl":
-            rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
-            return Qwen2_5_VLConfig(
-                text_config=SHAPE | dict(rope_parameters=rope), image_token_id=image, video_token_id=video,
-                vision_config=dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=32,
-                                   patch_size=4, fullatt_block_indexes=[1], window_size=16),
-            )  # fmt: skip
-        case "llava":
-            vision = CLIPVisionConfig(**VISION, patch_size=4, projection_dim=32)
-            return LlavaConfig(text_config=text, vision_config=vision, image_token_index=image)
-        case "idefics3":
-            return Idefics3Config(
-                text_config=text, vision_config=VISION | dict(patch_size=4), image_token_id=image, scale_factor=2
-            )
-    kinds = ["sliding_attention", "full_attention"]
-    return Gemma3Config(
-        text_config=SHAPE | dict(head_dim=8, sliding_window=5, layer_types=kinds), image_token_index=image,
-        vision_config=VISION | dict(patch_size=4), mm_tokens_per_image=4,
+@dataclass(frozen=True)
+class Family:
+    """A kind of model that sees, tiny."""
+
+    model_type: str
+    tokens: tuple[str, ...]  # the first one stands for a part of an image
+    images: dict[str, Any]  # preprocessor_config.json
+    processor: dict[str, Any]  # processor_config.json
+    config: dict[str, Any]  # beside the ids of tokens, which names in it may say: {"image_token_id": "<image>"}
+    place: str | None = None  # how texts have an image; None: as the first token
+    named: dict[str, str] = field(default_factory=dict)  # tokens by names that the tokenizer knows
+
+
+def make_text(**changes: Any) -> dict[str, Any]:
+    return SHAPE | dict(model_type="llama") | changes
+
+
+def make_clip(**changes: Any) -> dict[str, Any]:
+    return VISION | dict(model_type="clip_vision_model", patch_size=4, projection_dim=32) | changes
+
+
+def make_siglip(**changes: Any) -> dict[str, Any]:
+    return VISION | dict(model_type="siglip_vision_model", patch_size=4, vision_use_head=False) | changes
+
+
+def qwen(model_type: str, processor: str, text: dict[str, Any], vision: dict[str, Any]) -> Family:
+    image, video, start, end = QWEN_TOKENS
+    return Family(
+        model_type, QWEN_TOKENS, QWEN_IMAGES, dict(processor_class=processor),
+        dict(text_config=SHAPE | text, vision_config=QWEN_VISION | vision, image_token_id=image, video_token_id=video,
+             vision_start_token_id=start, vision_end_token_id=end),
+        place=f"{start}{image}{end}",
     )  # fmt: skip
 
 
-def save(tokenizer: PreTrainedTokenizerBase, path: Path) -> Path:
-    tokenizer.save_pretrained(path)
-    return path
+def glm(model_type: str, name: str) -> Family:
+    image, video, *marks = GLM_TOKENS
+    text = SHAPE | dict(model_type="glm4v_text", rope_parameters=MROPE | dict(partial_rotary_factor=1.0))
+    vision = QWEN_VISION | dict(model_type="glm4v_vision", intermediate_size=48, out_hidden_size=32, image_size=16)
+    names = ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
+    return Family(
+        model_type, GLM_TOKENS,
+        dict(image_processor_type=f"{name}ImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2,
+             size=dict(shortest_edge=128, longest_edge=1024)),
+        dict(processor_class=f"{name}Processor"),
+        dict(text_config=text, vision_config=vision, image_token_id=image, video_token_id=video)
+        | dict(zip(names, marks, strict=True)),
+        place=f"{marks[0]}{image}{marks[1]}",
+    )  # fmt: skip
+
+
+def gemma4(**changes: Any) -> Family:
+    text = dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    vision = VISION | dict(
+        patch_size=4, num_key_value_heads=2, head_dim=16, pooling_kernel_size=3, position_embedding_size=64
+    )
+    return Family(
+        "gemma4", ("<img>", "<boi>", "<eoi>", "<audio>", "<boa>", "<eoa>"),
+        dict(image_processor_type="Gemma4ImageProcessor", patch_size=4, max_soft_tokens=70, pooling_kernel_size=3),
+        dict(processor_class="Gemma4Processor", image_seq_length=70),
+        dict(text_config=SHAPE | text | changes, vision_config=vision, image_token_id="<img>", boi_token_id="<boi>",
+             eoi_token_id="<eoi>", audio_token_id="<audio>"),
+        named=dict(boi_token="<boi>", image_token="<img>", eoi_token="<eoi>", audio_token="<audio>", boa_token="<boa>",
+                   eoa_token="<eoa>"),
+    )  # fmt: skip
+
+
+SEEING = {
+    "qwen2-vl": qwen("qwen2_vl", "Qwen2VLProcessor", dict(rope_parameters=MROPE),
+                     dict(embed_dim=32, mlp_ratio=2)),
+    "qwen2.5-vl": qwen("qwen2_5_vl", "Qwen2_5_VLProcessor", dict(rope_parameters=MROPE),
+                       dict(intermediate_size=48, out_hidden_size=32, fullatt_block_indexes=[1], window_size=16)),
+    "qwen3-vl": qwen("qwen3_vl", "Qwen3VLProcessor",
+                     dict(head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True)),
+                     dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16,
+                          deepstack_visual_indexes=[0])),
+    "qwen3-vl-moe": qwen("qwen3_vl_moe", "Qwen3VLProcessor",
+                         dict(head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True), num_experts=4,
+                              num_experts_per_tok=2, moe_intermediate_size=16),
+                         dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16,
+                              deepstack_visual_indexes=[0])),
+    "qwen3.5": qwen("qwen3_5", "Qwen3VLProcessor",
+                    dict(head_dim=16, layer_types=["linear_attention", "full_attention"],
+                         linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+                         linear_value_head_dim=8,
+                         rope_parameters=MROPE | dict(mrope_interleaved=True, partial_rotary_factor=0.5)),
+                    dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16)),
+    "qwen3.5-moe": qwen("qwen3_5_moe", "Qwen3VLProcessor",
+                        dict(head_dim=16, layer_types=["linear_attention", "full_attention"],
+                             linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+                             linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                             shared_expert_intermediate_size=16,
+                             rope_parameters=MROPE | dict(mrope_interleaved=True, partial_rotary_factor=0.5)),
+                        dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16)),
+    "glm-4v": glm("glm4v", "Glm4v"),
+    "glm-4.6v": glm("glm46v", "Glm46V"),
+    "llava": Family(
+        "llava", ("<image>",),
+        dict(image_processor_type="LlavaImageProcessor", size=dict(shortest_edge=16),
+             crop_size=dict(height=16, width=16)),
+        dict(processor_class="LlavaProcessor", patch_size=4, vision_feature_select_strategy="default",
+             num_additional_image_tokens=1),
+        dict(text_config=make_text(), vision_config=make_clip(), image_token_index="<image>"),
+    ),
+    "vip-llava": Family(
+        "vipllava", ("<image>",),
+        dict(image_processor_type="CLIPImageProcessor", size=dict(shortest_edge=16),
+             crop_size=dict(height=16, width=16)),
+        dict(processor_class="LlavaProcessor", patch_size=4, vision_feature_select_strategy="default",
+             num_additional_image_tokens=1),
+        dict(text_config=make_text(), vision_config=make_clip(), image_token_index="<image>",
+             vision_feature_layers=[-2, -1]),
+    ),
+    "llava-next": Family(
+        "llava_next", ("<image>",),
+        dict(image_processor_type="LlavaNextImageProcessor", size=dict(shortest_edge=16),
+             crop_size=dict(height=16, width=16), image_grid_pinpoints=TILES),
+        dict(processor_class="LlavaNextProcessor", patch_size=4, vision_feature_select_strategy="default",
+             num_additional_image_tokens=1),
+        dict(text_config=make_text(), vision_config=make_clip(), image_token_index="<image>",
+             image_grid_pinpoints=TILES),
+    ),
+    "llava-onevision": Family(
+        "llava_onevision", ("<image>", "<video>"),
+        dict(image_processor_type="LlavaOnevisionImageProcessor", size=dict(height=16, width=16),
+             image_grid_pinpoints=TILES),
+        dict(processor_class="LlavaOnevisionProcessor", num_image_tokens=16, vision_feature_select_strategy="full"),
+        dict(text_config=make_text(), vision_config=make_siglip(), image_token_index="<image>",
+             video_token_index="<video>", image_grid_pinpoints=TILES),
+    ),
+    "internvl": Family(
+        "internvl", ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        dict(image_processor_type="GotOcr2ImageProcessor", size=dict(height=16, width=16), max_patches=3),
+        dict(processor_class="InternVLProcessor", image_seq_length=4),
+        dict(text_config=make_text(), image_token_id="<IMG_CONTEXT>", image_seq_length=4,
+             vision_config=VISION | dict(image_size=[16, 16], patch_size=[4, 4])),
+        named=dict(start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
+                   video_token="<video>"),
+    ),
+    "mistral3": Family(
+        "mistral3", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        dict(image_processor_type="PixtralImageProcessor", patch_size=4, size=dict(longest_edge=24)),
+        dict(processor_class="PixtralProcessor", patch_size=4, spatial_merge_size=2),
+        dict(text_config=make_text(model_type="mistral"), image_token_index="[IMG]",
+             vision_config=VISION | dict(model_type="pixtral", image_size=32, patch_size=4)),
+    ),
+    "pixtral": Family(
+        "llava", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        dict(image_processor_type="PixtralImageProcessor", patch_size=4, size=dict(longest_edge=24)),
+        dict(processor_class="PixtralProcessor", patch_size=4),
+        dict(text_config=make_text(model_type="mistral"), image_token_index="[IMG]", vision_feature_layer=-1,
+             vision_feature_select_strategy="full",
+             vision_config=VISION | dict(model_type="pixtral", image_size=32, patch_size=4)),
+    ),
+    "idefics2": Family(
+        "idefics2", ("<image>", "<fake_token_around_image>", "<end_of_utterance>"),
+        dict(image_processor_type="Idefics2ImageProcessor", size=dict(shortest_edge=12, longest_edge=16)),
+        dict(processor_class="Idefics2Processor", image_seq_len=4),
+        dict(text_config=make_text(model_type="mistral"), vision_config=VISION | dict(patch_size=4),
+             perceiver_config=dict(resampler_n_latents=4, resampler_depth=1, resampler_n_heads=2,
+                                   resampler_head_dim=16, num_key_value_heads=1),
+             image_token_id="<image>"),
+    ),
+    "idefics3": Family(
+        "idefics3", ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
+        dict(image_processor_type="Idefics3ImageProcessor", size=dict(longest_edge=32),
+             max_image_size=dict(longest_edge=16)),
+        dict(processor_class="Idefics3Processor", image_seq_len=4),
+        dict(text_config=make_text(), vision_config=VISION | dict(patch_size=4), image_token_id="<image>",
+             scale_factor=2),
+    ),
+    "smolvlm": Family(
+        "smolvlm", ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
+        dict(image_processor_type="SmolVLMImageProcessor", size=dict(longest_edge=32),
+             max_image_size=dict(longest_edge=16)),
+        dict(processor_class="SmolVLMProcessor", image_seq_len=4),
+        dict(text_config=make_text(), vision_config=VISION | dict(patch_size=4), image_token_id="<image>",
+             scale_factor=2),
+    ),
+    "gemma3": Family(
+        "gemma3", ("<img>", "<boi>", "<eoi>"),
+        dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=16, width=16)),
+        dict(processor_class="Gemma3Processor", image_seq_length=4),
+        dict(text_config=SHAPE | dict(head_dim=8, sliding_window=5,
+                                      layer_types=["sliding_attention", "full_attention"]),
+             image_token_index="<img>", vision_config=VISION | dict(patch_size=4), mm_tokens_per_image=4),
+        place="<boi>",
+        named=dict(boi_token="<boi>", image_token="<img>", eoi_token="<eoi>"),
+    ),
+    "gemma4": gemma4(hidden_size_per_layer_input=8, vocab_size_per_layer_input=SHAPE["vocab_size"]),
+    "gemma4-both-ways": gemma4(hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+    "paligemma": Family(
+        "paligemma", ("<image>",),
+        dict(image_processor_type="SiglipImageProcessor", size=dict(height=16, width=16), image_seq_length=16),
+        dict(processor_class="PaliGemmaProcessor"),
+        dict(text_config=make_text(model_type="gemma", head_dim=8), vision_config=make_siglip(),
+             image_token_index="<image>", projection_dim=32, hidden_size=32),
+        named=dict(image_token="<image>"),
+    ),
+    "aya-vision": Family(
+        "aya_vision", ("<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+        dict(image_processor_type="GotOcr2ImageProcessor", size=dict(height=16, width=16), max_patches=3),
+        dict(processor_class="AyaVisionProcessor", patch_size=4, img_size=16, downsample_factor=2),
+        dict(text_config=SHAPE | dict(model_type="cohere2", head_dim=8), vision_config=make_siglip(),
+             image_token_index="<|IMG_PATCH|>"),
+        place="<image>",
+    ),
+}  # fmt: skip
+
+
+def name_ids(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The config with ids in the place of tokens."""
+    return {
+        key: tokenizer.convert_tokens_to_ids(value) if key.endswith(("_token_id", "_token_index")) else value
+        for key, value in config.items()
+    }
 
 
 def save_seeing(root: Path, family: str) -> Path:
     """A model of the family, its tokenizer and what prepares its images."""
-    path = save_tokenizer(root / family)
-    place, token, others = TOKENS[family]
+    kind, path = SEEING[family], save_tokenizer(root / family)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*dict.fromkeys((place, token)), *others]})
-    tokenizer.chat_template = TEMPLATE.replace("PLACE", place)
-    if family == "gemma3":
-        named = dict(boi_token=place, image_token=token, eoi_token=others[0])
-        tokenizer = AutoTokenizer.from_pretrained(save(tokenizer, path), extra_special_tokens=named)
-    save(tokenizer, path)
-    ids = tokenizer.convert_tokens_to_ids([token, *others])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(kind.tokens)})
+    tokenizer.chat_template = TEMPLATE.replace("PLACE", kind.place or kind.tokens[0])
+    tokenizer.save_pretrained(path)
+    if kind.named:
+        AutoTokenizer.from_pretrained(path, extra_special_tokens=kind.named).save_pretrained(path)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(make_config(family, ids[0], ids[-1]), dtype=torch.float32)
+    config = AutoConfig.for_model(kind.model_type, **name_ids(kind.config, tokenizer))
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.05)
     model.save_pretrained(path)
-    settings = IMAGE_SETTINGS[family] | NORMAL
-    (path / "preprocessor_config.json").write_text(json.dumps(settings))
-    (path / "processor_config.json").write_text(json.dumps(PROCESSOR_SETTINGS[family]))
+    normal = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    (path / "preprocessor_config.json").write_text(json.dumps(kind.images | normal))
+    (path / "processor_config.json").write_text(json.dumps(kind.processor))
     return path
 
 

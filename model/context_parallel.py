@@ -1,0 +1,52 @@
+"""Attention over a packed row that N ranks share: each has T/N of its tokens, and attends for some of the heads.
+
+From (1, heads, T/N, D) an all-to-all makes (1, heads/N, T, D), any backend of model/attention.py does what it does with
+a whole row, and another all-to-all brings the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So borders, windows,
+soft caps and sinks are what they are without it, and causal work is balanced, since heads are alike. torch's own
+`context_parallel` (torch.distributed.tensor.experimental) is a ring for one sequence a row: it knows no borders.
+
+Hq query heads, Hkv key/value heads, D head size.
+"""
+
+import math
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ranks.row_group import RowGroup
+
+
+def take_heads(
+    query: Tensor,  # (1, Hq, T/N, D)
+    key: Tensor,  # (1, Hkv, T/N, D)
+    value: Tensor,
+    row_group: RowGroup,
+) -> tuple[Tensor, Tensor, Tensor]:  # (1, heads, T, D)
+    """This rank's query heads of the whole row, and the key/value heads that belong to them.
+
+    Key/value heads that do not divide by N are repeated until they do. Query heads that do not are filled up by heads
+    of zeros, and then every query head has a key/value head of its own.
+    """
+    num_heads, num_kv_heads, size = query.shape[1], key.shape[1], row_group.size
+    num_needed = math.lcm(num_kv_heads, size) if num_heads % size == 0 else num_heads
+    if num_needed > num_kv_heads:
+        key, value = (t.repeat_interleave(num_needed // num_kv_heads, dim=1) for t in (key, value))
+    filled = (fill_heads(t, size, dim=1) for t in (query, key, value))
+    query, key, value = (row_group.swap(t, split_dim=1, join_dim=2) for t in filled)
+    return query, key, value
+
+
+def give_heads_back(output: Tensor, num_heads: int, row_group: RowGroup) -> Tensor:  # (1, T/N, Hq, D)
+    """All heads' outputs for this rank's tokens, from its heads' outputs for all tokens (1, T, heads, D)."""
+    return row_group.swap(output, split_dim=1, join_dim=2)[:, :, :num_heads].contiguous()
+
+
+def choose_own(of_heads: Tensor, row_group: RowGroup) -> Tensor:  # (heads,)
+    """Of a number for each query head (Hq,), such as its sink, those of this rank's heads."""
+    return fill_heads(of_heads, row_group.size, dim=0).chunk(row_group.size)[row_group.rank]
+
+
+def fill_heads(tensor: Tensor, size: int, *, dim: int) -> Tensor:
+    """`tensor` with zeros in the place of heads, until their number divides by `size`."""
+    num_missing = -tensor.shape[dim] % size
+    return pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, num_missing)) if num_missing else tensor

@@ -1,0 +1,104 @@
+"""Inputs of recomputed blocks, in CPU memory from forward to backward, moved while the GPU computes."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ranks.memory import OFFLOADED, memory_kind
+
+
+class Waiting:
+    """A tensor in CPU memory. `arriving` is its copy on the device once that is under way."""
+
+    def __init__(self, host: Tensor, previous: "Waiting | None"):
+        self.host = host
+        self.previous = weakref.ref(previous) if previous is not None else lambda: None
+        self.arriving: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+
+
+class Offloader:
+    """Moves what the blocks keep, on a stream of its own.
+
+    Memory on the device is allocated and freed in the order of the stream that computes, which waits for a copy before
+    it frees what was copied or reads what has arrived: the allocator needs to know of no other stream. One tensor is
+    leaving at a time while the next block computes, and one arrives ahead of backward.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.hidden_storage = 0  # address of what the block that runs was given
+        self.leaving: Tensor | None = None  # held until its copy is whole
+        self.left: torch.cuda.Event | None = None
+        self.last: Callable[[], Waiting | None] = lambda: None
+
+    def pack(self, tensor: Tensor) -> Waiting | Tensor:
+        """Forward: the block's hidden states leave; what all blocks share, such as masks, stays."""
+        if tensor.untyped_storage()._cdata != self.hidden_storage:
+            return tensor
+        self.release()
+        with memory_kind(OFFLOADED):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
+        self.left = self.copy(host, tensor)
+        self.leaving = tensor.detach()
+        waiting = Waiting(host, self.last())
+        self.last = weakref.ref(waiting)
+        return waiting
+
+    def unpack(self, kept: Waiting | Tensor) -> Tensor:
+        """Backward, last block first: what the block needs, while what the one before it needs begins to arrive."""
+        if isinstance(kept, Tensor):
+            return kept
+        self.release()
+        for waiting in (kept, kept.previous()):
+            if waiting is not None and waiting.arriving is None:
+                waiting.arriving = torch.empty_like(waiting.host, device=self.device)
+                waiting.arrived = self.copy(waiting.arriving, waiting.host)
+        if kept.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(kept.arrived)
+        arrived, kept.arriving = kept.arriving, None
+        return arrived
+
+    def copy(self, target: Tensor, source: Tensor) -> "torch.cuda.Event | None":
+        """Begins once all is computed that the stream has been given so far; returns what says that it is done."""
+        if self.stream is None:
+            target.copy_(source.detach())
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source.detach(), non_blocking=True)
+        return self.stream.record_event()
+
+    def release(self) -> None:
+        """Lets go of the tensor that was leaving."""
+        if self.left is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.left)
+        self.leaving = self.left = None
+
+
+def check_offloading(device: torch.device) -> None:
+    """ValueError for a device whose memory is the CPU's."""
+    if device.type == "cpu":
+        raise ValueError(
+            "--offload-activations moves what a GPU keeps to CPU memory, and this run is on CPUs, where it is already:"
+            " leave it out"
+        )
+
+
+def apply_offloading(blocks: nn.ModuleList, device: torch.device) -> None:
+    """Moves the inputs that checkpointed blocks keep; the blocks' hooks, FSDP's among them, stay outside."""
+    offloader = Offloader(device)
+    for block in blocks:
+        block.forward = functools.partial(run_offloaded, offloader, block.forward)
+
+
+def run_offloaded(offloader: Offloader, forward: Callable, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    offloader.hidden_storage = hidden_states.untyped_storage()._cdata
+    with saved_tensors_hooks(offloader.pack, offloader.unpack):
+        return forward(hidden_states, *args, **kwargs)

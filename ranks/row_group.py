@@ -1,0 +1,71 @@
+"""The ranks that share each packed row (--context-parallel): consecutive ones, each with an equal part of its tokens.
+
+N ranks in a group.
+"""
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """The ranks that share a row with this one."""
+
+    group: dist.ProcessGroup
+    rank: int  # of this one among them: which part of a row it has
+    size: int  # N
+
+    def swap(self, tensor: Tensor, *, split_dim: int, join_dim: int) -> Tensor:
+        """Sends the i-th of N parts along `split_dim` to rank i, and joins what comes along `join_dim`. Differentiable.
+
+        All ranks of the group call this with tensors of one shape.
+        """
+        parts = torch.stack(tensor.chunk(self.size, split_dim))  # (N, ...)
+        received = all_to_all_single_autograd(parts, None, None, self.group)
+        return torch.cat(received.unbind(), join_dim)
+
+    def gather(self, part: Tensor, *, dim: int) -> Tensor:
+        """Every rank's `part` joined along `dim`, the same on all of them. Not differentiable."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+
+def count_sharing(row_group: RowGroup | None) -> int:
+    """Ranks that share a row; without a group, each has rows of its own."""
+    return 1 if row_group is None else row_group.size
+
+
+def sum_parts(tensor: Tensor, row_group: RowGroup | None) -> Tensor:
+    """The sum over the ranks that share a row of what each has found of its part. Not differentiable."""
+    if row_group is None:
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total, group=row_group.group)
+    return total
+
+
+def check_sharing(world_size: int, num_sharing: int | None) -> None:
+    """ValueError if the ranks cannot be divided into groups of `num_sharing`; None: nothing is shared."""
+    if num_sharing is not None and world_size % num_sharing != 0:
+        raise ValueError(
+            f"--context-parallel {num_sharing}: cannot divide {world_size} rank{'' if world_size == 1 else 's'} into"
+            f" groups of {num_sharing}: give a number that divides the number of ranks, or start as many ranks"
+        )
+
+
+def make_row_group(
+    rank: int, world_size: int, num_sharing: int | None, timeout: datetime.timedelta | None = None
+) -> RowGroup | None:
+    """The group of this rank; None where nothing is shared. All ranks call this."""
+    check_sharing(world_size, num_sharing)
+    if num_sharing is None:
+        return None
+    ranks = torch.arange(world_size).view(-1, num_sharing).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+    return RowGroup(group, rank % num_sharing, num_sharing)

@@ -1,0 +1,45 @@
+"""One global batch on several ranks, in rows of their own or in rows that they share."""
+
+from collections.abc import Sequence
+
+from small_runs import make_samples_of
+
+from lifecycle.step import run_backward
+from objectives.causal_lm import CausalLM
+from objectives.objective import PackedModel
+from optim.optimizers import local_gradients
+from optim.reduction import StepSums, reduce_step
+from ranks.row_group import RowGroup, count_sharing
+from ranks.world import World
+
+DIVISOR = 100  # of losses: any number, the same for all
+
+# Sequences of rows, to be dealt out to 4 ranks. Of rows that 2 or 4 of them share, borders are where a part ends, one
+# token before, one after, several in a part; some divide by 4 and some do not; one sequence is in all parts.
+BORDERS = {
+    "at a part's end": ((16, 16, 32), (32, 32), (8, 8, 48), (16, 16, 16, 16)),
+    "beside it": ((15, 1, 17, 31), (33, 31), (17, 15, 15, 17), (31, 2, 31)),
+    "several in a part": ((17, 31, 4, 4, 1, 1), (5, 9, 3, 3, 3, 3, 30), (2, 2, 2), (3,) * 20),
+    "none, or nothing to do": ((33,), (), (64,), (1, 1, 1)),
+}
+
+
+def run_rows(
+    model: PackedModel,
+    objective: CausalLM,
+    rows: Sequence[tuple[int, ...]],
+    *,
+    world: World,
+    row_group: RowGroup | None,
+) -> StepSums:
+    """The step's sums; leaves the gradients in the model. Every rank takes as many of the rows as every other one."""
+    objective.row_group, num_sharing = row_group, count_sharing(row_group)
+    losses, reports = [], []
+    for lengths in rows[world.rank // num_sharing :: world.world_size // num_sharing]:
+        micro_batch = objective.pack(make_samples_of(lengths, seed=sum(lengths)))
+        losses.append(run_backward(model, micro_batch, divisor=DIVISOR, num_tokens=DIVISOR))
+        reports.append(model.reports)
+    gradients = local_gradients(model)
+    return reduce_step(
+        losses, gradients, device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0, reports=reports
+    )

@@ -1,0 +1,178 @@
+"""Ranks that share a packed row (--context-parallel) compute what ranks with rows of their own do, to 1e-6 in fp32."""
+
+import json
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from forked import run_forked, start_server
+from in_process import train_forked, train_here
+from safetensors.torch import load_file
+from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_micro_batch, read_rows
+from tiny_models import FAMILIES, HYBRIDS, SHAPE, load_source, save_model
+from transformers import GptOssConfig, PreTrainedConfig, Qwen3Config, RobertaConfig
+
+from command_line import find_problems
+from lifecycle.start import RunInputs, choose_method
+from methods.full import Full
+from model.build import check_divisible, make_meta_model
+from model.config import ModelSource
+from objectives.causal_lm import CausalLM
+from objectives.row_part import take_part
+from options import TrainOptions, group_options
+from plan.simulation import Load, Ranks, lay_out_model, simulate_step
+from ranks.row_group import RowGroup, check_sharing
+
+pytestmark = pytest.mark.slow
+
+HEADS = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)  # 3 do not divide by 2, and 6 not by 4
+MODELS: dict[str, PreTrainedConfig] = {
+    "heads that do not": Qwen3Config(**SHAPE | HEADS),
+    "sinks, windows": GptOssConfig(
+        **SHAPE | HEADS, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "soft caps, windows": FAMILIES["gemma2_softcaps"],
+    "experts": FAMILIES["mixtral"],  # with their auxiliary loss; heads that divide
+    "LoRA": FAMILIES["qwen2"],
+    "OSFT": FAMILIES["qwen2"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[tuple[str, int], dict]:
+    """By model and number of ranks that share a row: what 4 ranks found of the same global batch."""
+    root = tmp_path_factory.mktemp("models")
+    models = [f"{name}={save_model(config, root / name)}" for name, config in MODELS.items()]
+    result = run_forked(4, "tests/workers/shared_rows.py", root / "results", *models, timeout=480)
+    assert result.returncode == 0, result.stderr
+    return torch.load(root / "results", weights_only=False)
+
+
+@pytest.mark.parametrize("num_sharing", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_shared_rows_give_the_gradient_of_whole_ones(name, num_sharing, results):
+    whole, shared = results[name, 1], results[name, num_sharing]
+    assert shared["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert shared["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-6)
+    assert shared["gradients"].keys() == whole["gradients"].keys()
+    for param, gradient in shared["gradients"].items():
+        expected = whole["gradients"][param]
+        assert (gradient - expected).norm() <= 1e-6 * expected.norm(), param
+    assert shared["reports"].keys() == whole["reports"].keys()
+    for report, value in shared["reports"].items():
+        assert value == pytest.approx(whole["reports"][report], rel=1e-6), report
+
+
+@pytest.mark.parametrize("num_sharing", [2, 3, 4])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_the_parts_of_a_row_are_the_row(lengths, num_sharing):
+    row = make_micro_batch(lengths, seed=0)
+    parts = [take_part(row, RowGroup(None, rank, num_sharing)) for rank in range(num_sharing)]
+    num_tokens = row.input_ids.shape[1]
+    assert len({part.input_ids.shape for part in parts}) == 1 and parts[0].input_ids.shape[1] >= 2
+    for name, dim in (("input_ids", 1), ("position_ids", 1), ("targets", 0)):
+        joined = torch.cat([getattr(part, name) for part in parts], dim)
+        assert torch.equal(joined.narrow(dim, 0, num_tokens), getattr(row, name)), name
+    starts = [rank * len(part.targets) for rank, part in enumerate(parts)]
+    trained = [part.trained_index + start for part, start in zip(parts, starts, strict=True)]
+    assert torch.equal(torch.cat(trained), row.trained_index)
+    for part in parts:
+        assert part.seq_lengths[: len(row.seq_lengths)] == row.seq_lengths
+        assert sum(part.seq_lengths) == num_sharing * len(part.targets) == part.cu_seqlens[-1]
+        assert part.max_seqlen == max(part.seq_lengths)
+
+
+def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
+    """On 2 ranks, then on 4 in another layout, validated on the way: one process gives the same."""
+    inputs = make_inputs(tmp_path, "qwen3")
+    given = OPTIONS | inputs | dict(validate_every_steps=2, max_steps=4)
+    paths = dict(validation_data_path=(inputs["data_path"],), output_dir=str(tmp_path / "alone"))
+    train_here(world, **given | paths | dict(data_path=(inputs["data_path"],)))
+    shared = given | dict(validation_data_path=inputs["data_path"], output_dir=tmp_path / "shared")
+    train_forked(2, **shared | dict(max_steps=2, max_tokens_per_gpu=32, activation_checkpointing="selective"),
+                 context_parallel=2)  # fmt: skip
+    layout = dict(sharding="hybrid", shard_size=2, micro_batch_grad_sync="last", max_tokens_per_gpu="auto")
+    text = train_forked(4, **shared | layout, context_parallel=4)
+    assert "auto: --max-tokens-per-gpu" in text
+    rows, expected_rows = (read_rows(tmp_path / name) for name in ("shared", "alone"))
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+        for name in ("num_total_tokens", "num_loss_counted_tokens", "total_tokens_accumulated"):
+            assert row[name] == expected[name], name
+    assert max(row["packing_efficiency"] for row in rows) <= 1
+    losses, expected_losses = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "validation_metrics_0.jsonl").read_text().splitlines()]
+        for name in ("shared", "alone")
+    )
+    assert losses == pytest.approx(expected_losses, rel=1e-6) and len(losses) == 3
+    weights, expected = (
+        load_file(tmp_path / name / "hf_format" / f"samples_{4 * BATCH_SIZE}" / "model.safetensors")
+        for name in ("shared", "alone")
+    )
+    start = load_file(Path(inputs["model_name_or_path"]) / "model.safetensors")
+    for name, weight in expected.items():
+        assert (weights[name] - weight).norm() <= 1e-4 * (weight - start[name]).norm(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "reason"),
+    [
+        ("mamba", HYBRIDS["mamba 2, attention, experts"], "layers with a state"),
+        ("convolution", HYBRIDS["short convolution"], "layers with a state"),
+        ("choosing", HYBRIDS["attention that chooses keys"], "attention of its own"),
+        ("roberta", RobertaConfig(**SHAPE, is_decoder=True), "positions that are counted over whole sequences"),
+        ("few heads", FAMILIES["llama"], "layers of 4 attention heads, .*; give at most 4"),
+    ],
+)
+def test_a_model_whose_rows_cannot_be_divided_is_refused(name, config, reason):
+    source = ModelSource("", config)
+    compute = group_options(TrainOptions, model_name_or_path="", output_dir="").compute
+    meta = make_meta_model(source, compute, objective=CausalLM(), method=Full(), device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"--context-parallel 5: .*{reason}"):
+        check_divisible(meta, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(context_parallel=1), "must be at least 2"),
+        (dict(context_parallel=2, neftune_alpha=5.0), "not with --neftune-alpha"),
+        (dict(context_parallel=2, compile=True), "not with --compile"),
+        (dict(context_parallel=2, objective="token-classification"), "whose classes are of whole sequences"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(changes, problem):
+    options = group_options(TrainOptions, model_name_or_path="m", data_path=("d",), output_dir="o", max_steps=1,
+                            **changes)  # fmt: skip
+    (found,) = find_problems(options)
+    assert found.startswith(f"--context-parallel {changes['context_parallel']}: ") and problem in found
+
+
+def test_ranks_that_cannot_be_divided_are_refused():
+    check_sharing(3, None)
+    check_sharing(6, 3)
+    with pytest.raises(ValueError, match="--context-parallel 4: cannot divide 6 ranks into groups of 4"):
+        check_sharing(6, 4)
+
+
+def simulate(path: Path, num_sharing: int | None) -> Counter[str]:
+    """What a rank of 4 needs for a row of 512 tokens."""
+    options = group_options(TrainOptions, model_name_or_path=str(path), output_dir="", compute_dtype="float32",
+                            activation_checkpointing="none", context_parallel=num_sharing)  # fmt: skip
+    inputs = RunInputs(CausalLM(), choose_method(options), options.data, torch.float32)
+    inputs.model_dir, inputs.config = str(path), load_source(path).config
+    planned = lay_out_model(options, inputs, options.compute)
+    return simulate_step(options, planned, Load(512, 512, 128, True), Ranks(4, 4, num_sharing)).peak
+
+
+def test_a_plan_divides_what_a_row_needs(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    with ProcessPoolExecutor(1, mp_context=start_server()) as pool:  # without the process group of this one
+        whole, halves, quarters = pool.map(simulate, [path] * 3, [None, 2, 4])
+    assert whole["weights"] == halves["weights"] == quarters["weights"]
+    assert halves["activations"] == pytest.approx(whole["activations"] / 2, rel=0.1)
+    assert quarters["activations"] == pytest.approx(whole["activations"] / 4, rel=0.2)  # key heads are repeated
