@@ -25,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from image_packer import assign_with_images
+
 NUM_ROUNDS = 8  # rounds of exchanges between pairs of bins; later ones gain less than 0.02 %
 MAX_EXCHANGES = 4  # the most exchanges of a pair of bins in one round
 SEARCH_WIDTH = 32  # second samples to try in a bin when first-fit decreasing needs too many bins
@@ -34,13 +36,26 @@ CLOSE_ENOUGH = 1 + 1e-5  # no further plan is tried below this multiple of the c
 compiled = njit(nogil=True)  # nogil: a prefetch thread runs it
 
 
+class ImageLoad(NamedTuple):
+    """What the images of samples are to the tower that sees them."""
+
+    patches: np.ndarray  # (n,) int64 that enter the tower, of all images of a sample
+    costs: np.ndarray  # (n,) float64: through the tower, in the unit of a sample's own cost
+    cap: int | None = None  # patches of a micro-batch; None: any number
+
+
 def pack_batch(
-    lengths: Sequence[int], max_tokens_per_gpu: int, num_ranks: int, attention_cost: float = 0.0
+    lengths: Sequence[int],
+    max_tokens_per_gpu: int,
+    num_ranks: int,
+    attention_cost: float = 0.0,
+    images: ImageLoad | None = None,
 ) -> list[list[list[int]]]:
     """Returns `micro_batches[k][rank]`, lists of indices into `lengths`; `[]` where a rank idles.
 
     `lengths` are tokens per sample (n,). A micro-batch costs the sum of L + attention_cost * L**2 over its
-    samples. Each sample is in exactly one micro-batch, none exceeds `max_tokens_per_gpu`, and every rank has
+    samples, and what their `images` cost. Each sample is in exactly one micro-batch, none exceeds
+    `max_tokens_per_gpu` or the images' own cap, and every rank has
     the same number. The costliest step comes first, so a run that lacks memory fails at once. Never needs
     more steps than first-fit decreasing. Raises ValueError for what cannot be packed.
     """
@@ -51,12 +66,17 @@ def pack_batch(
         raise ValueError(f"attention_cost is {attention_cost}; it must be finite and not negative")
     if len(lengths) == 0:
         return []
-    by_length = np.argsort(-lengths, kind="stable")
-    descending = lengths[by_length]
     cap = min(int(max_tokens_per_gpu), int(lengths.sum()))  # keeps capacity products within int64
-    bin_of, num_steps = assign_bins(descending, cost_samples(descending, attention_cost), cap, int(num_ranks))
-    bins = np.empty(len(lengths), np.int64)
-    bins[by_length] = bin_of
+    if images is not None and images.patches.any():
+        sizes, caps = _check_images(lengths, images, cap)
+        costs = cost_samples(lengths, attention_cost, images)
+        bins, num_steps = assign_with_images(sizes, costs, caps, int(num_ranks))
+    else:
+        by_length = np.argsort(-lengths, kind="stable")
+        descending = lengths[by_length]
+        bin_of, num_steps = assign_bins(descending, cost_samples(descending, attention_cost), cap, int(num_ranks))
+        bins = np.empty(len(lengths), np.int64)
+        bins[by_length] = bin_of
     indices = np.argsort(bins, kind="stable").tolist()
     ends = np.cumsum(np.bincount(bins, minlength=num_steps * num_ranks)).tolist()
     starts = [0, *ends]
@@ -76,17 +96,21 @@ def batch_lengths_to_minibatches_lpt(
     return [step[rank] or [-1] for step in table]
 
 
-def cost_samples(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
-    """Returns L + attention_cost * L**2 per sample, float64 (n,)."""
+def cost_samples(lengths: np.ndarray, attention_cost: float, images: ImageLoad | None = None) -> np.ndarray:
+    """Returns L + attention_cost * L**2 per sample, and what its images cost, float64 (n,)."""
     tokens = lengths.astype(np.float64)
-    return tokens + attention_cost * tokens * tokens
+    costs = tokens + attention_cost * tokens * tokens
+    return costs if images is None else costs + images.costs
 
 
 def sum_step_costs(
-    micro_batches: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], attention_cost: float = 0.0
+    micro_batches: Sequence[Sequence[Sequence[int]]],
+    lengths: Sequence[int],
+    attention_cost: float = 0.0,
+    images: ImageLoad | None = None,
 ) -> float:
     """Returns the sum over steps of the costliest micro-batch: what `pack_batch` makes small."""
-    costs = cost_samples(np.asarray(lengths, np.int64), attention_cost).tolist()
+    costs = cost_samples(np.asarray(lengths, np.int64), attention_cost, images).tolist()
     return float(sum(max(sum(costs[i] for i in indices) for indices in step) for step in micro_batches))
 
 
@@ -108,6 +132,20 @@ def _check_lengths(lengths: Sequence[int], max_tokens_per_gpu: int) -> np.ndarra
             f"raise max_tokens_per_gpu to at least {array[i]}, or truncate or drop the sample"
         )
     return array.astype(np.int64)
+
+
+def _check_images(lengths: np.ndarray, images: ImageLoad, cap: int) -> tuple[np.ndarray, np.ndarray]:
+    """The two sizes of each sample, (n, 2), and their two caps; ValueError for a sample beyond that of patches."""
+    patches = images.patches.astype(np.int64)
+    total = int(patches.sum())
+    if images.cap is not None and patches.max() > images.cap:
+        i = int(patches.argmax())
+        raise ValueError(
+            f"sample {i} has {patches[i]} patches of images, more than the cap of {images.cap} per micro-batch: raise"
+            f" max_image_tokens_per_gpu to at least {patches[i]}, or drop the sample"
+        )
+    caps = [cap, total if images.cap is None else min(images.cap, total)]
+    return np.stack([lengths, patches], axis=1), np.array(caps, np.int64)
 
 
 # --- Filling bins -----------------------------------------------------------------------------------------

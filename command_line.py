@@ -266,7 +266,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
         if not condition:
             problems.append(f"{flag_name(name)} {values[name]}: {allowed}")
 
-    for name in ("batch_size", "max_tokens_per_gpu", "max_steps", "max_epochs", "max_samples", "max_tokens",
+    for name in ("batch_size", "max_tokens_per_gpu", "max_image_tokens_per_gpu",
+                 "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
                  "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip

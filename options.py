@@ -173,6 +173,9 @@ class VisionOptions:
 
     freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = ("vision",)
     """Parts of a model that sees which stay as they are; nothing: all of it trains."""
+    max_image_tokens_per_gpu: int | None = None
+    """Most patches of images in one micro-batch on one rank, counted as they enter the vision tower, whose memory they
+    set. None: as many as --max-tokens-per-gpu lets in."""
 
 
 @dataclass(frozen=True, kw_only=True)

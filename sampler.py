@@ -166,7 +166,7 @@ def iterate_batches(
     while num_steps is None or step < num_steps:
         sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
         lengths = data.lengths[sample_ids]
-        table = pack_batch(lengths, cap, num_rows, attention_cost)
+        table = pack_batch(lengths, cap, num_rows, attention_cost, data.images_of(sample_ids))
         micro_batches = [
             replace(read_micro_batch(data, sample_ids[row[own]], objective), draws=[num_drawn + i for i in row[own]])
             for row in table

@@ -2,13 +2,42 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from corpus.reader import TokenizedData, fill_extras
+from batch_packer import ImageLoad
+from corpus.reader import ImageSizes, TokenizedData, fill_extras
 from objectives.columns import Sample, Task
+
+CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
+
+
+@dataclass(frozen=True)
+class SampleImages:
+    """What the images of each row are to the tower that sees them."""
+
+    tokens: np.ndarray  # (rows,) of the language model
+    patches: np.ndarray  # (rows,) int64, that enter the tower
+    pairs: np.ndarray  # (rows,) float64, of patches of one tile
+    costs: np.ndarray  # (rows,) float64, in the packer's unit; 0 until the model is known
+    cap: int | None  # patches of a micro-batch
+
+    def of(self, rows: np.ndarray) -> "SampleImages":
+        return SampleImages(self.tokens[rows], self.patches[rows], self.pairs[rows], self.costs[rows], self.cap)
+
+
+def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row the tokens, the patches, and the pairs of patches; each size of images is asked for once."""
+    num_rows = len(images.num_tokens)
+    sizes, size_of = np.unique(images.sizes, axis=0, return_inverse=True)
+    found = np.array([count_patches(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 2)
+    tiles, in_tile = found[size_of.reshape(-1)].T
+    patches = np.bincount(images.row_of, tiles * in_tile, minlength=num_rows).astype(np.int64)
+    pairs = np.bincount(images.row_of, tiles * in_tile**2, minlength=num_rows)
+    return images.num_tokens, patches, pairs
 
 
 class Mixture:
@@ -30,6 +59,7 @@ class Mixture:
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
         self.lengths = join([source.lengths for source in sources])
         self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
+        self.images: SampleImages | None = None  # once they have been counted
         self._find_kept()
 
     def _find_kept(self) -> None:
@@ -64,6 +94,38 @@ class Mixture:
         )
         self._find_kept()
         return num_dropped
+
+    def count_images(self, count_patches: CountPatches, *, cap: int | None, drop_overlong: bool) -> int:
+        """Learns what the rows' images are to a tower, and leaves out rows with more than `cap` patches; how many.
+
+        ValueError for such rows unless they may be dropped.
+        """
+        counted = [count_row_images(source.image_sizes, count_patches) for source in self.sources]
+        tokens, patches, pairs = map(join, zip(*counted, strict=True))
+        self.images = SampleImages(tokens, patches, pairs, np.zeros(len(patches)), cap)
+        over = self.kept[patches[self.kept] > (math.inf if cap is None else cap)]
+        if len(over) == 0:
+            return 0
+        path, row = self.locate(int(over[patches[over].argmax()]))
+        if not drop_overlong or len(over) == len(self.kept):
+            raise ValueError(
+                f"{path}: row {row} has {patches[over].max():,} patches of images, and {len(over):,} of"
+                f" {len(self.kept):,} samples more than --max-image-tokens-per-gpu {cap}. Raise it to at least that, or"
+                " drop these samples with --drop-overlong"
+            )
+        for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
+            source.kept = source.kept[patches[source.kept + first] <= cap]
+        self._find_kept()
+        return len(over)
+
+    def weigh_images(self, costs: np.ndarray) -> None:
+        """Says what each row's images cost (rows,), in the packer's unit."""
+        self.images = replace(self.images, costs=costs)
+
+    def images_of(self, rows: np.ndarray) -> ImageLoad | None:
+        """Those of some rows, for the packer; None where there are none."""
+        found = self.images
+        return None if found is None else ImageLoad(found.patches[rows], found.costs[rows], found.cap)
 
     def take_subset(self, subset: int | float, *, seed: int) -> None:
         """Leaves of each set that many of the samples that are kept, or this share of them, at least one; at random."""

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from objectives.columns import (
     OPTIONAL_COLUMNS,
     SEQUENCES,
     TARGET_COLUMN,
+    VISION,
     WEIGHTS_COLUMN,
     Sample,
     Task,
@@ -48,6 +50,7 @@ class TokenizedData:
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
         extra = self.task.extra_column
         self._extras = table.column(extra).chunks if extra in table.column_names else []
+        self.image_sizes = read_image_sizes(table) if self.task.objective == VISION else None
         self.has_extras = any(chunk.null_count < len(chunk) for chunk in self._extras)
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
@@ -137,6 +140,23 @@ class TokenizedData:
             raise ValueError(f"{self.path}: every sample is longer than --max-tokens-per-gpu {cap}")
         self.kept = np.flatnonzero(~overlong).astype(np.int32)
         return num_overlong
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """The images of all rows, one after the other."""
+
+    row_of: np.ndarray  # (images,) int64
+    sizes: np.ndarray  # (images, 2) int32: height and width
+    num_tokens: np.ndarray  # (rows,) int32: of the language model, of all images of a row
+
+
+def read_image_sizes(table: pa.Table) -> ImageSizes:
+    views = [list_views(chunk) for chunk in table.column("image_sizes").chunks]
+    counts = np.concatenate([np.diff(offsets) for offsets, _ in views]) // 2
+    numbers = np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views])
+    row_of = np.repeat(np.arange(len(counts)), counts)
+    return ImageSizes(row_of, numbers.reshape(-1, 2), read_column(table, "num_image_tokens"))
 
 
 def fill_extras(task: Task, length: int) -> Any:

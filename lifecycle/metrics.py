@@ -61,11 +61,14 @@ class StepMeter:
         """The metrics, by name, of one step that took `seconds` and brought the run to `position`."""
         batch_tokens = int(batch.lengths.sum())
         num_micro_batches, world_size = len(batch.table), len(batch.table[0]) * batch.num_sharing
-        sample_costs = cost_samples(batch.lengths, self.flops.attention_cost)
+        images = batch.data.images
+        loads = batch.data.images_of(batch.sample_ids)
+        sample_costs = cost_samples(batch.lengths, self.flops.attention_cost, loads)
         # (K, ranks, or groups of those that share rows)
         costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
         total_seconds = seconds + sums.data_wait_seconds
-        batch_flops = self.flops.of_batch(batch.lengths, batch.num_loss_tokens)
+        seen = images and images.of(batch.sample_ids)
+        batch_flops = self.flops.of_batch(batch.lengths, batch.num_loss_tokens, seen)
         peak = self.peak_flops
         metrics = StepMetrics(
             step=position.step,

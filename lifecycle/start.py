@@ -4,14 +4,16 @@ Takes the options as they are, as the scripts do.
 """
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from command_line import flag_name
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
@@ -21,7 +23,9 @@ from model.build import build_model, choose_compute_dtype
 from model.check import check_model
 from model.config import ModelSource, check_rope, choose_tokenizer, load_config, load_generation_config
 from model.files import find_model
+from model.flops import FlopCount, count_flops
 from model.method import Method
+from model.offloading import check_offloading
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.columns import VISION
@@ -57,7 +61,11 @@ def choose_objective(options: TrainOptions) -> Objective:
             )
         return VisionLanguage(options.vision, text)
     if options.vision != VisionOptions():
-        raise ValueError("--freeze: no effect on data without images (process_data.py --images)")
+        default = VisionOptions()
+        given = [name for name, value in asdict(options.vision).items() if value != getattr(default, name)]
+        raise ValueError(
+            f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
+        )
     return text
 
 
@@ -148,6 +156,8 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     inputs = RunInputs(
         choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
     )
+    if options.compute.offload_activations:
+        inputs.errors.attempt(lambda: check_offloading(device))
     num_sharing = options.sharding.context_parallel or 1
     num_dropped = open_data(inputs, options, num_sharing=num_sharing)
     open_validation_data(inputs, options)
@@ -160,6 +170,8 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         for data in filter(None, (inputs.data, inputs.validation_data)):
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
+    if inputs.tokenizer is not None and inputs.data.task.objective == inputs.objective.name == VISION:
+        num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
     if inputs.data is not None:
@@ -282,6 +294,27 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
             end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
 
 
+def count_images(inputs: RunInputs, options: TrainOptions) -> int:
+    """Learns what the data's images are to the tower; returns how many samples have too many."""
+    cap, data, validation_data = options.vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
+    count_patches = functools.cache(inputs.objective.count_patches)
+    num_dropped = data.count_images(count_patches, cap=cap, drop_overlong=options.data.drop_overlong)
+    if validation_data is not None:
+        validation_data.count_images(count_patches, cap=None, drop_overlong=False)
+        most = None if cap is None else max(cap, int(validation_data.images.patches.max()))
+        validation_data.images = replace(validation_data.images, cap=most)
+    sizes = [tuple(size) for source in data.sources for size in np.unique(source.image_sizes.sizes, axis=0).tolist()]
+    inputs.objective.largest_image = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
+    return num_dropped
+
+
+def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:
+    """What the model's tower costs for the data's images, in the packer's unit: a token of the language model."""
+    for data in (inputs.data, inputs.validation_data):
+        if data is not None and data.images is not None:
+            data.weigh_images(flops.of_images(data.images) / flops.per_token)
+
+
 def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> None:
     """Makes the token that ends the data's turns one that ends generation: the first, and with `replaces` the only one.
 
@@ -370,6 +403,7 @@ def build_run_model(
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, device=world.device)
+    weigh_images(inputs, count_flops(model.model, inputs.config))
     log.info(describe_model(options, inputs, model))
     return model
 

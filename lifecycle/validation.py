@@ -193,7 +193,8 @@ def read_parts(
     num_sharing = count_sharing(objective.row_group)
     for start in range(0, len(data.kept), NUM_PACKED):
         rows = data.kept[start : start + NUM_PACKED]
-        for cell in pack_batch(data.lengths[rows], cap, world_size // num_sharing, attention_cost):
+        images = data.images_of(rows)
+        for cell in pack_batch(data.lengths[rows], cap, world_size // num_sharing, attention_cost, images):
             own = rows[cell[rank // num_sharing]]
             yield own, read_micro_batch(data, own, objective)
         data.release_pages()

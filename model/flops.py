@@ -6,12 +6,23 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig
 
+from corpus.mixture import SampleImages
 from model.attention import list_heads
 from model.blocks import find_blocks
 from model.mixers import find_mixers
-from objectives.text_tower import text_config
+from objectives.sight import list_parts
+from objectives.text_tower import is_multimodal, text_config
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
+
+
+@dataclass(frozen=True)
+class TowerFlops:
+    """FLOPs of what sees, forward and backward: a frozen part with nothing that trains before it runs forward only."""
+
+    per_patch: float  # the vision tower's matrices, and attention within windows
+    per_pair: float  # of patches of one image, or one tile of it: attention over all of it
+    per_token: float  # the projector's matrices, over what the language model gets
 
 
 @dataclass(frozen=True)
@@ -29,15 +40,22 @@ class FlopCount:
     per_pair: tuple[float, ...]  # a query and a key that it sees, in each layer
     windows: tuple[int | None, ...]  # of each layer's attention; None: no window
 
-    def of_batch(self, lengths: np.ndarray, num_loss_tokens: int) -> float:
-        """FLOPs of one global batch; `lengths` (samples,) in tokens."""
+    tower: TowerFlops | None = None  # None: the model sees nothing
+
+    def of_images(self, images: SampleImages) -> np.ndarray:  # (samples,)
+        """FLOPs of tower and projector over each sample's images."""
+        tower = self.tower
+        return tower.per_token * images.tokens + tower.per_patch * images.patches + tower.per_pair * images.pairs
+
+    def of_batch(self, lengths: np.ndarray, num_loss_tokens: int, images: SampleImages | None = None) -> float:
+        """FLOPs of one global batch; `lengths` (samples,) in tokens, `images` of these samples."""
         lengths = lengths.astype(float)
         flops = self.per_token * lengths.sum() + self.per_loss_token * num_loss_tokens
         for window in set(self.windows):
             seen = lengths if window is None else np.minimum(lengths, window)
             num_pairs = (seen * (lengths - seen / 2)).sum()
             flops += self.sum_per_pair(window) * num_pairs
-        return flops
+        return flops if images is None else flops + float(self.of_images(images).sum())
 
     def sum_per_pair(self, window: int | None) -> float:
         """FLOPs of a query and a key that it sees, over all layers with this window."""
@@ -69,16 +87,58 @@ def count_state_products(module: nn.Module) -> float:
     return 0.0
 
 
+def count_tower(model: nn.Module, config: PreTrainedConfig) -> TowerFlops | None:
+    """`TowerFlops` of a model that sees, None of others; matrices are counted as in `count_flops`.
+
+    A projector's matrices are counted once for each token that leaves it, which is what most do (LLaVA's, Qwen-VL's).
+    """
+    vision = getattr(config, "vision_config", None)
+    parts = list_parts(model) if vision is not None and is_multimodal(config) else {"vision": []}
+    if not parts["vision"]:
+        return None
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    passes, flops = 2, {}  # of 2 FLOPs a weight: forward, and what of backward is behind something that trains
+    for part in ("vision", "projector"):
+        params = [
+            param for param in map(model.get_parameter, parts[part]) if param.ndim > 1 and id(param) not in tables
+        ]
+        trains = any(param.requires_grad for param in params)
+        passes = 4 if trains else passes
+        flops[part] = float(sum(param.numel() * (6 if param.requires_grad else passes) for param in params))
+        if part == "vision":
+            per_product = 12 if trains else 4  # a patch, one that it sees, and a number of their product
+    depth = find_number(vision, "depth", "num_hidden_layers", "num_layers")
+    width = find_number(vision, "embed_dim", "hidden_size") if not hasattr(vision, "intermediate_size") else 0
+    width = width or find_number(vision, "hidden_size", "embed_dim")
+    whole = getattr(vision, "fullatt_block_indexes", None)
+    num_whole = depth if whole is None else len(whole)
+    in_window = 0 if whole is None else (vision.window_size // vision.patch_size) ** 2
+    return TowerFlops(
+        per_patch=flops["vision"] + per_product * width * (depth - num_whole) * in_window,
+        per_pair=per_product * width * num_whole,
+        per_token=flops["projector"],
+    )
+
+
+def find_number(config: PreTrainedConfig, *names: str) -> int:
+    """The first of these that the config has."""
+    return next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
+
+
 def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     """`FlopCount` of a model; a mixture of experts counts its active experts.
 
     A classifier's head counts for every token, too: it is small, and its attention counts as if it were causal.
     """
-    config, head = text_config(config), model.get_output_embeddings()
+    whole, config, head = config, text_config(config), model.get_output_embeddings()
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     num_active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     active = num_active / num_experts
+    tower = count_tower(model, whole)
+    if tower is not None:  # whose matrices see patches, not tokens
+        parts = list_parts(model)
+        outside |= {id(model.get_parameter(name)) for name in (*parts["vision"], *parts["projector"])}
     matrices = 0.0  # FLOPs per token
     for _, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice computes twice (Zamba)
         for name, param in module.named_parameters(recurse=False):
@@ -111,4 +171,5 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
         per_loss_token=0 if head is None else (6 if head.weight.requires_grad else 4) * head.weight.numel(),
         per_pair=tuple(12 * width for width, _ in attending),
         windows=tuple(window for _, window in attending),
+        tower=tower,
     )

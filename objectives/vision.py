@@ -5,6 +5,7 @@ row needs beside its tokens goes with its micro-batch.
 """
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +27,14 @@ from objectives.causal_lm import CausalLM, PackedCausalLM
 from objectives.columns import VISION, Sample, Task, check_task
 from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
 from objectives.sight import Sight, list_parts
-from objectives.text_tower import LeftOut, find_placeholders, is_multimodal
+from objectives.text_tower import LeftOut, find_placeholders, is_multimodal, text_config
 from options import VisionOptions
 
 # What cannot be had, whatever the data.
 REFUSED = {
     "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
 }
-WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways
+WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways, in every layer
 CHECK_IMAGES = ((24, 32), (40, 24))  # pixels
 NO_BLOCK = -1
 
@@ -54,6 +55,7 @@ class VisionLanguage:
         self.trust_remote_code = False
         self.processor: Any = None
         self.sight: Sight | None = None
+        self.largest_image: tuple[int, int] | None = None  # height and width, of those in the data
 
     # What is trained on.
 
@@ -125,13 +127,14 @@ class VisionLanguage:
         texts = [(input_ids, labels, None) for input_ids, labels, _ in samples]
         micro_batch = pack_samples(texts, sources=sources, num_sources=num_sources)
         pixels = join_pixels([self.read_pixels(references) for _, _, references in samples if references])
-        blocks = self.number_blocks(micro_batch) if self.config.model_type in WITH_BLOCKS and pixels else None
+        blocks = self.number_blocks(micro_batch) if pixels and has_blocks(self.config) else None
         return replace(
             micro_batch,
             pixels=pixels,
             num_image_tokens=int((micro_batch.input_ids == self.config.image_token_id).sum()),
             axis_positions=self.find_positions(samples, micro_batch, pixels),
             blocks=blocks,
+            has_blocks_everywhere=self.config.model_type in WITH_BLOCKS,
         )
 
     def read_pixels(self, references: Sequence[str]) -> dict[str, Tensor]:
@@ -143,6 +146,27 @@ class VisionLanguage:
         places = self.processor.image_token * len(images)
         made = self.processor(text=[places], images=[images], add_special_tokens=False, return_tensors="pt")
         return {name: value for name, value in made.items() if name in self.sight.taken}
+
+    def count_patches(self, height: int, width: int) -> tuple[int, int]:
+        """Into how many tiles the processor cuts an image, and how many patches of each enter the tower.
+
+        Of what the processor makes of several images together, as if each were alone: that is never less.
+        """
+        vision, images = self.config.vision_config, self.processor.image_processor
+        patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+        count = getattr(self.processor, "_get_num_multimodal_tokens", None)
+        if count is None or not hasattr(images, "get_number_of_image_patches"):  # then it always says 1
+            import PIL.Image
+
+            shown = [[PIL.Image.new("RGB", (width, height))]]
+            made = self.processor(text=[self.processor.image_token], images=shown, add_special_tokens=False)
+            *tiles, _, rows, columns = np.shape(made["pixel_values"])
+            return math.prod(tiles), (rows // patch) * (columns // patch)
+        number = int(count(image_sizes=[[height, width]])["num_image_patches"][0])
+        if "image_grid_thw" in images.model_input_names:  # whose tower takes any size whole
+            return 1, number
+        side = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+        return number, (side // patch) ** 2
 
     def find_positions(
         self, samples: Sequence[Sample], micro_batch: MicroBatch, pixels: dict[str, Tensor]
@@ -170,7 +194,33 @@ class VisionLanguage:
         return make_idle_sample()
 
     def make_probe(self, num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
-        return self.text.make_probe(num_tokens, num_trained, longest=longest)
+        """As full of the data's largest images as tokens and the cap of patches let it be."""
+        if self.largest_image is None:
+            return self.text.make_probe(num_tokens, num_trained, longest=longest)
+        shown, reference, num_patches = self.make_probe_image(self.largest_image)
+        num_left = (
+            num_tokens
+            if self.options.max_image_tokens_per_gpu is None
+            else (self.options.max_image_tokens_per_gpu // num_patches)
+        )
+        samples = []
+        for start in range(0, num_tokens, longest):
+            length = min(longest, num_tokens - start)
+            num_images = min(num_left, length // len(shown))
+            num_left -= num_images
+            input_ids = np.concatenate([*[shown] * num_images, np.zeros(length - num_images * len(shown), np.int64)])
+            labels = np.full(length, IGNORED)
+            labels[1 : 1 + -(-num_trained * length // num_tokens)] = 1
+            samples.append((input_ids, labels, (reference,) * num_images))
+        return self.pack(samples)
+
+    def make_probe_image(self, size: tuple[int, int]) -> tuple[np.ndarray, str, int]:
+        """The tokens of a black image of this height and width, where it is, and its patches."""
+        reference = write_data_url(np.zeros((*size, 3), dtype=np.uint8))
+        image = open_image(reference, directory=Path())
+        made = self.processor(text=[self.processor.image_token], images=[[image]], add_special_tokens=False)
+        num_tiles, num_in_tile = self.count_patches(*size)
+        return np.array(made["input_ids"][0]), reference, num_tiles * num_in_tile
 
     def make_check_sample(self, token_ids: np.ndarray) -> Sample:
         """With one image, or of an even number of tokens with two, after the first two; others for other tokens."""
@@ -196,6 +246,12 @@ class VisionLanguage:
 
     def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
         return self.text.describe_prediction(prediction)
+
+
+def has_blocks(config: PreTrainedConfig) -> bool:
+    """Whether the tokens of an image see each other both ways."""
+    is_said = getattr(text_config(config), "use_bidirectional_attention", None) == "vision"  # Gemma 4
+    return is_said or config.model_type in WITH_BLOCKS
 
 
 def join_pixels(made: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -50,8 +50,9 @@ def pack_next_batches(
         first = start.num_samples + i * options.batch_size
         ids = draw_samples(data, seed=options.seed, start=first, count=options.batch_size)
         lengths, trained = data.lengths[ids], data.num_loss_tokens[ids]
-        table = pack_batch(lengths, cap, world_size, flops.attention_cost)
-        costs = cost_samples(lengths, flops.attention_cost)
+        images = data.images_of(ids)
+        table = pack_batch(lengths, cap, world_size, flops.attention_cost, images)
+        costs = cost_samples(lengths, flops.attention_cost, images)
         loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
         cells = [indices for row in table for indices in row]
         rows.append(
@@ -59,7 +60,7 @@ def pack_next_batches(
                 len(table),
                 lengths.sum() / (len(cells) * cap),
                 1 - loads.mean(axis=1).sum() / loads.max(axis=1).sum(),
-                flops.of_batch(lengths, int(trained.sum())),
+                flops.of_batch(lengths, int(trained.sum()), data.images and data.images.of(ids)),
                 max(lengths[indices].sum() for indices in cells),
                 max(trained[indices].sum() for indices in cells),
             )

@@ -53,8 +53,9 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
         run_backward(model, micro_batch.to(world.device), **batch.divisors)
         if i > 0:
             seconds += now(world) - begin
-            num_trained = int(inputs.data.num_loss_tokens[batch.sample_ids[ids]].sum())
-            timed_flops += flops.of_batch(batch.lengths[ids], num_trained)
+            rows, images = batch.sample_ids[ids], inputs.data.images
+            num_trained = int(inputs.data.num_loss_tokens[rows].sum())
+            timed_flops += flops.of_batch(batch.lengths[ids], num_trained, images and images.of(rows))
     update_weights(state, step=0, lr=0.0)  # makes the optimizer's state
     run_backward(model, micro_batch.to(world.device), **batch.divisors)
     begin = now(world)

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from math import inf, isclose
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batch_packer import batch_lengths_to_minibatches_lpt, pack_batch, sum_step_costs
+from batch_packer import ImageLoad, batch_lengths_to_minibatches_lpt, pack_batch, sum_step_costs
 
 untimed = settings(deadline=None)  # the first call may compile
 
@@ -30,24 +31,29 @@ def count_first_fit_decreasing(lengths, cap):
     return len(rooms)
 
 
-def solve_by_brute_force(lengths, cap, num_ranks, attention_cost):
-    """Returns the fewest steps, and the least cost with that many, over all partitions under the cap."""
+def solve_by_brute_force(lengths, cap, num_ranks, attention_cost, images=None):
+    """Returns the fewest steps, and the least cost with that many, over all partitions under the caps."""
     best = (inf, inf)
     costs = [length + attention_cost * length**2 for length in lengths]
+    patches, most_patches = [0] * len(lengths), inf
+    if images is not None:
+        costs = [cost + own for cost, own in zip(costs, images.costs.tolist(), strict=True)]
+        patches, most_patches = images.patches.tolist(), inf if images.cap is None else images.cap
 
-    def place(i, bins):  # (tokens, cost) of each bin
+    def place(i, bins):  # (tokens, patches, cost) of each bin
         nonlocal best
         steps = -(-len(bins) // num_ranks)
         if steps > best[0]:
             return  # what is still to be placed makes no step less
         if i == len(lengths):
-            loads = sorted((cost for _, cost in bins), reverse=True)
+            loads = sorted((cost for *_, cost in bins), reverse=True)
             best = min(best, (steps, sum(loads[::num_ranks])))
             return
-        for k, (tokens, cost) in enumerate(bins):
-            if tokens + lengths[i] <= cap:
-                place(i + 1, [*bins[:k], (tokens + lengths[i], cost + costs[i]), *bins[k + 1 :]])
-        place(i + 1, [*bins, (lengths[i], costs[i])])
+        for k, (tokens, seen, cost) in enumerate(bins):
+            if tokens + lengths[i] <= cap and seen + patches[i] <= most_patches:
+                fuller = (tokens + lengths[i], seen + patches[i], cost + costs[i])
+                place(i + 1, [*bins[:k], fuller, *bins[k + 1 :]])
+        place(i + 1, [*bins, (lengths[i], patches[i], costs[i])])
 
     place(0, [])
     return best
@@ -231,3 +237,72 @@ def test_what_cannot_be_packed_is_refused(arguments, message):
 def test_a_rank_out_of_range_is_refused(rank):
     with pytest.raises(ValueError, match=rf"rank is {rank}.*0\.\.1"):
         batch_lengths_to_minibatches_lpt([3], 10, 2, rank)
+
+
+def draw_images(lengths, cap, seed, share=0.6):
+    """Images of that share of the samples, a patch costing what a fifth of a token does, and pairs of them more."""
+    rng = np.random.default_rng(seed)
+    patches = rng.integers(1, 2 * max(lengths) + 1, len(lengths)) * (rng.random(len(lengths)) < share)
+    patches = patches if cap is None else np.minimum(patches, cap)
+    return ImageLoad(patches, 0.2 * patches + 0.002 * patches**2, cap)
+
+
+@settings(deadline=None, max_examples=40)
+@given(packing_problems(), st.none() | st.integers(1, 400), st.integers(0, 99))
+@example(([5, 5], 10, 1, 0.0), 4, 0)
+def test_tables_with_images_keep_both_caps(problem, image_cap, seed):
+    lengths, cap, num_ranks, attention_cost = problem
+    images = draw_images(lengths, image_cap, seed)
+    table = pack_batch(lengths, cap, num_ranks, attention_cost, images)
+    assert sorted(i for step in table for indices in step for i in indices) == list(range(len(lengths)))
+    assert all(len(step) == num_ranks and any(step) for step in table)
+    assert all(sum(lengths[i] for i in indices) <= cap for step in table for indices in step)
+    if image_cap is not None:
+        assert all(images.patches[indices].sum() <= image_cap for step in table for indices in step)
+    most = max(-(-sum(lengths) // cap), -(-int(images.patches.sum()) // (image_cap or 10**9)))
+    assert len(table) >= -(-most // num_ranks)
+    assert table == pack_batch(np.array(lengths, np.int32), cap, num_ranks, attention_cost, images)
+    loads = [max(sum_step_costs([[cell]], lengths, attention_cost, images) for cell in step) for step in table]
+    assert all(before >= after * (1 - 1e-9) for before, after in pairwise(loads))
+
+
+def test_random_small_tables_with_images_need_the_fewest_steps_and_nearly_the_least_cost():
+    rng = np.random.default_rng(0)
+    ratios, num_more = [], 0
+    for seed in range(200):
+        cap, num_ranks, image_cap = int(rng.choice([10, 30, 100])), int(rng.integers(1, 4)), int(rng.integers(10, 90))
+        lengths = rng.integers(1, cap * 2 // 3, 7).tolist()
+        images = draw_images(lengths, image_cap if seed % 4 else None, seed)
+        steps, cost = solve_by_brute_force(lengths, cap, num_ranks, 0.01, images)
+        table = pack_batch(lengths, cap, num_ranks, 0.01, images)
+        assert steps <= len(table) <= steps + 1
+        num_more += len(table) > steps
+        if len(table) == steps:
+            ratios.append(sum_step_costs(table, lengths, 0.01, images) / cost)
+    assert num_more <= 2 and min(ratios) > 1 - 1e-9
+    assert np.mean(np.isclose(ratios, 1)) > 0.6, "the least cost in most tables"
+    assert np.mean(ratios) < 1.02
+
+
+def test_batches_without_an_image_are_packed_as_texts_to_the_bit():
+    lengths = np.random.default_rng(2).lognormal(5, 1, 256).astype(int).clip(1, 2048)
+    none = ImageLoad(np.zeros(256, np.int64), np.zeros(256), 10)
+    assert pack_batch(lengths, 4096, 4, 0.001, none) == pack_batch(lengths, 4096, 4, 0.001)
+
+
+def test_costs_of_images_are_balanced_over_ranks():
+    """Pictures that cost far more than their tokens: by tokens alone a rank would wait for another."""
+    rng = np.random.default_rng(3)
+    lengths = rng.lognormal(5, 0.4, 512).astype(int).clip(20, 500)
+    patches = rng.integers(100, 2000, 512) * (rng.random(512) < 0.5)
+    images = ImageLoad(patches, patches * 1.0, 16_000)
+    table = pack_batch(lengths, 4096, 8, 1e-4, images)
+    total = sum_step_costs([[[i]] for i in range(512)], lengths, 1e-4, images)
+    blind = pack_batch(lengths, 4096, 8, 1e-4)
+    assert sum_step_costs(table, lengths, 1e-4, images) < 1.01 * total / 8
+    assert sum_step_costs(blind, lengths, 1e-4, images) > 1.05 * total / 8
+
+
+def test_a_sample_beyond_the_cap_of_patches_is_refused():
+    with pytest.raises(ValueError, match="sample 1 has 30 patches of images, more than the cap of 20"):
+        pack_batch([4, 5], 10, 1, 0.0, ImageLoad(np.array([0, 30]), np.zeros(2), 20))

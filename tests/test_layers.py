@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 # Bottom up. A room is a folder, or a module of the root; those on one level do not know each other.
 LAYERS = [
+    {"image_packer"},
     {"options", "disk", "batch_packer", "pages"},
     {"ranks"},
     {"chat", "command_line", "api"},
@@ -177,7 +178,7 @@ def test_no_module_of_tests_is_imported():
 def test_the_root_holds_the_scripts_and_what_the_project_is_known_for():
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [name for name in done.stdout.splitlines() if "/" not in name and (ROOT / name).exists()]
-    known_for = {"batch_packer", "sampler", "osft", "options", "command_line", "disk", "__init__"}
+    known_for = {"batch_packer", "image_packer", "sampler", "osft", "options", "command_line", "disk", "__init__"}
     papers = {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Makefile", "pyproject.toml", "tox.ini"}
     allowed = papers | {"constraints.txt", ".gitignore"} | {f"{name}.py" for name in known_for | SCRIPTS}
     assert set(listed) - allowed == set()

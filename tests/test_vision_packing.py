@@ -1,0 +1,90 @@
+"""What images cost: patches counted as the processor makes them, FLOPs as torch counts them, and caps in runs."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from breadth import wide
+from in_process import train_on
+from small_runs import OPTIONS, read_rows
+from test_vision import data, load, models  # noqa: F401
+from tiny_seeing import SEEING, make_image, save_seeing
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from model.flops import count_flops, count_tower
+from objectives.causal_lm import CausalLM
+from objectives.sight import Sight, list_parts
+from objectives.vision import REFUSED, VisionLanguage
+from options import VisionOptions
+
+FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "pixtral", "smolvlm")
+
+
+def count_with(path: Path) -> VisionLanguage:
+    objective = VisionLanguage(VisionOptions(), CausalLM())
+    assert objective.check_config(AutoConfig.from_pretrained(path), trust_remote_code=False) is None
+    objective.use_tokenizer(None)
+    return objective
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(wide(name) for name in SEEING if name not in (*FAMILIES, *REFUSED))])
+def test_patches_are_those_that_the_processor_makes(family, tmp_path):
+    objective = count_with(save_seeing(tmp_path, family))
+    for seed in range(6):
+        image = make_image(seed)
+        made = objective.processor(text=[objective.processor.image_token], images=[[image]], return_tensors="pt")
+        pixels = made["pixel_values"]
+        num_made = len(pixels) if pixels.ndim == 2 else pixels.numel() // 3 // 4**2  # a patch has 4 x 4 pixels
+        assert math.prod(objective.count_patches(image.height, image.width)) == num_made
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "llava"])
+def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):  # noqa: F811
+    objective, model = count_with(models[family]), load(models[family])
+    for name in list_parts(model)["vision"]:
+        model.get_parameter(name).requires_grad_(False)
+    rows, counted = Mixture([TokenizedData(data[family])]), FlopCounterMode(display=False)
+    rows.count_images(objective.count_patches, cap=None, drop_overlong=False)
+    tower = count_tower(model, model.config)
+    ids = np.arange(len(rows.lengths))
+    images = rows.images.of(ids)
+    objective.sight = Sight(model)
+    batch = objective.pack([rows.read(row) for row in ids.tolist()])
+    with counted, torch.no_grad():
+        objective.sight.base.get_image_features(**batch.pixels, return_dict=True)
+    # Forward only, also of the projector, which trains: a third of its FLOPs.
+    expected = tower.per_patch * images.patches + tower.per_pair * images.pairs + tower.per_token / 3 * images.tokens
+    assert expected.sum() == pytest.approx(counted.get_total_flops(), rel=0.1)
+    flops = count_flops(model, model.config)
+    assert (flops.of_images(images) > 0).tolist() == (images.patches > 0).tolist()
+    alone = flops.of_batch(rows.lengths, 10)
+    assert flops.of_batch(rows.lengths, 10, images) == pytest.approx(alone + flops.of_images(images).sum())
+
+
+def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, tmp_path):  # noqa: F811
+    """With both caps a step has more micro-batches, and the same loss and gradient."""
+    family = "qwen2.5-vl"
+    most = dict(model_name_or_path=models[family], data_path=data[family], max_steps=2, batch_size=6)
+
+    def train(name: str, **options: object) -> list[dict]:
+        train_on(1, world, **OPTIONS | most | dict(output_dir=tmp_path / name, max_tokens_per_gpu=900) | options)
+        return read_rows(tmp_path / name)
+
+    rows = Mixture([TokenizedData(data[family])])
+    rows.count_images(count_with(models[family]).count_patches, cap=None, drop_overlong=False)
+    cap = int(rows.images.patches.max())
+    plain, capped = train("plain"), train("capped", max_image_tokens_per_gpu=cap)
+    for row, other in zip(plain, capped, strict=True):
+        assert row["grad_accum"] == 1 < other["grad_accum"]
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    number = int(rows.images.patches.argmax()) + 1
+    with pytest.raises(ValueError, match=rf"data.arrow: row {number} has {cap:,} patches .* --drop-overlong"):
+        train("refused", max_image_tokens_per_gpu=cap - 1)
+    (dropped,) = train("dropped", max_image_tokens_per_gpu=cap - 1, drop_overlong=True, max_steps=1)
+    assert dropped["loss"] != plain[0]["loss"]
