@@ -292,6 +292,7 @@ LOGGED = needless("every step is a line of training_metrics_0.jsonl")
 IN_BF16 = needless("on CUDA compute is in bfloat16, with weights in float32")
 RESUMED = needless("the same command goes on where it was")
 CHECKPOINTING = choose("activation_checkpointing", {True: "full", False: "none", "unsloth": "full", "offload": "full"})
+OFFLOADING = say_if_true(activation_checkpointing="full", offload_activations=True)
 ATTENTION = needless("the fastest attention that the machine has is taken")
 
 # Keys of transformers.TrainingArguments, which all three share.
@@ -401,6 +402,8 @@ AXOLOTL: dict[str, Rule] = SHARED | {
     "tokens": say_data("add_special_tokens"),
     "train_on_inputs": say_trained,
     "roles_to_train": needless("the assistant's tokens are trained"),
+    "tiled_mlp": say_if_true(tiled_mlp=True),
+    "activation_offloading": OFFLOADING,
     "plugins": needless("--use-liger-kernels takes Liger's kernels"),
     "liger_rope": say_if_true(use_liger_kernels=True),
     "liger_rms_norm": say_if_true(use_liger_kernels=True),
@@ -456,7 +459,7 @@ TRL: dict[str, Rule] = SHARED | {
     "assistant_only_loss": say_trained,
     "completion_only_loss": say_trained,
     "eos_token": missing("turns end with the stop token that the chat template writes"),
-    "activation_offloading": missing("--activation-checkpointing full keeps each block's input alone"),
+    "activation_offloading": OFFLOADING,
     **dict.fromkeys(("packing", "eval_packing", "packing_strategy", "padding_free", "pad_to_multiple_of"), PACKED),
     **dict.fromkeys(("dtype", "torch_dtype"), IN_BF16),
     "attn_implementation": ATTENTION,
