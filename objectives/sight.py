@@ -13,6 +13,8 @@ from objectives.text_tower import find_base, find_decoder, text_config
 
 PROJECTORS = ("projector", "connector", "merger", "embed_vision", "aligner")  # in the names of what joins the two
 
+HAVE_CHANGED = "have files of images changed since the data set was made?"
+
 
 def list_parts(model: PreTrainedModel) -> dict[str, list[str]]:
     """The names of a model's parameters: those of its vision tower, its projector and its language model."""
@@ -66,7 +68,7 @@ class Sight:
             if len(features) != micro_batch.num_image_tokens:
                 raise ValueError(
                     f"images became {len(features):,} vectors, and the data has {micro_batch.num_image_tokens:,} tokens"
-                    " for them: have files of images changed since the data set was made?"
+                    f" for them: {HAVE_CHANGED}"
                 )
             hidden = hidden.masked_scatter(is_image[..., None], features)
             if self.feeds_layers:
@@ -88,7 +90,10 @@ class Sight:
     def number_axes(self, input_ids: Tensor, grids: Tensor) -> Tensor:  # (1, L), (images, 3) -> (3, 1, L)
         """One sequence's positions on all axes, by the model's own code."""
         kinds = (input_ids == self.model.config.image_token_id).int()
-        return self.base.get_rope_index(input_ids, mm_token_type_ids=kinds, image_grid_thw=grids)[0]
+        try:
+            return self.base.get_rope_index(input_ids, mm_token_type_ids=kinds, image_grid_thw=grids)[0]
+        except (RuntimeError, IndexError) as error:  # as it ends where there are more positions than tokens, or fewer
+            raise ValueError(f"images have other positions than the data has tokens for: {HAVE_CHANGED}") from error
 
     def describe_own(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of the model's own forward pass over the row's one sequence."""
