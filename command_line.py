@@ -417,16 +417,7 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
     if sharding.shard_size is not None and sharding.sharding != "hybrid":
         problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
-    if sharding.context_parallel is not None and options.classification.objective != "causal-lm":
-        problems.append(
-            f"--context-parallel {sharding.context_parallel}: not for --objective {options.classification.objective},"
-            " whose classes are of whole sequences: leave it out"
-        )
-    if sharding.context_parallel is not None and options.optimization.neftune_alpha is not None:
-        problems.append(
-            f"--context-parallel {sharding.context_parallel}: not with --neftune-alpha, whose noise is drawn for whole"
-            " sequences: leave one of them out"
-        )
+    problems += find_sharing_problems(options)
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
     if compute.float8 and osft:
@@ -458,6 +449,21 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
             " selective or full"
         )
     return problems
+
+
+def find_sharing_problems(options: TrainOptions) -> list[str]:
+    """What ranks that share packed rows cannot do."""
+    num_sharing, objective = options.sharding.context_parallel, options.classification.objective
+    if num_sharing is None:
+        return []
+    reasons = []
+    if objective != "causal-lm":
+        reasons.append(f"not for --objective {objective}, whose classes are of whole sequences")
+    if options.optimization.neftune_alpha is not None:
+        reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
+    if options.compute.compile:
+        reasons.append("not with --compile, where it has not been tried")
+    return [f"--context-parallel {num_sharing}: {reason}: leave one of them out" for reason in reasons]
 
 
 def find_ending_problems(options: TrainOptions) -> list[str]:

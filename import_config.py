@@ -7,6 +7,7 @@ says it, that it needs none here, or that it has no counterpart. What it does no
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from corpus.files import ENDINGS, data_ending
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
 from ranks.ending import exit_with_message
 
+ALPACA_COLUMNS = {("prompt", "instruction"), ("query", "input"), ("response", "output")}  # which need not be named
 NEEDLESS, MISSING = "needs no option", "no counterpart"
 
 
@@ -119,6 +121,25 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
     )
 
 
+def say_warmup(to: Conversion, key: str, value: Any) -> str:
+    """Steps; transformers also takes a share of the run there."""
+    return say("warmup_ratio" if 0 < value < 1 else "num_warmup_steps")(to, key, value)
+
+
+def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
+    """The end of a schedule's decay, as a share of the learning rate or as a rate."""
+    if not isinstance(value, dict):
+        return f"{MISSING}: not known here"
+    given = dict(value)
+    rate, lowest = given.pop("min_lr_rate", None), given.pop("min_lr", None)
+    if rate is None and lowest is not None:
+        rate = lowest / to.get("learning_rate")
+    if rate is not None:
+        to.train["min_lr_ratio"] = rate
+    said = [] if rate is None else [f"min_lr_ratio: {rate}"]
+    return "; ".join([*said, *([f"{MISSING}: {', '.join(given)}"] if given else [])]) or NEEDLESS
+
+
 def say_epochs(to: Conversion, key: str, value: Any) -> str:
     if to.get("max_steps", default=-1) > 0:
         return f"{NEEDLESS}: max_steps ends the run"
@@ -199,12 +220,21 @@ def say_targets(to: Conversion, key: str, value: Any) -> str:
     return f"lora_target_modules: {names}"
 
 
+def is_so_anyway(name: str, value: Any) -> bool:
+    """Whether what Axolotl's data set says holds for every one here: the rows show their names and roles."""
+    if name == "message_property_mappings":
+        return value in ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+    if name == "roles_to_train":
+        return set(value or ()) <= {"assistant", "gpt", "model"}
+    return name in ("path", "type", "ds_type") or (name, value) == ("train_on_eos", "turn")
+
+
 def say_datasets(to: Conversion, key: str, value: Any) -> str:
     """Axolotl's list of data sets: files of rows, or one of the hub; what a row is, process_data.py sees by itself."""
     listed = value if isinstance(value, list) else [value]
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
     paths = [str(entry["path"]) for entry in entries]
-    others = {name for entry in entries for name in entry} - {"path", "type", "ds_type"}
+    others = {name for entry in entries for name, item in entry.items() if not is_so_anyway(name, item)}
     is_hub = len(entries) == 1 and data_ending(Path(paths[0])) not in ENDINGS
     said = {"field_messages": "messages_field"}
     if is_hub:
@@ -228,6 +258,27 @@ def say_hub_dataset(to: Conversion, key: str, value: Any) -> str:
     config = to.given.get("dataset_config")
     to.data["input_dataset"] = value if config is None else f"{value}:{config}"
     return f"input_dataset: {to.data['input_dataset']} (of process_data.py)"
+
+
+def say_listed_datasets(to: Conversion, key: str, value: Any) -> str:
+    """LLaMA-Factory's names, by the list of data sets that is beside their files."""
+    folder = Path(to.get("dataset_dir", default="data"))
+    names = [name.strip() for name in str(value).split(",")]
+    info = folder / "dataset_info.json"
+    listed = json.loads(info.read_text()) if info.is_file() else {}
+    entries = [listed.get(name, {}) for name in names]
+    files = [entry.get("file_name") for entry in entries]
+    if None in files:
+        return f"{MISSING}: name its file as input_file in data.yaml (given {value!r}, not a file of {info})"
+    to.data["input_file"] = [str(folder / file) for file in files]
+    columns = {pair for entry in entries for pair in entry.get("columns", {}).items()} - ALPACA_COLUMNS
+    messages = [column for what, column in columns if what == "messages"]
+    if len(messages) == 1:
+        to.data["messages_field"] = messages[0]
+        columns.remove(("messages", messages[0]))
+    others = ", ".join(sorted(f"{what}: {column}" for what, column in columns))
+    more = f"; of its columns {others} have no counterpart" if others else ""
+    return f"input_file: {', '.join(to.data['input_file'])} (of process_data.py){more}"
 
 
 def say_template(to: Conversion, key: str, value: Any) -> str:
@@ -273,9 +324,20 @@ def say_tracker(name: str, *, option: str | None = None) -> Rule:
     return rule
 
 
+def offloads(value: Any) -> bool:
+    """Whether a file's name says so, or an entry that is not off."""
+    if not isinstance(value, dict):
+        return "offload" in str(value).lower()
+    for key, item in value.items():
+        switch = item.get("device") if isinstance(item, dict) else item
+        if offloads(item) or ("offload" in key and switch not in (False, None, "none", "false")):
+            return True
+    return False
+
+
 def say_sharding(to: Conversion, key: str, value: Any) -> str:
     """DeepSpeed's and FSDP's files: everything is sharded by FSDP2 here."""
-    if "offload" in str(value).lower():
+    if offloads(value):
         to.train["cpu_offload"] = True
         return "cpu_offload: true; else needs no option: FSDP2 shards everything"
     return f"{NEEDLESS}: FSDP2 shards weights, gradients and optimizer"
@@ -292,6 +354,7 @@ LOGGED = needless("every step is a line of training_metrics_0.jsonl")
 IN_BF16 = needless("on CUDA compute is in bfloat16, with weights in float32")
 RESUMED = needless("the same command goes on where it was")
 CHECKPOINTING = choose("activation_checkpointing", {True: "full", False: "none", "unsloth": "full", "offload": "full"})
+OFFLOADING = say_if_true(activation_checkpointing="full", offload_activations=True)
 ATTENTION = needless("the fastest attention that the machine has is taken")
 
 # Keys of transformers.TrainingArguments, which all three share.
@@ -300,7 +363,8 @@ SHARED: dict[str, Rule] = {
     "learning_rate": say("learning_rate"),
     "lr_scheduler": choose("lr_scheduler", SCHEDULES),
     "lr_scheduler_type": choose("lr_scheduler", SCHEDULES),
-    "warmup_steps": say("num_warmup_steps"),
+    "lr_scheduler_kwargs": say_schedule_details,
+    "warmup_steps": say_warmup,
     "warmup_ratio": say("warmup_ratio"),
     "weight_decay": say("weight_decay"),
     "adam_beta1": say("adam_beta1"),
@@ -316,7 +380,8 @@ SHARED: dict[str, Rule] = {
     "per_device_train_batch_size": say_batch,
     "gradient_accumulation_steps": say_batch,
     "seed": say("seed"),
-    "trust_remote_code": say("trust_remote_code"),
+    "attn_implementation": ATTENTION,
+    "trust_remote_code": needless("a model that brings code of its own is refused, and told how to be trusted"),
     "gradient_checkpointing": CHECKPOINTING,
     "gradient_checkpointing_kwargs": needless("recomputation is torch's, without reentry"),
     "save_steps": say_saves,
@@ -401,6 +466,8 @@ AXOLOTL: dict[str, Rule] = SHARED | {
     "tokens": say_data("add_special_tokens"),
     "train_on_inputs": say_trained,
     "roles_to_train": needless("the assistant's tokens are trained"),
+    "tiled_mlp": say_if_true(tiled_mlp=True),
+    "activation_offloading": OFFLOADING,
     "plugins": needless("--use-liger-kernels takes Liger's kernels"),
     "liger_rope": say_if_true(use_liger_kernels=True),
     "liger_rms_norm": say_if_true(use_liger_kernels=True),
@@ -412,6 +479,17 @@ AXOLOTL: dict[str, Rule] = SHARED | {
     **dict.fromkeys(("auto_resume_from_checkpoints", "dataset_prepared_path"), RESUMED),
     **dict.fromkeys(("model_type", "tokenizer_type", "base_model_config", "is_llama_derived_model"),
                     needless("the checkpoint's config says it")),
+    **dict.fromkeys(("shuffle_merged_datasets", "shuffle_before_merging_datasets"),
+                    needless("samples come in a random order, another one in each epoch")),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "flash_attn_cross_entropy",
+                     "flash_attn_rms_norm", "flash_attn_fuse_qkv", "flash_attn_fuse_mlp"),
+                    needless("a matter of speed alone")),
+    **dict.fromkeys(("dp_shard_size", "dp_replicate_size", "fsdp_version"), say_sharding),
+    **dict.fromkeys(("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
+                    lambda to, key, value: NEEDLESS if value == 1 else f"{MISSING}: data and weights are sharded"),
+    "save_first_step": needless("--preset sanity tries an export first"),
+    "eval_table_size": missing("generate.py writes answers"),
+    **dict.fromkeys(("local_rank", "debug"), needless("torchrun says it")),
     "strict": needless("an unknown option is always refused"),
 }  # fmt: skip
 LLAMA_FACTORY: dict[str, Rule] = SHARED | {
@@ -423,7 +501,7 @@ LLAMA_FACTORY: dict[str, Rule] = SHARED | {
     "adapter_name_or_path": say("lora_adapter"),
     "additional_target": say_targets,
     "quantization_bit": say_bits,
-    "dataset": lambda to, key, value: f"{MISSING}: name its file as input_file in data.yaml (given {value!r})",
+    "dataset": say_listed_datasets,
     "dataset_dir": needless("input_file is a path"),
     "eval_dataset": lambda to, key, value: f"{MISSING}: tokenize it, and give validation_data_path (given {value!r})",
     "val_size": say_share,
@@ -448,6 +526,7 @@ TRL: dict[str, Rule] = SHARED | {
     "dataset_name": say_hub_dataset,
     "dataset_config": needless("it is written into input_dataset"),
     "dataset_train_split": say_data("split"),
+    "dataset_test_split": missing("tokenize it, and give validation_data_path"),
     "max_length": say_length,
     "max_seq_length": say_length,
     "chat_template_path": say_data("chat_template"),
@@ -456,10 +535,9 @@ TRL: dict[str, Rule] = SHARED | {
     "assistant_only_loss": say_trained,
     "completion_only_loss": say_trained,
     "eos_token": missing("turns end with the stop token that the chat template writes"),
-    "activation_offloading": missing("--activation-checkpointing full keeps each block's input alone"),
+    "activation_offloading": OFFLOADING,
     **dict.fromkeys(("packing", "eval_packing", "packing_strategy", "padding_free", "pad_to_multiple_of"), PACKED),
     **dict.fromkeys(("dtype", "torch_dtype"), IN_BF16),
-    "attn_implementation": ATTENTION,
 }
 # Which trainer a file is of: by keys that only its files have.
 TRAINERS = {

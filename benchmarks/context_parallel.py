@@ -28,10 +28,10 @@ from model.build import choose_compute_dtype
 from objectives.causal_lm import CausalLM
 from objectives.objective import PackedModel
 from optim.optimizers import build_optimizer
-from options import TrainOptions, group_options
+from options import OptimizationOptions, TrainOptions, group_options
 from plan.simulation import Load, Ranks, lay_out_model, simulate_step
 from ranks.memory import MemoryCounter
-from ranks.row_group import make_row_group
+from ranks.row_group import RowGroup, make_row_group
 from ranks.world import World, call_on_rank0, init_world, setup_logging
 
 SHARING = (None, 2, 4)
@@ -40,7 +40,9 @@ MODELS = FAMILIES | {
 }
 
 
-def compare_families(names: list[str], directory: Path, world: World) -> None:
+def compare_families(
+    names: list[str], directory: Path, row_groups: dict[int | None, RowGroup | None], world: World
+) -> None:
     """Prints the first table."""
     say(world, "| model | borders | N = 2: gradient, loss | N = 4: gradient, loss |\n| --- | --- | --- | --- |")
     for name in names:
@@ -49,8 +51,7 @@ def compare_families(names: list[str], directory: Path, world: World) -> None:
         model = build(directory / name, world, objective=objective)
         for kind, rows in BORDERS.items():
             found = []
-            for size in SHARING:
-                row_group = make_row_group(world.rank, world.world_size, size)
+            for row_group in row_groups.values():
                 sums = run_rows(model, objective, rows, world=world, row_group=row_group)
                 found.append((gather_gradients(model), sums.loss_sum))
                 model.zero_grad()
@@ -72,8 +73,10 @@ def find_difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -
     return max(((gradients[name] - e).norm() / e.norm().clamp_min(tiny)).item() for name, e in expected.items())
 
 
-def measure_memory(args: argparse.Namespace, directory: Path, options: dict[int, TrainOptions], world: World) -> list:
-    """Rank 0's bytes at the peak of a step, for each number of ranks that share a row."""
+def measure_memory(
+    args: argparse.Namespace, directory: Path, row_groups: dict[int | None, RowGroup | None], world: World
+) -> list[int]:
+    """A rank's bytes at the peak of a step, for each number of ranks that share a row."""
     config = LlamaConfig(
         vocab_size=args.vocab_size, hidden_size=args.hidden_size, intermediate_size=3 * args.hidden_size,
         num_hidden_layers=args.num_layers, num_attention_heads=8, num_key_value_heads=args.num_kv_heads,
@@ -81,11 +84,11 @@ def measure_memory(args: argparse.Namespace, directory: Path, options: dict[int,
     )  # fmt: skip
     call_on_rank0(world, lambda: save_model(config, directory / "measured").name)
     peaks = []
-    for size in SHARING:
+    for row_group in row_groups.values():
         objective = CausalLM()
-        objective.row_group = make_row_group(world.rank, world.world_size, size)
+        objective.row_group = row_group
         model = build(directory / "measured", world, objective=objective)
-        optimizer = build_optimizer(model, options[size].optimization)
+        optimizer = build_optimizer(model, OptimizationOptions())
         counter = MemoryCounter()
         for tensor in [*model.parameters(), *model.buffers()]:
             counter.count(tensor)
@@ -137,8 +140,9 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as own:
         directory = Path(call_on_rank0(world, lambda: own))
-        compare_families(args.families, directory, world)
-        peaks = measure_memory(args, directory, options, world)
+        row_groups = {size: make_row_group(world.rank, world.world_size, size) for size in SHARING}
+        compare_families(args.families, directory, row_groups, world)
+        peaks = measure_memory(args, directory, row_groups, world)
         dist.barrier()
         rank, num_ranks = world.rank, world.world_size
         dist.destroy_process_group()  # a simulation wants no other one beside its own

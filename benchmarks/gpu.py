@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ STAGES_FILE, SUMMARY, LOG = "stages.jsonl", "summary.txt", "log.txt"
 MOST_STARTS = 2  # of a stage that ends with its call: then it is passed over
 TAIL = 2000  # characters of a failed stage's output in its line
 MAX_TRACE_BYTES = 15 << 20
+TINY_LIMIT = 6  # times a stage's limit, on a CPU that has other work
 SMALL, LARGE = "qwen2.5-1.5b", "qwen2.5-7b"
 IN_TINY = {SMALL: "nano", LARGE: "tiny"}  # shapes of train_step.py
 
@@ -336,6 +337,8 @@ def run_stages(args: argparse.Namespace) -> None:
     deadline = time.monotonic() + 60 * args.minutes
     args.results.mkdir(parents=True, exist_ok=True)
     for stage in STAGES:
+        if args.tiny:
+            stage = replace(stage, seconds=TINY_LIMIT * stage.seconds)
         if not is_due(stage.name, read_results(args.results), args.again):
             continue
         missing = [package for package in stage.needs if importlib.util.find_spec(package) is None]
@@ -436,6 +439,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage is None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the stage under way ends with it
         return run_stages(args)
     stage = next(stage for stage in STAGES if stage.name == args.stage)
     args.work_dir.mkdir(parents=True, exist_ok=True)

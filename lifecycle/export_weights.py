@@ -1,6 +1,7 @@
 """An export's weights, written as they are gathered into the files that transformers' `save_pretrained` would write."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -68,22 +69,29 @@ class WeightStream:
         assert not self.places, f"{len(self.places)} tensors were not written, such as {min(self.places)}"
 
 
-def find_groups(model: PreTrainedModel, names: dict[str, Tensor]) -> dict[str, list[str]]:
+def find_groups(model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:
     """For each tensor of the model those that go through one of transformers' conversions with it, in order."""
+    names = list(names)
     try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-
-        conversions = get_model_conversion_mapping(model, add_legacy=False)[::-1]
-        converters = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
-        targets = {name: rename_source_key(name, [], converters, reverse=True) for name in names}
-    except NOT_PLANNABLE as error:  # transformers' internals change from version to version
+        targets = find_targets(model, names)
+    except NOT_PLANNABLE as error:
         log.warning(
             f"warning: rank 0 holds the whole model while it is exported: which of its tensors are stored together is"
             f" not known ({type(error).__name__}: {error})"
         )
-        return {name: list(names) for name in names}
+        targets = dict.fromkeys(names, "")
     groups: dict[str, list[str]] = {}
-    for name, (target, _) in targets.items():
+    for name, target in targets.items():
         groups.setdefault(target, []).append(name)
-    return {name: groups[target] for name, (target, _) in targets.items()}
+    return {name: groups[target] for name, target in targets.items()}
+
+
+def find_targets(model: PreTrainedModel, names: list[str]) -> dict[str, str]:
+    """What each tensor is converted to where it is stored, or its own name: by transformers' internals, which change
+    from version to version."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    converters = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
+    return {name: rename_source_key(name, [], converters, reverse=True)[0] for name in names}

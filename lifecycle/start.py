@@ -25,6 +25,7 @@ from model.config import ModelSource, check_rope, choose_tokenizer, load_config,
 from model.files import find_model
 from model.flops import FlopCount, count_flops
 from model.method import Method
+from model.offloading import check_offloading
 from objectives.causal_lm import CausalLM
 from objectives.classification import Classification
 from objectives.columns import VISION
@@ -155,6 +156,8 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     inputs = RunInputs(
         choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
     )
+    if options.compute.offload_activations:
+        inputs.errors.attempt(lambda: check_offloading(device))
     num_sharing = options.sharding.context_parallel or 1
     num_dropped = open_data(inputs, options, num_sharing=num_sharing)
     open_validation_data(inputs, options)

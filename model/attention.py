@@ -62,7 +62,8 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
     ) -> tuple[Tensor, None]:
         if micro_batch is None:
             raise ValueError(f"{type(module).__name__} is not told what is packed: its model hands no arguments on")
-        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux, "blocks": micro_batch.blocks}
+        blocks = micro_batch.blocks if micro_batch.has_blocks_everywhere or sliding_window is not None else None
+        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux, "blocks": blocks}
         extras = {feature: value for feature, value in extras.items() if value is not None}
         dropped = extras.keys() - BACKENDS[name]
         looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -73,8 +73,8 @@ def check_packing(
         return objective.pack([objective.make_check_sample(ids) for ids in token_ids]).to(device)
 
     # No sequence moves when the others change.
-    packed = pack(sequences)
     try:
+        packed = pack(sequences)
         hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
     except Exception as error:  # other people's models may raise anything where they make masks and positions
         words = str(error) or type(error).__name__

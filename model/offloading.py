@@ -33,13 +33,14 @@ class Offloader:
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.hidden_storage = 0  # address of what the block that runs was given
         self.leaving: Tensor | None = None  # held until its copy is whole
         self.left: torch.cuda.Event | None = None
         self.last: Callable[[], Waiting | None] = lambda: None
 
     def pack(self, tensor: Tensor) -> Waiting | Tensor:
-        """Forward: hidden states leave; what has no gradient, such as masks, is shared by all blocks and stays."""
-        if not tensor.requires_grad:
+        """Forward: the block's hidden states leave; what all blocks share, such as masks, stays."""
+        if tensor.untyped_storage()._cdata != self.hidden_storage:
             return tensor
         self.release()
         with memory_kind(OFFLOADED):
@@ -81,6 +82,15 @@ class Offloader:
         self.leaving = self.left = None
 
 
+def check_offloading(device: torch.device) -> None:
+    """ValueError for a device whose memory is the CPU's."""
+    if device.type == "cpu":
+        raise ValueError(
+            "--offload-activations moves what a GPU keeps to CPU memory, and this run is on CPUs, where it is already:"
+            " leave it out"
+        )
+
+
 def apply_offloading(blocks: nn.ModuleList, device: torch.device) -> None:
     """Moves the inputs that checkpointed blocks keep; the blocks' hooks, FSDP's among them, stay outside."""
     offloader = Offloader(device)
@@ -88,6 +98,7 @@ def apply_offloading(blocks: nn.ModuleList, device: torch.device) -> None:
         block.forward = functools.partial(run_offloaded, offloader, block.forward)
 
 
-def run_offloaded(offloader: Offloader, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def run_offloaded(offloader: Offloader, forward: Callable, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    offloader.hidden_storage = hidden_states.untyped_storage()._cdata
     with saved_tensors_hooks(offloader.pack, offloader.unpack):
-        return forward(*args, **kwargs)
+        return forward(hidden_states, *args, **kwargs)

@@ -36,6 +36,7 @@ class MicroBatch:
     num_image_tokens: int = 0  # places for features of images
     axis_positions: Tensor | None = None  # (3, 1, T) int64: positions on several axes (Qwen2-VL); None: there is one
     blocks: Tensor | None = None  # (T,) int64: the image that each token is of, whose tokens see each other both ways
+    has_blocks_everywhere: bool = True  # not only where attention looks no further than a window (Gemma 4)
     is_two_sided: bool = False  # whether a model that looks both ways may do so
     # The ranks that share the row: this is one part of it, with all of its borders (see take_part). None: it is whole.
     row_group: RowGroup | None = None

@@ -27,14 +27,14 @@ from objectives.causal_lm import CausalLM, PackedCausalLM
 from objectives.columns import VISION, Sample, Task, check_task
 from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
 from objectives.sight import Sight, list_parts
-from objectives.text_tower import LeftOut, find_placeholders, is_multimodal
+from objectives.text_tower import LeftOut, find_placeholders, is_multimodal, text_config
 from options import VisionOptions
 
 # What cannot be had, whatever the data.
 REFUSED = {
     "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
 }
-WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways
+WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways, in every layer
 CHECK_IMAGES = ((24, 32), (40, 24))  # pixels
 NO_BLOCK = -1
 
@@ -127,13 +127,14 @@ class VisionLanguage:
         texts = [(input_ids, labels, None) for input_ids, labels, _ in samples]
         micro_batch = pack_samples(texts, sources=sources, num_sources=num_sources)
         pixels = join_pixels([self.read_pixels(references) for _, _, references in samples if references])
-        blocks = self.number_blocks(micro_batch) if self.config.model_type in WITH_BLOCKS and pixels else None
+        blocks = self.number_blocks(micro_batch) if pixels and has_blocks(self.config) else None
         return replace(
             micro_batch,
             pixels=pixels,
             num_image_tokens=int((micro_batch.input_ids == self.config.image_token_id).sum()),
             axis_positions=self.find_positions(samples, micro_batch, pixels),
             blocks=blocks,
+            has_blocks_everywhere=self.config.model_type in WITH_BLOCKS,
         )
 
     def read_pixels(self, references: Sequence[str]) -> dict[str, Tensor]:
@@ -246,6 +247,12 @@ class VisionLanguage:
 
     def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
         return self.text.describe_prediction(prediction)
+
+
+def has_blocks(config: PreTrainedConfig) -> bool:
+    """Whether the tokens of an image see each other both ways."""
+    is_said = getattr(text_config(config), "use_bidirectional_attention", None) == "vision"  # Gemma 4
+    return is_said or config.model_type in WITH_BLOCKS
 
 
 def join_pixels(made: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

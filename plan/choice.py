@@ -137,6 +137,6 @@ def refuse_longest(data: Mixture, room: Room) -> str:
     return (
         f"--max-tokens-per-gpu auto: the longest sample, row {row} of {path} with {longest:,} tokens, needs"
         f" about {needed / GIB:,.2f} GiB, and {limit / GIB:,.2f} GiB may be used: use more GPUs,"
-        " --activation-checkpointing full, a larger --memory-budget-gb, or drop long samples with process_data.py"
-        " --max-sample-num-tokens"
+        " --activation-checkpointing full, --tiled-mlp, --offload-activations, a larger --memory-budget-gb, or drop"
+        " long samples with process_data.py --max-sample-num-tokens"
     )

@@ -40,6 +40,7 @@ from sampler import RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
 ENOUGH_TOKENS = 4096  # in a micro-batch of this size the fixed costs are small
+LONG_ROW = 8192  # tokens from which on a plan tries what makes room for long rows
 ASSUMED_MFU = 0.4  # what a step's time is planned with where nothing can be measured
 
 KINDS = {  # the kinds of StepMemory.peak in words
@@ -291,6 +292,8 @@ def plan_memory(
             findings.lines.append(
                 "  without activations of the vision tower, which cannot be simulated: auto measures them in a run"
             )
+        if packing.num_tokens >= LONG_ROW:
+            describe_savings(options, target, run, packing, findings)
         check_memory(target, memory, findings)
     return options, packing, memory is not None
 
@@ -422,12 +425,41 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
         lines.append("  what is sharded is in the host's memory and not counted")
     lines.append(f"  {'together':<48}{(base + memory.total) / GIB:9.3f} GiB")
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
+    if memory.offloaded:
+        lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
     if target.keeps_freed:
         lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
 
 
 def describe_sharing(ranks: Ranks) -> str:
     return "" if ranks.num_sharing is None else f"; {ranks.num_sharing} ranks share it, and have an equal part each"
+
+
+def describe_savings(
+    options: TrainOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
+) -> None:
+    """Adds what the options for long rows would come to, those that the run could have and has not."""
+    for change in list_savings(options, target):
+        changed = replace_options(options, **change)
+        try:
+            memory = simulate_packing(changed, target, run, packing)
+        except ValueError:  # of a model that has no such modules
+            continue
+        names = " ".join(f"--{name.replace('_', '-')}" for name, value in change.items() if value is True)
+        findings.lines.append(
+            f"  {f'together with {names}':<64}{(target.base + memory.total) / GIB:9.3f} GiB,"
+            f" {memory.per_token / 1024:,.1f} KiB for a token more"
+        )
+
+
+def list_savings(options: TrainOptions, target: Target) -> list[dict[str, bool]]:
+    compute, savings = options.compute, []
+    if not (compute.tiled_mlp or compute.compile):
+        savings.append(dict(tiled_mlp=True))
+    is_able = target.device.type == "cuda" and compute.activation_checkpointing == "full"
+    if is_able and not compute.offload_activations:
+        savings.append(dict(offload_activations=True))
+    return savings if len(savings) < 2 else [*savings, savings[0] | savings[1]]
 
 
 def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:
@@ -438,7 +470,7 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
         findings.add_problem(
             f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
             f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
-            " --activation-checkpointing full, or more GPUs"
+            " --activation-checkpointing full, --tiled-mlp, --offload-activations, or more GPUs"
         )
 
 

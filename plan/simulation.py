@@ -34,7 +34,7 @@ from objectives.objective import Objective, PackedModel
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
 from options import ComputeOptions, TrainOptions
-from ranks.memory import MemoryCounter, memory_kind
+from ranks.memory import OFFLOADED, MemoryCounter, memory_kind
 from ranks.row_group import make_row_group
 from ranks.world import World, make_mesh
 
@@ -51,6 +51,7 @@ class StepMemory:
     """Bytes on rank 0, which has the largest shards, when a step needs most."""
 
     peak: Counter[str]  # by kind: weights, frozen, gradients, optimizer, gathered, activations, loss
+    offloaded: int  # beside them in CPU memory
     num_tokens: int  # of the micro-batch, of all ranks that share it
     per_token: float  # by how much a token more raises the peak
 
@@ -191,10 +192,11 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")
             peaks.append(counter.peak)
-    if ranks.offloads:
-        peaks = [Counter({kind: size for kind, size in peak.items() if kind not in SHARDED}) for peak in peaks]
+    elsewhere = (OFFLOADED, *(SHARDED if ranks.offloads else ()))
+    peaks = [Counter({kind: size for kind, size in peak.items() if kind not in elsewhere}) for peak in peaks]
     return StepMemory(
         peak=max(peaks, key=Counter.total),
+        offloaded=counter.most_offloaded,
         num_tokens=load.num_tokens,
         per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (load.num_tokens - load.num_tokens // 2),
     )

@@ -76,6 +76,7 @@ class MemoryCounter(TorchDispatchMode):
         self.live: Counter[str] = Counter()  # bytes by kind
         self.peak: Counter[str] = Counter()  # as `live` was when its sum was largest
         self.num_live = self.num_peak = 0
+        self.most_offloaded = 0
         self._storages: dict[int, tuple[int, str]] = {}  # address of a storage -> bytes, kind
 
     def __enter__(self) -> "MemoryCounter":
@@ -121,7 +122,10 @@ class MemoryCounter(TorchDispatchMode):
             self._forget(address)
         self._storages[address] = (size, kind)
         self.live[kind] += size
-        self.num_live += size if kind != OFFLOADED else 0
+        if kind == OFFLOADED:
+            self.most_offloaded = max(self.most_offloaded, self.live[kind])
+            return
+        self.num_live += size
         if self.num_live > self.num_peak:
             self.reset_peak()
 

@@ -4,37 +4,10 @@ import json
 
 import pytest
 import torch
+from exports import MODELS, export
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
-
-from lifecycle.export import ExportParts, export_model
-from methods.full import Full
-from model.config import load_generation_config
-from objectives.causal_lm import CausalLM
-
-MODELS = FAMILIES | {
-    # routers with a buffer that belongs to the checkpoint
-    "deepseek_v3": DeepseekV3Config(
-        **SHAPE | dict(num_key_value_heads=4), moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1,
-        num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-    ),
-    "glm4_moe": Glm4MoeConfig(
-        **SHAPE, head_dim=8, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-        n_group=1, topk_group=1, first_k_dense_replace=1,
-    ),
-}  # fmt: skip
-
-
-def export(path, export_dir, world, *, dtype=torch.float32):
-    model = build(path, world)
-    generation_config = load_generation_config(str(path), model.model.config)
-    parts = ExportParts(
-        CausalLM(), Full(), generation_config, AutoTokenizer.from_pretrained(path), dtype, load_source(path)
-    )
-    export_model(model, export_dir, parts, world=world)
-    return export_dir
+from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -29,14 +29,15 @@ pytestmark = pytest.mark.slow
 
 HEADS = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)  # 3 do not divide by 2, and 6 not by 4
 MODELS: dict[str, PreTrainedConfig] = {
-    "heads that divide": FAMILIES["llama_tied_bias"],
     "heads that do not": Qwen3Config(**SHAPE | HEADS),
     "sinks, windows": GptOssConfig(
         **SHAPE | HEADS, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
     ),
     "soft caps, windows": FAMILIES["gemma2_softcaps"],
-    "experts": FAMILIES["mixtral"],  # with their auxiliary loss
+    "experts": FAMILIES["mixtral"],  # with their auxiliary loss; heads that divide
+    "LoRA": FAMILIES["qwen2"],
+    "OSFT": FAMILIES["qwen2"],
 }  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def results(tmp_path_factory) -> dict[tuple[str, int], dict]:
     """By model and number of ranks that share a row: what 4 ranks found of the same global batch."""
     root = tmp_path_factory.mktemp("models")
     models = [f"{name}={save_model(config, root / name)}" for name, config in MODELS.items()]
-    result = run_forked(4, "tests/workers/shared_rows.py", root / "results", *models)
+    result = run_forked(4, "tests/workers/shared_rows.py", root / "results", *models, timeout=480)
     assert result.returncode == 0, result.stderr
     return torch.load(root / "results", weights_only=False)
 
@@ -140,6 +141,7 @@ def test_a_model_whose_rows_cannot_be_divided_is_refused(name, config, reason):
     [
         (dict(context_parallel=1), "must be at least 2"),
         (dict(context_parallel=2, neftune_alpha=5.0), "not with --neftune-alpha"),
+        (dict(context_parallel=2, compile=True), "not with --compile"),
         (dict(context_parallel=2, objective="token-classification"), "whose classes are of whole sequences"),
     ],
 )

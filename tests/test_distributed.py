@@ -178,14 +178,13 @@ def test_the_first_gradients_do_not_depend_on_ranks_and_caps(inputs):
         result = run_forked(num_ranks, *argv, *batch_sizes)
         assert result.returncode == 0, result.stderr
         results[num_ranks] = torch.load(output)
-    for i, batch_size in enumerate(batch_sizes):
-        one = results[1][i]
+    for (i, one), batch_size in zip(enumerate(results[1]), 2 * batch_sizes, strict=True):
         assert (results[4][i]["num_idle"] > 0) == (batch_size == 3)  # fewer samples than ranks: some only take part
-        for num_ranks in (2, 4):
-            other = results[num_ranks][i]
+        plain = results[1][i % len(batch_sizes)]
+        for num_ranks, other in [(1, plain)] + [(num_ranks, results[num_ranks][i]) for num_ranks in (2, 4)]:
             assert other["sample_ids"] == one["sample_ids"]
             assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
             assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
             for name, expected in one["gradients"].items():
                 error = (other["gradients"][name] - expected).norm() / expected.norm()
-                assert error <= 1e-5, f"{name}: relative error {error:.1e} on {num_ranks} ranks"
+                assert error <= 1e-5, f"{one['kind']}, {name}: relative error {error:.1e} on {num_ranks} ranks"

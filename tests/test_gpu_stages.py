@@ -44,7 +44,7 @@ def stages(monkeypatch, tmp_path):
 
     def call(*, minutes: float = 60, again: tuple[str, ...] = ()) -> tuple[dict[str, dict], list[str]]:
         started.clear()
-        gpu.run_stages(SimpleNamespace(results=tmp_path, work_dir=tmp_path, minutes=minutes, again=again, tiny=True))
+        gpu.run_stages(SimpleNamespace(results=tmp_path, work_dir=tmp_path, minutes=minutes, again=again, tiny=False))
         return {row["stage"]: row for row in gpu.read_results(tmp_path)}, list(started)
 
     return call

@@ -1,5 +1,6 @@
 """Other trainers' configurations: what becomes of their keys, and that nothing is left out without a word."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,7 @@ learning_rate: 1.0e-4
 num_train_epochs: 3.0
 lr_scheduler_type: cosine
 """
+OFF = {"device": "none", "pin_memory": True}
 TRL = """
 model_name_or_path: Qwen/Qwen3-0.6B
 dataset_name: trl-lib/Capybara
@@ -159,6 +161,63 @@ def test_noise_and_smoothing_have_counterparts_and_0_is_none(trainer):
     given = {"neftune_noise_alpha": 5, "label_smoothing_factor": 0.1}
     assert convert(given, trainer, num_gpus=1).train.items() >= dict(neftune_alpha=5, label_smoothing=0.1).items()
     assert not {"neftune_alpha", "label_smoothing"} & convert(dict.fromkeys(given, 0), trainer, num_gpus=1).train.keys()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "train", "data"),
+    [
+        ("trl", dict(warmup_steps=0.03), dict(warmup_ratio=0.03), {}),
+        ("trl", dict(warmup_steps=3), dict(num_warmup_steps=3), {}),
+        ("trl", dict(lr_scheduler_kwargs={"min_lr_rate": 0.1}), dict(min_lr_ratio=0.1), {}),
+        ("trl", dict(learning_rate=1e-3, lr_scheduler_kwargs={"min_lr": 1e-4}), dict(min_lr_ratio=0.1), {}),
+        ("axolotl", dict(fsdp_config={"offload_params": True}), dict(cpu_offload=True), {}),
+        ("axolotl", dict(deepspeed="deepspeed_configs/zero3_bf16_cpuoffload_all.json"), dict(cpu_offload=True), {}),
+        ("axolotl", dict(deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+         dict(cpu_offload=True), {}),
+        ("llama-factory", dict(dataset="chats, more"), {}, dict(messages_field="turns")),
+    ],
+)  # fmt: skip
+def test_values_that_their_examples_have(trainer, given, train, data, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    columns = {"messages": "turns", "prompt": "instruction"}
+    listed = {name: {"file_name": f"{name}.json", "columns": columns} for name in ("chats", "more")}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(listed))
+    monkeypatch.chdir(tmp_path)
+    to = convert(given, trainer, num_gpus=1)
+    assert to.train.items() >= train.items() and to.data.items() >= data.items()
+    assert to.data.get("input_file") == (["data/chats.json", "data/more.json"] if data else None)
+    assert not any(MISSING in what for what in to.told.values())
+
+
+def test_columns_that_cannot_be_named_are_told(tmp_path):
+    (tmp_path / "dataset_info.json").write_text('{"a": {"file_name": "a.json", "columns": {"prompt": "question"}}}')
+    to = convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
+    assert to.data["input_file"] == [str(tmp_path / "a.json")]
+    assert to.told["dataset"].endswith("of its columns prompt: question have no counterpart")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "told"),
+    [
+        ("axolotl", dict(fsdp_config={"offload_params": False, "reshard_after_forward": True}), "needs no option"),
+        ("axolotl", dict(deepspeed={"zero_optimization": {"offload_param": OFF}}), "needs no option"),
+        ("trl", dict(lr_scheduler_kwargs={"num_cycles": 2}), "no counterpart: num_cycles"),
+        ("axolotl", dict(tensor_parallel_size=2), "no counterpart"),
+        ("llama-factory", dict(trust_remote_code=True), "needs no option"),
+        ("llama-factory", dict(dataset="identity"), "no counterpart: name its file as input_file"),
+        ("axolotl", dict(datasets=[dict(path="c.jsonl", roles_to_train=["user"])]), "roles_to_train have no"),
+        (
+            "axolotl",
+            dict(datasets=[dict(path="c.jsonl", roles_to_train=["gpt"], train_on_eos="turn",
+                                message_property_mappings={"role": "from", "content": "value"})]),
+            "input_file: c.jsonl (of process_data.py)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_off_or_so_anyway_or_not_there_is_told(trainer, given, told):
+    to = convert(given, trainer, num_gpus=1)
+    (key,) = given
+    assert told in to.told[key] and "cpu_offload" not in to.train and "min_lr_ratio" not in to.train
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,19 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--lr-scheduler", "constant", "--num-warmup-steps", "3"], ["--num-warmup-steps has no effect"]),
         (["--num-decay-steps", "3"], ["--num-decay-steps has no effect"]),
         (["--osft"], ["--osft needs --osft-unfreeze-rank-ratio"]),
+        (["--freeze", "nothing", "vision"], ["--freeze nothing vision: give nothing alone"]),
+        (
+            ["--freeze", "nothing", "--lora"],
+            ["--freeze nothing: with --lora it says where --lora-target-modules looks"],
+        ),
+        (
+            ["--freeze", "language", "--osft", "--osft-unfreeze-rank-ratio", "0.5"],
+            ["--freeze language: --osft trains the language model"],
+        ),
+        (
+            ["--freeze", "projector", "--osft", "--osft-unfreeze-rank-ratio", "0.5"],
+            ["--freeze projector: no effect with --osft"],
+        ),
         (["--osft", "--osft-unfreeze-rank-ratio", "1.5"], ["--osft-unfreeze-rank-ratio 1.5: must be from 0 to 1"]),
         (["--osft", "--osft-unfreeze-rank-ratio", "nan"], ["--osft-unfreeze-rank-ratio nan: must be from 0 to 1"]),
         (["--osft", "--osft-unfreeze-rank-ratio", "0"], ["without --osft-train-others trains nothing"]),

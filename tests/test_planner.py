@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,17 +20,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from command_line import find_problems
 from lifecycle.start import RunInputs, choose_method
+from model import tiling
 from model.sharding import set_gradient_sync
 from objectives.causal_lm import CausalLM
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
 from options import TrainOptions, group_options
+from plan import planner
 from plan.planner import plan_run
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
+LEAST_TOKENS = 16  # of a tile
 SIMULATIONS = [  # family, options
     wide("llama", dict(lora=True)),
     ("mixtral", dict(lora=True, compute_dtype="bfloat16")),
@@ -46,6 +50,8 @@ SIMULATIONS = [  # family, options
     ("mamba 2, attention, experts", dict(activation_checkpointing="none")),
     ("short convolution", dict(activation_checkpointing="selective")),
     wide("attention that chooses keys", dict(activation_checkpointing="none")),
+    ("qwen3", dict(tiled_mlp=True, offload_activations=True)),
+    wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
 ]
 
 
@@ -88,7 +94,16 @@ def print_plan(values: dict) -> tuple[ExitCode, str]:
     return code, text.getvalue()
 
 
+def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
+    planner.LONG_ROW, tiling.LEAST_TOKENS, before = 1, LEAST_TOKENS, (planner.LONG_ROW, tiling.LEAST_TOKENS)
+    try:
+        return print_plan(values)
+    finally:
+        planner.LONG_ROW, tiling.LEAST_TOKENS = before
+
+
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
+    tiling.LEAST_TOKENS = LEAST_TOKENS
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     dtype = getattr(torch, options.compute.compute_dtype)
     inputs = RunInputs(CausalLM(), choose_method(options), options.data, dtype)
@@ -98,7 +113,8 @@ def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
 
 
 @pytest.mark.parametrize(("family", "changes"), SIMULATIONS)
-def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, world, tmp_path):
+def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "LEAST_TOKENS", LEAST_TOKENS)
     path = save_model((FAMILIES | HYBRIDS)[family], tmp_path / "model")
     changes = dict(compute_dtype="float32", osft_cache_dir=str(tmp_path)) | changes
     predicted = elsewhere(predict, path, 1, changes)
@@ -107,6 +123,8 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
         path,
         world,
         activation_checkpointing=options.compute.activation_checkpointing,
+        tiled_mlp=options.compute.tiled_mlp,
+        offload_activations=options.compute.offload_activations,
         dtype=getattr(torch, options.compute.compute_dtype),
         weights_dtype=getattr(torch, options.optimization.master_weights),
         reshard_after_forward=options.sharding.reshard_after_forward,
@@ -170,6 +188,24 @@ def test_every_problem_is_found_at_once(plan, inputs, tmp_path):
     assert code == ExitCode.DONE and "warning: --num-warmup-steps 9" in text  # of which a run only warns, too
     code, text = plan(output_dir=str(tmp_path / "full"))
     assert code == ExitCode.BAD_INPUT and "full is not an empty directory" in text
+
+
+def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs):
+    values = inputs | dict(plan_world_size=2, plan_device="H100", memory_budget_gb=80.0, max_tokens_per_gpu=256)
+    _, text = elsewhere(print_plan_as_of_long_rows, values)
+    tried = re.findall(r"together with (--.+?) +([\d.]+) GiB, ([\d,.]+) KiB for a token more", text)
+    assert [names for names, *_ in tried] == [
+        "--tiled-mlp", "--offload-activations", "--tiled-mlp --offload-activations"
+    ]  # fmt: skip
+    plain = float(re.search(r"one token more in a micro-batch +([\d.]+) KiB", text)[1])
+    tiled, offloaded, both = (float(per_token) for *_, per_token in tried)
+    assert both < min(tiled, offloaded) and max(tiled, offloaded) < plain, text
+    _, text = elsewhere(print_plan_as_of_long_rows, values | dict(offload_activations=True, tiled_mlp=True))
+    assert "together with" not in text and "inputs of blocks, in CPU memory" in text
+    _, text = elsewhere(print_plan, values)
+    assert "together with" not in text
+    _, text = elsewhere(print_plan, values | dict(plan_device=None, offload_activations=True))
+    assert "--offload-activations moves what a GPU keeps to CPU memory, and this run is on CPUs" in text
 
 
 def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):

@@ -31,13 +31,7 @@ from options import (
 from process_data import process_data
 
 TASKS = ROOT / "docs" / "tasks"
-PAGES = (
-    "one_gpu",
-    "another_cluster",
-    "keep_knowledge",
-    "serve",
-    "classify",
-)  # each needs what those before it have written
+PAGES = ("one_gpu", "another_cluster", "keep_knowledge", "serve", "classify")  # each needs what earlier ones wrote
 CAPITALS = {"Peru": "Lima", "Mali": "Bamako", "Oman": "Muscat", "Cuba": "Havana", "Iran": "Tehran", "Chad": "N'Djamena"}
 OPINIONS = {"good": "positive", "great": "positive", "bad": "negative", "dull": "negative"}
 COMMANDS = {

@@ -252,6 +252,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "lora_export",
     "base_quantization",
     "router_aux_loss",  # test_router_loss.py
+    "tiled_mlp",  # these two: test_long_rows.py
+    "offload_activations",
     "data_weights",  # these: test_mixture.py
     "data_weights_by",
     "objective",  # these: test_classification.py

@@ -197,6 +197,16 @@ def test_nothing_left_to_train_is_refused(models, world):
         build(models["llava"], world, ("vision",), make_lora("q_nope"))
 
 
+@pytest.mark.parametrize("family", ["qwen2.5-vl", wide("idefics3")])
+def test_files_that_became_another_number_of_tokens_are_told(family, world, tmp_path):
+    model = save_seeing(tmp_path, family)
+    rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
+    make_image(0).resize((20, 60)).save(tmp_path / "0.png")
+    objective, packed = build(model, world)
+    with pytest.raises(ValueError, match="have files of images changed since the data set was made"):
+        packed(pack_all(objective, rows))
+
+
 def make_lora(*targets: str) -> LoRA:
     return LoRA(LoRAOptions(lora=True, lora_rank=4, lora_target_modules=targets), seed=0)
 

@@ -81,6 +81,22 @@ def glm(model_type: str, name: str) -> Family:
     )  # fmt: skip
 
 
+def gemma4(**changes: Any) -> Family:
+    text = dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    vision = VISION | dict(
+        patch_size=4, num_key_value_heads=2, head_dim=16, pooling_kernel_size=3, position_embedding_size=64
+    )
+    return Family(
+        "gemma4", ("<img>", "<boi>", "<eoi>", "<audio>", "<boa>", "<eoa>"),
+        dict(image_processor_type="Gemma4ImageProcessor", patch_size=4, max_soft_tokens=70, pooling_kernel_size=3),
+        dict(processor_class="Gemma4Processor", image_seq_length=70),
+        dict(text_config=SHAPE | text | changes, vision_config=vision, image_token_id="<img>", boi_token_id="<boi>",
+             eoi_token_id="<eoi>", audio_token_id="<audio>"),
+        named=dict(boi_token="<boi>", image_token="<img>", eoi_token="<eoi>", audio_token="<audio>", boa_token="<boa>",
+                   eoa_token="<eoa>"),
+    )  # fmt: skip
+
+
 SEEING = {
     "qwen2-vl": qwen("qwen2_vl", "Qwen2VLProcessor", dict(rope_parameters=MROPE),
                      dict(embed_dim=32, mlp_ratio=2)),
@@ -203,6 +219,8 @@ SEEING = {
         place="<boi>",
         named=dict(boi_token="<boi>", image_token="<img>", eoi_token="<eoi>"),
     ),
+    "gemma4": gemma4(hidden_size_per_layer_input=8, vocab_size_per_layer_input=SHAPE["vocab_size"]),
+    "gemma4-both-ways": gemma4(hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
     "paligemma": Family(
         "paligemma", ("<image>",),
         dict(image_processor_type="SiglipImageProcessor", size=dict(height=16, width=16), image_seq_length=16),

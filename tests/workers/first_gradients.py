@@ -1,8 +1,11 @@
 """Under torchrun: the loss and the gradients of first global batches of several sizes, gathered and saved by rank 0.
 
+Each with a model that is built in the plainest way, and then with one for long rows.
+
 torchrun ... first_gradients.py MODEL DATA MAX_TOKENS_PER_GPU OUTPUT BATCH_SIZE...
 """
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ from tiny_models import build
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.step import run_backward
+from model import tiling
 from objectives.causal_lm import CausalLM
 from optim.optimizers import local_gradients
 from optim.reduction import reduce_step
@@ -24,11 +28,13 @@ from ranks.world import init_world
 from sampler import iterate_batches
 
 model_path, data_path, max_tokens_per_gpu, output, *batch_sizes = sys.argv[1:]
+tiling.LEAST_TOKENS = 8
+FOR_LONG_ROWS = dict(activation_checkpointing="full", tiled_mlp=True, offload_activations=True)
 world = init_world()
-model = build(model_path, world)
+models = {"plain": build(model_path, world), "long rows": build(model_path, world, **FOR_LONG_ROWS)}
 data = Mixture([TokenizedData(data_path)])
 results = []
-for batch_size in batch_sizes:
+for (kind, model), batch_size in itertools.product(models.items(), batch_sizes):
     options = DataOptions(
         data_path=data_path, batch_size=int(batch_size), seed=0, max_tokens_per_gpu=int(max_tokens_per_gpu)
     )
@@ -51,6 +57,7 @@ for batch_size in batch_sizes:
     )
     results.append(
         dict(
+            kind=kind,
             gradients={name: param.grad.full_tensor() for name, param in model.model.named_parameters()},
             loss=sums.loss_sum / batch.num_loss_tokens,
             grad_norm=sums.grad_norm,

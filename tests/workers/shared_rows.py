@@ -12,26 +12,34 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / 
 import torch
 import torch.distributed as dist
 from sharing import BORDERS, run_rows
-from tiny_models import build
+from tiny_models import build, make_osft
 
+from methods.full import Full
+from methods.lora import LoRA
 from objectives.causal_lm import CausalLM
+from options import LoRAOptions
 from ranks.row_group import make_row_group
 from ranks.world import init_world
 
 output, *models = sys.argv[1:]
 world = init_world()
 row_groups = {size or 1: make_row_group(world.rank, world.world_size, size) for size in (None, 2, 4)}
-rows = [row for kind in BORDERS.values() for row in kind]
+rows = [row for kind in BORDERS.values() for row in kind[:2]]
 results = {}
 for name, path in (model.split("=", 1) for model in models):
     objective = CausalLM(router_aux_loss=0.1 if "experts" in name else None)
-    model = build(path, world, objective=objective)
+    if name == "LoRA":
+        method = LoRA(LoRAOptions(lora=True, lora_target_modules=("q_proj", "v_proj")), seed=0)
+    else:
+        method = make_osft(Path(output).parent, osft_unfreeze_rank_ratio=0.5) if name == "OSFT" else Full()
+    model = build(path, world, objective=objective, method=method)
+    trained = {param_name: param for param_name, param in model.model.named_parameters() if param.requires_grad}
     for size, row_group in row_groups.items():
         sums = run_rows(model, objective, rows, world=world, row_group=row_group)
         results[name, size] = dict(
             loss=sums.loss_sum,
             grad_norm=sums.grad_norm,
-            gradients={param_name: param.grad.full_tensor() for param_name, param in model.model.named_parameters()},
+            gradients={param_name: param.grad.full_tensor() for param_name, param in trained.items()},
             reports=sums.reports,
         )
         model.zero_grad()
