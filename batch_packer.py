@@ -55,9 +55,9 @@ def pack_batch(
 
     `lengths` are tokens per sample (n,). A micro-batch costs the sum of L + attention_cost * L**2 over its
     samples, and what their `images` cost. Each sample is in exactly one micro-batch, none exceeds
-    `max_tokens_per_gpu` or the images' own cap, and every rank has
-    the same number. The costliest step comes first, so a run that lacks memory fails at once. Never needs
-    more steps than first-fit decreasing. Raises ValueError for what cannot be packed.
+    `max_tokens_per_gpu` or the images' own cap, and every rank has the same number. The costliest step comes
+    first, so a run that lacks memory fails at once. Never needs more steps than first-fit decreasing. Raises
+    ValueError for what cannot be packed.
     """
     lengths = _check_lengths(lengths, max_tokens_per_gpu)
     if num_ranks < 1:
