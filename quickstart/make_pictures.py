@@ -2,8 +2,8 @@
 
     python quickstart/make_pictures.py --output-dir runs/pictures
 
-Each picture has one to four shapes, each of another colour, each in a corner of its own, never twice of the same size
-or at the same place. `train.jsonl` asks four things of every picture, in any order; `held_out.jsonl` asks one thing of
+Each picture has one to four shapes, each of another colour, each in a corner of its own, of any size that fits
+and anywhere in it. `train.jsonl` asks four things of every picture, in any order; `held_out.jsonl` asks one thing of
 each of its own pictures. `model` is a LLaVA of 0.7 million parameters, tower included, with its processor and
 tokenizer. Knows nothing until it is trained.
 """
@@ -118,7 +118,9 @@ def write_rows(output_dir: Path, name: str, *, num_pictures: int, num_questions:
     return texts
 
 
-def save_seeing_model(output_dir: Path, tokenizer, *, hidden_size: int, num_layers: int, seed: int) -> None:
+def save_seeing_model(
+    output_dir: Path, tokenizer, *, hidden_size: int, num_layers: int, seed: int, patch_size: int = CORNER
+) -> None:
     """Writes a randomly initialised LLaVA for `tokenizer`'s vocabulary, its processor, and the tokenizer."""
     import torch
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
@@ -131,7 +133,7 @@ def save_seeing_model(output_dir: Path, tokenizer, *, hidden_size: int, num_laye
         num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 32,
         image_size=SIDE,
-        patch_size=CORNER,
+        patch_size=patch_size,
     )
     text = dict(
         model_type="llama",
@@ -170,7 +172,7 @@ def save_seeing_model(output_dir: Path, tokenizer, *, hidden_size: int, num_laye
     LlavaProcessor(
         images,
         tokenizer,
-        patch_size=CORNER,
+        patch_size=patch_size,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token=PLACE,

@@ -14,6 +14,7 @@ import pytest
 from in_process import train_here
 from make_tiny_model import save_tiny_model, train_tokenizer
 from processes import ROOT
+from tiny_seeing import make_image, save_seeing
 
 from command_line import parse_options
 from evaluate_model import evaluate
@@ -30,7 +31,13 @@ from options import (
 from process_data import process_data
 
 TASKS = ROOT / "docs" / "tasks"
-PAGES = ("one_gpu", "another_cluster", "keep_knowledge", "serve")  # each needs what those before it have written
+PAGES = (
+    "one_gpu",
+    "another_cluster",
+    "keep_knowledge",
+    "serve",
+    "look_at_images",
+)  # each needs what those before it have written
 CAPITALS = {"Peru": "Lima", "Mali": "Bamako", "Oman": "Muscat", "Cuba": "Havana", "Iran": "Tehran", "Chad": "N'Djamena"}
 COMMANDS = {
     "process-data": (ProcessDataOptions, lambda options, world: process_data(options)),
@@ -70,6 +77,12 @@ def make_directory(path: Path) -> None:
     (path / "questions.txt").write_text("What is the capital of Peru?\nWhat is the capital of Mali?\n")
     tokenizer = train_tokenizer((message["content"] for row in rows for message in row), vocab_size=320)
     save_tiny_model(path / "Qwen" / "Qwen3-0.6B", tokenizer, hidden_size=64, num_layers=2, seed=0)
+    save_seeing(path, "qwen2.5-vl").rename(path / "Qwen" / "Qwen2.5-VL-3B-Instruct")
+    shown = [{"type": "image", "image": "photos/0.png"}, {"type": "text", "text": "Which part is this?"}]
+    seen = [[{"role": "user", "content": shown}, {"role": "assistant", "content": f"A hinge, {i}."}] for i in range(24)]
+    (path / "seen.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in seen))
+    (path / "photos").mkdir()
+    make_image(0).save(path / "photos" / "0.png")
 
 
 def test_the_commands_of_each_page_do_what_it_says(world, tmp_path, monkeypatch):
@@ -84,6 +97,8 @@ def test_the_commands_of_each_page_do_what_it_says(world, tmp_path, monkeypatch)
     assert [len(lines) for lines in answers] == [2, 2]
     steps = [json.loads(line)["step"] for line in Path("moved/training_metrics_0.jsonl").read_text().splitlines()]
     assert steps == [1, 2] and json.loads(Path("moved/training_params.json").read_text())["first_step"] == 1
+    assert "data:image" in Path("seen.html").read_text()
+    assert (tmp_path / "runs/seeing/hf_format/best/preprocessor_config.json").is_file()
     assert (tmp_path / "compared/results.html").is_file() and (tmp_path / "runs/osft/hf_format/last").is_dir()
 
 
