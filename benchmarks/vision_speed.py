@@ -79,8 +79,8 @@ def tokenize(directory: Path, model_dir: str, rows: Rows) -> Path:
 def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: World) -> tuple[float, float]:
     """Seconds of an epoch, and the share of its steps that was spent waiting for the loader."""
     options = make_options(
-        data_path=str(data_path), batch_size=args.batch_size, max_tokens_per_gpu=args.max_tokens_per_gpu, learning_rate=LEARNING_RATE,
-        activation_checkpointing="none", compute_dtype="float32", freeze="nothing",
+        data_path=str(data_path), batch_size=args.batch_size, max_tokens_per_gpu=args.max_tokens_per_gpu,
+        learning_rate=LEARNING_RATE, activation_checkpointing="none", compute_dtype="float32", freeze="nothing",
     )  # fmt: skip
     data = Mixture([TokenizedData(data_path)])
     objective = choose_objective(options)
@@ -174,8 +174,8 @@ def main() -> None:
                     shares.append(share)
                 else:
                     theirs.append(time_trl(model_dir, directory, rows, args))
-    print(f"\n{describe_versions('torch', 'transformers', 'trl')}, 1 thread; {args.num_rounds} rounds of {args.num_rows}"
-          f" rows with an image each in batches of {args.batch_size}\n")  # fmt: skip
+    print(f"\n{describe_versions('torch', 'transformers', 'trl')}, 1 thread; {args.num_rounds} rounds of"
+          f" {args.num_rows} rows with an image each in batches of {args.batch_size}\n")  # fmt: skip
     print("| method | CPU seconds a round | samples, and images, a second | rounds |\n|---|---|---|---|")
     for method, rounds in {"ours, packed": ours, "TRL, padded": theirs}.items():
         found = " ".join(f"{args.num_rows / one:.1f}" for one in rounds)
