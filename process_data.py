@@ -132,7 +132,8 @@ def process_data(options: ProcessDataOptions) -> None:
         write_companions(outputs, aside, sides, options=options, tokenizer=tokenizer, describe=describe)
         if outputs.page is not None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
-            write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title)
+            directory = Path(options.output_file).resolve().parent
+            write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title, directory=directory)
     # What was made of the rows is said last, below anything that libraries may print.
     print_report(totals, task, seconds=time.perf_counter() - start, sources=sources)
     if outputs.is_split:

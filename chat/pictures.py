@@ -184,10 +184,22 @@ class ImageExpander:
             pictures=Pictures(
                 references=tuple(kept),
                 sizes=tuple((image.height, image.width) for image in shown),
+                spans=self.find_spans(ids, [place["replacement"] for place in replaced]),
                 num_tokens=sum(token in self.image_token_ids for token in ids),
                 input_ids=ids,
             ),
         )
+
+    def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """Of the images, whose placeholders stand in `replacements`: tokens [start, end) from first to last."""
+        names = self.processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids))
+        places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
+        spans, first = [], 0
+        for replacement in replacements:
+            after = first + sum(replacement.count(name) for name in names)
+            spans.append((places[first], places[after - 1] + 1))
+            first = after
+        return tuple(spans)
 
     def process(self, text: str, images: Sequence["Image"]) -> Any:
         """The processor's own answer."""

@@ -33,6 +33,7 @@ class Pictures:
 
     references: tuple[str, ...]
     sizes: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # tokens [start, end) from each one's first to its last
     num_tokens: int
     input_ids: tuple[int, ...]  # of the row, as the processor tokenizes it
 

@@ -30,6 +30,7 @@ class TokenizedText:
     said: str  # the labels in words
     is_weighted: bool = False
     loss_weights: None = None
+    pictures: None = None
     spans: tuple[()] = ()
 
     @property

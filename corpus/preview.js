@@ -17,6 +17,21 @@ function fill(node, text, wanted) {
   }
 }
 
+// An image in the place of its tokens: how it looks, what it became, and where it is from.
+function makeFigure(text, name, thumbnail, wanted) {
+  const figure = make("span", "image", ""), caption = make("span", "caption", "");
+  if (thumbnail !== null) {
+    const picture = make("img", "", "");
+    picture.src = thumbnail;
+    picture.alt = text;
+    figure.append(picture);
+  }
+  fill(caption, text, wanted);
+  caption.append("\n" + name);
+  figure.append(caption);
+  return figure;
+}
+
 function show() {
   const sample = samples[found[at]], box = byId("text"), wanted = byId("search").value.toLowerCase();
   byId("position").textContent = found.length ? `${at + 1} of ${found.length}` : "none";
@@ -26,7 +41,8 @@ function show() {
   byId("counts").textContent = sample ? sample.summary : "";
   if (!sample) { box.textContent = "Nothing found."; return; }
   let weightBefore = null;
-  for (const [text, trained, special, weight] of sample.parts) {
+  for (const [text, trained, special, weight, image] of sample.parts) {
+    if (image !== null) { box.append(makeFigure(text, ...sample.images[image], wanted)); continue; }
     if (trained && weight !== null && weight !== weightBefore) box.append(make("span", "w", "×" + weight));
     weightBefore = trained ? weight : null;
     const node = make("span", (trained ? "t" : "") + (special ? " s" : ""), "");

@@ -1,9 +1,11 @@
 """Samples to look at, with what is trained made visible: in the terminal, or as one page for a browser.
 
 The page is put together from preview.html, preview.css and preview.js (`make_page`). All text of the data is escaped.
+Images are on it as thumbnails that are drawn anew, so nothing of their files but what they look like.
 """
 
 import html
+import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +16,8 @@ from typing import Any
 
 from chat.labels import IGNORED
 from chat.masking import TokenizedChat
+from chat.pictures import as_data_url, name_reference, open_image
+from chat.token_spans import Pictures
 from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import TokenizedSample
 from objectives.columns import Task
@@ -24,6 +28,8 @@ NUM_PAGE_SAMPLES = 200
 MAX_PAGE_SEGMENT_CHARS = 8_000  # A longer segment loses its middle on the page.
 MAX_PAGE_CHARS = 40_000  # A longer sample loses its end on the page.
 MAX_SEGMENT_CHARS = 800  # A longer segment loses its middle in the terminal.
+NUM_THUMBNAILS = 400  # on a page; of further images their sizes are said
+THUMBNAIL_SIDE = 144  # pixels, at most
 NUM_BINS = 36
 NUM_REASONS_ON_PAGE = 20
 
@@ -42,12 +48,13 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 @dataclass(frozen=True)
 class Segment:
-    """Some text of a sample: one special token, or a run of others of the same kind."""
+    """Some text of a sample: one special token, all tokens of an image, or a run of others of the same kind."""
 
     text: str
     is_trained: bool
     is_special: bool
     weight: float | None  # None where the sample has no weights, or the text is not trained
+    image: int | None = None  # the number of the image that it stands for
 
 
 def split_segments(tokens: TokenizedChat, tokenizer: Any) -> list[Segment]:
@@ -55,18 +62,48 @@ def split_segments(tokens: TokenizedChat, tokenizer: Any) -> list[Segment]:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     input_ids, labels = tokens.input_ids, tokens.labels
     weights = tokens.loss_weights or [None] * len(labels)
+    pictures = tokens.pictures
+    image_at = {} if pictures is None else number_images(pictures)
 
-    def kind(index: int) -> tuple[bool, int | None, float | None]:
+    def kind(index: int) -> tuple[int | None, bool, int | None, float | None]:
+        if index in image_at:
+            return image_at[index], False, None, None
         is_trained = labels[index] != IGNORED
         is_special = input_ids[index] in special
-        return is_trained, index if is_special else None, weights[index] if is_trained else None
+        return None, is_trained, index if is_special else None, weights[index] if is_trained else None
 
     segments = []
-    for (is_trained, special_at, weight), run in groupby(range(len(labels)), key=kind):
+    for (image, is_trained, special_at, weight), run in groupby(range(len(labels)), key=kind):
         indices = list(run)
+        if image is not None:
+            segments.append(Segment(describe_image(pictures, image), False, True, None, image))
+            continue
         text = decode_run(tokenizer, input_ids, indices[0], indices[-1] + 1)
         segments.append(Segment(text, is_trained, special_at is not None, weight))
     return segments
+
+
+def number_images(pictures: Pictures) -> dict[int, int]:
+    """The number of the image that each token of one is of."""
+    return {at: number for number, (start, end) in enumerate(pictures.spans) for at in range(start, end)}
+
+
+def describe_image(pictures: Pictures, number: int) -> str:
+    """An image in the place of its tokens."""
+    (height, width), (start, end) = pictures.sizes[number], pictures.spans[number]
+    return f"[image {number + 1}: {width} x {height} pixels, {end - start:,} tokens]"
+
+
+def draw_thumbnail(reference: str, directory: Path) -> str | None:
+    """A small image as a data: URL; None if there is none any more."""
+    try:
+        image = open_image(reference, directory=directory)
+    except ValueError:
+        return None
+    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    file = io.BytesIO()
+    image.save(file, "WEBP", quality=80)
+    return as_data_url(file.getvalue())
 
 
 def decode_run(tokenizer: Any, input_ids: Sequence[int], start: int, end: int) -> str:
@@ -118,9 +155,12 @@ def make_visible(text: str) -> str:
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def write_page(path: Path, totals: Totals, task: Task, *, tokenizer: Any, title: str) -> None:
-    """Writes the page: the report, and the samples of `totals`."""
+def write_page(
+    path: Path, totals: Totals, task: Task, *, tokenizer: Any, title: str, directory: Path | None = None
+) -> None:
+    """Writes the page: the report, and the samples of `totals`, whose images' paths are from `directory`."""
     samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
+    add_thumbnails(samples, totals, directory)
     parts = {
         "FIGURES": format_figures(totals, task),
         "ROWS": format_rows(totals),
@@ -130,24 +170,38 @@ def write_page(path: Path, totals: Totals, task: Task, *, tokenizer: Any, title:
         "NUM_SAMPLES": f"{len(samples):,} of {totals.num_samples:,}",
         "SAMPLES": escape_json(samples),
     }
-    path.write_text(make_page(PAGE, parts, title=title), encoding="utf-8")
+    path.write_text(make_page(PAGE, parts, title=title, policy="; img-src data:"), encoding="utf-8")
 
 
 def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
-    """A sample for the page; of each part the text, if it is trained, if it is special, and its weight."""
+    """A sample for the page; of each part the text, if it is trained, if it is special, its weight, and its image."""
     parts, num_chars = [], 0
     for segment in split_segments(sample.tokens, tokenizer):
         text = fold(segment.text, MAX_PAGE_SEGMENT_CHARS)
         num_chars += len(text)
-        parts.append([text, int(segment.is_trained), int(segment.is_special), segment.weight])
+        parts.append([text, int(segment.is_trained), int(segment.is_special), segment.weight, segment.image])
         if num_chars > MAX_PAGE_CHARS:
-            parts.append([" … (the rest is not shown)", 0, 0, None])
+            parts.append([" … (the rest is not shown)", 0, 0, None, None])
             break
     return {
         "place": sample.place,
         "summary": sample.tokens.summary,
         "parts": parts,
     }
+
+
+def add_thumbnails(samples: Sequence[dict[str, Any]], totals: Totals, directory: Path | None) -> None:
+    """Gives samples their images: of each its name and a thumbnail, or None where there is none."""
+    num_drawn = 0
+    for shown, sample in zip(samples, totals.samples, strict=True):
+        pictures = sample.tokens.pictures
+        if pictures is None:
+            continue
+        shown["images"] = []
+        for reference in pictures.references:
+            thumbnail = draw_thumbnail(reference, directory) if num_drawn < NUM_THUMBNAILS else None
+            shown["images"].append([name_reference(reference), thumbnail])
+            num_drawn += 1
 
 
 def format_figures(totals: Totals, task: Task) -> str:

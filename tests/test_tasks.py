@@ -15,6 +15,7 @@ from in_process import train_here
 from make_encoder import save_encoder, train_word_pieces
 from make_tiny_model import save_tiny_model, train_tokenizer
 from processes import ROOT
+from tiny_seeing import make_image, save_seeing
 
 from command_line import parse_options
 from evaluate_model import evaluate
@@ -31,7 +32,7 @@ from options import (
 from process_data import process_data
 
 TASKS = ROOT / "docs" / "tasks"
-PAGES = ("one_gpu", "another_cluster", "keep_knowledge", "serve", "classify")  # each needs what earlier ones wrote
+PAGES = ("one_gpu", "another_cluster", "keep_knowledge", "serve", "classify", "look_at_images")  # in this order
 CAPITALS = {"Peru": "Lima", "Mali": "Bamako", "Oman": "Muscat", "Cuba": "Havana", "Iran": "Tehran", "Chad": "N'Djamena"}
 OPINIONS = {"good": "positive", "great": "positive", "bad": "negative", "dull": "negative"}
 COMMANDS = {
@@ -76,6 +77,12 @@ def make_directory(path: Path) -> None:
     (path / "reviews.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in reviews))
     words = train_word_pieces((text for text, _ in reviews), vocab_size=100)
     save_encoder(path / "answerdotai" / "ModernBERT-base", words, hidden_size=32, num_layers=3, seed=0)
+    save_seeing(path, "qwen2.5-vl").rename(path / "Qwen" / "Qwen2.5-VL-3B-Instruct")
+    shown = [{"type": "image", "image": "photos/0.png"}, {"type": "text", "text": "Which part is this?"}]
+    seen = [[{"role": "user", "content": shown}, {"role": "assistant", "content": f"A hinge, {i}."}] for i in range(24)]
+    (path / "seen.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in seen))
+    (path / "photos").mkdir()
+    make_image(0).save(path / "photos" / "0.png")
 
 
 def test_the_commands_of_each_page_do_what_it_says(world, tmp_path, monkeypatch):
@@ -92,6 +99,8 @@ def test_the_commands_of_each_page_do_what_it_says(world, tmp_path, monkeypatch)
     assert steps == [1, 2] and json.loads(Path("moved/training_params.json").read_text())["first_step"] == 1
     labels = json.loads(Path("runs/reviews/hf_format/best/config.json").read_text())["id2label"]
     assert labels == {"0": "negative", "1": "positive"} and (tmp_path / "review_scores/results.html").is_file()
+    assert "data:image" in Path("seen.html").read_text()
+    assert (tmp_path / "runs/seeing/hf_format/best/preprocessor_config.json").is_file()
     assert (tmp_path / "compared/results.html").is_file() and (tmp_path / "runs/osft/hf_format/last").is_dir()
 
 
