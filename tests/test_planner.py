@@ -17,6 +17,7 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from command_line import find_problems
 from lifecycle.start import RunInputs, choose_method
 from model import tiling
 from model.sharding import set_gradient_sync
