@@ -1,5 +1,4 @@
 """Models that see: rows with images, and packed losses and gradients against transformers' own, one by one."""
-# ruff: noqa: F401, F811 -- fixtures
 
 import inspect
 import json
@@ -16,7 +15,6 @@ from in_process import train_here, train_on
 from PIL import Image
 from processes import flags
 from safetensors.torch import load_file
-from seen_rows import data, load, models, tokenize
 from small_runs import OPTIONS, read_rows
 from tiny_models import compile_by, load_source, make_osft
 from tiny_seeing import SEEING, make_image, make_rows, save_seeing
@@ -51,6 +49,36 @@ from osft import OSFTLinear
 from process_data import process_data
 
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
+
+
+def tokenize(rows: list[dict], model: Path, directory: Path, **options: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = dict(input_file=str(directory / "rows.jsonl"), output_file=str(directory / "data.arrow"), num_proc=1,
+                 model_name_or_path=str(model), images=True, preview=0)  # fmt: skip
+    process_data(group_options(ProcessDataOptions, **given | options))
+    return directory / "data.arrow"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_seeing(root, family) for family in ("qwen2.5-vl", "llava")}
+
+
+@pytest.fixture(scope="module")
+def data(models, tmp_path_factory) -> dict[str, Path]:
+    found = {}
+    for family, model in models.items():
+        directory = tmp_path_factory.mktemp(family)
+        found[family] = tokenize(make_rows(directory), model, directory)
+    return found
+
+
+def load(path: Path) -> PreTrainedModel:
+    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
 
 
 def build(path: Path, world, freeze: tuple[str, ...] = ("vision",), method: Method | None = None, **options: object):
