@@ -2,7 +2,8 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,12 @@ def world() -> Iterator:
 
     yield init_world()
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Callable]:
+    """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
+    from forked import start_server  # imports torch, which has to come after what is set above
+
+    with ProcessPoolExecutor(1, mp_context=start_server()) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=240)

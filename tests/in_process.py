@@ -1,11 +1,16 @@
 """train.py's run without the start of Python: in the process of the test, or in several that are forked."""
 
+import contextlib
+import io
 from pathlib import Path
 
 from forked import run_forked
 from processes import flags
 
+from command_line import find_problems
 from options import TrainOptions, group_options
+from plan.planner import plan_run
+from ranks.ending import ExitCode
 from ranks.monitor import RunControl
 from ranks.world import World
 from train import train
@@ -34,3 +39,11 @@ def train_here(world: World, **options: object) -> None:
     finally:
         if control.run_lock is not None:
             control.run_lock.release()
+
+
+def print_plan(values: dict) -> tuple[ExitCode, str]:
+    options = group_options(TrainOptions, **values)
+    assert find_problems(options) == []
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        code = plan_run(options)
+    return code, text.getvalue()

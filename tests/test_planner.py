@@ -1,18 +1,15 @@
 """The plan of a run: its memory is what the run needs, it finds every problem, and it leaves nothing behind."""
 
-import contextlib
-import io
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from breadth import wide
-from forked import run_forked, start_server
-from in_process import train_here
+from forked import run_forked
+from in_process import print_plan, train_here
 from processes import flags
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
@@ -27,7 +24,6 @@ from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
 from options import TrainOptions, group_options
 from plan import planner
-from plan.planner import plan_run
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
@@ -70,13 +66,6 @@ def inputs(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def elsewhere() -> Iterator[Callable]:
-    """Calls a function in a process of its own, since a simulation wants no other process group beside its own."""
-    with ProcessPoolExecutor(1, mp_context=start_server()) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
-
-
-@pytest.fixture(scope="module")
 def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
     """The exit code of a plan for other ranks than this one, and what it prints."""
 
@@ -84,14 +73,6 @@ def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
         return elsewhere(print_plan, inputs | dict(plan_world_size=2) | changes)
 
     return plan_changed
-
-
-def print_plan(values: dict) -> tuple[ExitCode, str]:
-    options = group_options(TrainOptions, **values)
-    assert find_problems(options) == []
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        code = plan_run(options)
-    return code, text.getvalue()
 
 
 def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:

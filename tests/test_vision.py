@@ -17,8 +17,8 @@ from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
 from tiny_models import compile_by, load_source, make_osft
-from tiny_seeing import SEEING, make_image, make_rows, save_seeing
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from tiny_seeing import SEEING, load, make_image, make_rows, save_seeing, tokenize
+from transformers import AutoConfig, PreTrainedModel
 
 from chat.labels import IGNORED
 from chat.pictures import load_processor, open_image
@@ -39,25 +39,14 @@ from objectives.vision import REFUSED, VisionLanguage
 from options import (
     LoRAOptions,
     MergeAdapterOptions,
-    ProcessDataOptions,
     TrainOptions,
     VisionOptions,
     flatten_options,
     group_options,
 )
 from osft import OSFTLinear
-from process_data import process_data
 
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
-
-
-def tokenize(rows: list[dict], model: Path, directory: Path, **options: object) -> Path:
-    directory.mkdir(exist_ok=True)
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = dict(input_file=str(directory / "rows.jsonl"), output_file=str(directory / "data.arrow"), num_proc=1,
-                 model_name_or_path=str(model), images=True, preview=0)  # fmt: skip
-    process_data(group_options(ProcessDataOptions, **given | options))
-    return directory / "data.arrow"
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +62,6 @@ def data(models, tmp_path_factory) -> dict[str, Path]:
         directory = tmp_path_factory.mktemp(family)
         found[family] = tokenize(make_rows(directory), model, directory)
     return found
-
-
-def load(path: Path) -> PreTrainedModel:
-    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    return model.eval()
 
 
 def build(path: Path, world, freeze: tuple[str, ...] = ("vision",), method: Method | None = None, **options: object):

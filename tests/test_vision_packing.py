@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from breadth import wide
-from in_process import train_on
+from in_process import print_plan, train_on
 from small_runs import OPTIONS, read_rows
-from test_planner import elsewhere, print_plan  # noqa: F401
-from test_vision import data, load, models  # noqa: F401
-from tiny_seeing import SEEING, make_image, save_seeing
+from tiny_seeing import SEEING, load, make_image, make_rows, save_seeing, tokenize
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
@@ -29,6 +27,21 @@ from ranks.ending import ExitCode
 from sampler import RunPosition
 
 FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "gemma3")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_seeing(root, family) for family in ("qwen2.5-vl", "llava")}
+
+
+@pytest.fixture(scope="module")
+def data(models, tmp_path_factory) -> dict[str, Path]:
+    found = {}
+    for family, model in models.items():
+        directory = tmp_path_factory.mktemp(family)
+        found[family] = tokenize(make_rows(directory), model, directory)
+    return found
 
 
 def count_with(path: Path) -> VisionLanguage:
@@ -50,7 +63,7 @@ def test_patches_are_those_that_the_processor_makes(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "llava"])
-def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):  # noqa: F811
+def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):
     objective, model = count_with(models[family]), load(models[family])
     for name in list_parts(model)["vision"]:
         model.get_parameter(name).requires_grad_(False)
@@ -73,7 +86,7 @@ def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):  
     assert flops.of_batch(rows.lengths, 10, images) == pytest.approx(alone + flops.of_images(images).sum())
 
 
-def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, tmp_path):  # noqa: F811
+def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, tmp_path):
     """With both caps a step has more micro-batches, and the same loss and gradient."""
     family = "qwen2.5-vl"
     most = dict(model_name_or_path=models[family], data_path=data[family], max_steps=2, batch_size=6)
@@ -106,7 +119,7 @@ def simulate(given: dict, freeze: str, cap: int) -> StepMemory:
     return simulate_step(options, planned, load, Ranks(world_size=1, num_shards=1))
 
 
-def test_plans_know_the_tower_or_say_that_they_do_not(models, data, elsewhere, tmp_path):  # noqa: F811
+def test_plans_know_the_tower_or_say_that_they_do_not(models, data, elsewhere, tmp_path):
     """More patches in a micro-batch, of as many tokens, need more memory: the tower runs in the simulation."""
     given = {
         family: OPTIONS | dict(model_name_or_path=str(models[family]), data_path=str(data[family]), batch_size=6,
@@ -122,7 +135,7 @@ def test_plans_know_the_tower_or_say_that_they_do_not(models, data, elsewhere, t
     assert code == ExitCode.DONE and "without activations of the vision tower" in text and "one token more" in text
 
 
-def test_auto_measures_with_images(models, data, world, tmp_path):  # noqa: F811
+def test_auto_measures_with_images(models, data, world, tmp_path):
     objective = count_with(models["llava"])
     objective.largest_image, objective.sight = (30, 20), Sight(load(models["llava"]))
     objective.options = VisionOptions(max_image_tokens_per_gpu=40)  # of 16 patches each

@@ -11,7 +11,16 @@ import numpy as np
 import torch
 from PIL import Image
 from tiny_models import SHAPE, save_tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from options import ProcessDataOptions, group_options
+from process_data import process_data
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16)
 QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -304,3 +313,18 @@ def make_rows(directory: Path) -> list[dict]:
         say([{"type": "image"}, text("x")], "y") | {"image": "1.png"},
         say("count to five", "1 2 3 4 5"),
     ]
+
+
+def tokenize(rows: list[dict], model: Path, directory: Path, **options: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = dict(input_file=str(directory / "rows.jsonl"), output_file=str(directory / "data.arrow"), num_proc=1,
+                 model_name_or_path=str(model), images=True, preview=0)  # fmt: skip
+    process_data(group_options(ProcessDataOptions, **given | options))
+    return directory / "data.arrow"
+
+
+def load(path: Path) -> PreTrainedModel:
+    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
