@@ -170,7 +170,8 @@ def write_page(
         "NUM_SAMPLES": f"{len(samples):,} of {totals.num_samples:,}",
         "SAMPLES": escape_json(samples),
     }
-    path.write_text(make_page(PAGE, parts, title=title, policy="; img-src data:"), encoding="utf-8")
+    policy = "; img-src data:" if any("images" in sample for sample in samples) else ""
+    path.write_text(make_page(PAGE, parts, title=title, policy=policy), encoding="utf-8")
 
 
 def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 Each picture has one to four shapes, each of another colour, each in a corner of its own, of any size that fits
 and anywhere in it. `train.jsonl` asks four things of every picture, in any order; `held_out.jsonl` asks one thing of
-each of its own pictures. `model` is a LLaVA of 0.7 million parameters, tower included, with its processor and
+each of its own pictures. `model` is a LLaVA of 0.8 million parameters, tower included, with its processor and
 tokenizer. Knows nothing until it is trained.
 """
 

@@ -9,7 +9,7 @@ import pytest
 from ask_pictures import exchange, guess_best
 from make_pictures import BACKGROUND, COLOURS, CORNER, CORNERS, ask_questions, draw_picture, draw_shapes
 from PIL import Image
-from tiny_seeing import TOKENS, make_image, make_rows, save_seeing
+from tiny_seeing import SEEING, make_image, make_rows, save_seeing
 
 from chat.pictures import ImageExpander, load_processor, open_image
 from chat.token_spans import Located
@@ -34,7 +34,7 @@ def test_each_image_is_known_by_its_tokens(family, models, tmp_path):
     place = expander.placeholder
     pictures = expander.expand(Located(f"x {place} y {place}{place} z", []), ("a.png", "b.png", "a.png")).pictures
     tokens = processor.tokenizer.convert_ids_to_tokens(pictures.input_ids)
-    is_image = [token == TOKENS[family][1] for token in tokens]
+    is_image = [token == SEEING[family].tokens[0] for token in tokens]
     assert [is_image[start] and is_image[end - 1] for start, end in pictures.spans] == [True] * 3
     counts = [sum(is_image[start:end]) for start, end in pictures.spans]
     alone = [expander.expand(Located(place, []), (name,)).pictures.num_tokens for name in ("a.png", "b.png")]
