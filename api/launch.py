@@ -138,7 +138,10 @@ def run_child(words: list[str], log: IO[str] | None = None) -> tuple[int, str]:
         end_child(child)
     if num_interrupts:
         raise KeyboardInterrupt
-    return code if code >= 0 else 128 - code, find_last_words("".join(lines))
+    last_words = find_last_words("".join(lines))
+    if code < 0:
+        return 128 - code, f"killed by {signal.Signals(-code).name}; its last words:\n{last_words}"
+    return code, last_words
 
 
 def end_child(child: subprocess.Popen) -> None:

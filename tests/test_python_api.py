@@ -23,6 +23,7 @@ from mini_trainer import (
     TorchrunArgs,
     TrainingArgs,
 )
+from mini_trainer.api import launch
 from mini_trainer.api.commands import make_data_args, make_data_words, make_torchrun_words, make_train_words
 from mini_trainer.api.errors import ERRORS, BadInputError
 from mini_trainer.api.launch import find_last_words
@@ -200,6 +201,13 @@ def test_every_exit_code_of_a_failure_has_a_class_and_last_words_are_found():
     report = "step 1\nerror: --a is wrong:\n  change it\nE0101 01:00 torch/x.py] failed\n"
     assert find_last_words(report) == "--a is wrong:\n  change it"
     assert find_last_words("a\nb\n") == "a\nb"
+
+
+def test_a_child_that_is_killed_is_said_to_be_with_its_last_words(tmp_path, monkeypatch):
+    script = tmp_path / "child.py"
+    script.write_text("import os, signal\nprint('step 7', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setattr(launch, "PROGRAM", script)
+    assert launch.run_child([]) == (137, "killed by SIGKILL; its last words:\nstep 7")
 
 
 SCRIPT = """
