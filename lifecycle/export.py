@@ -21,7 +21,7 @@ from model.method import Method, WeightGroup
 from model.weights import list_left_out
 from objectives.objective import Objective, PackedModel
 from objectives.text_tower import is_multimodal, text_config
-from ranks.terminal import show_progress
+from ranks.terminal import show_progress, without_library_bars
 from ranks.world import World, call_on_rank0
 
 MAX_SHARD_BYTES = 5 * 10**9  # of a file of weights; one tensor may be larger
@@ -104,7 +104,8 @@ class ExportWriter:
         with self.describing_errors():
             shell = self.make_shell(config)
             if shapes:  # else the method writes all there is
-                shell.save_pretrained(self.aside, state_dict={})
+                with without_library_bars():
+                    shell.save_pretrained(self.aside, state_dict={})
                 self.stream = WeightStream(shell, shapes, self.aside, max_bytes=MAX_SHARD_BYTES)
 
     def make_shell(self, config: PreTrainedConfig) -> PreTrainedModel:

@@ -21,6 +21,7 @@ from model.stored import Reader, Stored, StoredFiles, find_stored
 from objectives.objective import Objective
 from objectives.text_tower import text_config
 from ranks.ending import log
+from ranks.terminal import without_library_bars
 
 # transformers' conversions that change no number: what is stored in bf16 stays so, at half the memory of fp32.
 MOVING_OPERATIONS = {
@@ -105,7 +106,6 @@ def plan_reading(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
-    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
     # The model as its files describe it, and what they hold.
     model_dir, trust_remote_code = source.directory, source.trust_remote_code
@@ -143,11 +143,8 @@ def plan_reading(
         device_map={"": "meta", **dict.fromkeys(computed, "cpu")},
     )
     stand_ins = {key: torch.empty(tensor.shape, device="meta") for key, tensor in stored.items()}
-    shows_progress = is_progress_bar_enabled()
-    disable_progress_bar()  # nothing is read here
-    info, _ = convert_and_load_state_dict_in_model(model, stand_ins, loading)
-    if shows_progress:
-        enable_progress_bar()
+    with without_library_bars():  # nothing is read here
+        info, _ = convert_and_load_state_dict_in_model(model, stand_ins, loading)
     info = model._finalize_model_loading(model, loading, info)
 
     # A function for every tensor: read as it is, or converted from several that are stored apart.

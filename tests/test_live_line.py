@@ -33,7 +33,9 @@ def test_a_run_on_a_terminal_has_one_live_line_that_nothing_tears(tmp_path):
     ]
     validations = [line for line in screen if "validation after step" in line]
     assert [line.split(":")[0] for line in validations] == [f"validation after step {step}" for step in (0, 2, 4)]
-    (live,) = [line for line in screen if "tokens/s" in line]
+    lines = [line for line in screen if "tokens/s" in line]
+    assert len(lines) == 1, "\n".join(screen)
+    (live,) = lines
     assert live.startswith("step 100%|") and "| 4/4, validation " in live and " left " in live
 
 
