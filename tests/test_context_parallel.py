@@ -19,6 +19,7 @@ from lifecycle.start import RunInputs, choose_method
 from methods.full import Full
 from model.build import check_divisible, make_meta_model
 from model.config import ModelSource
+from model.context_parallel import describe_heads
 from objectives.causal_lm import CausalLM
 from objectives.row_part import take_part
 from options import TrainOptions, group_options
@@ -34,6 +35,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         **SHAPE | HEADS, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "fewer heads than ranks": Qwen3Config(**SHAPE | dict(num_attention_heads=3, num_key_value_heads=1, head_dim=8)),
     "soft caps, windows": FAMILIES["gemma2_softcaps"],
     "experts": FAMILIES["mixtral"],  # with their auxiliary loss; heads that divide
     "LoRA": FAMILIES["qwen2"],
@@ -125,7 +127,6 @@ def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
         ("convolution", HYBRIDS["short convolution"], "layers with a state"),
         ("choosing", HYBRIDS["attention that chooses keys"], "attention of its own"),
         ("roberta", RobertaConfig(**SHAPE, is_decoder=True), "positions that are counted over whole sequences"),
-        ("few heads", FAMILIES["llama"], "layers of 4 attention heads, .*; give at most 4"),
     ],
 )
 def test_a_model_whose_rows_cannot_be_divided_is_refused(name, config, reason):
@@ -150,6 +151,12 @@ def test_options_that_do_not_go_together_are_refused(changes, problem):
                             **changes)  # fmt: skip
     (found,) = find_problems(options)
     assert found.startswith(f"--context-parallel {changes['context_parallel']}: ") and problem in found
+
+
+def test_the_start_says_how_heads_are_divided():
+    assert describe_heads(32, 4) == "rows shared by 4 ranks, 8 of 32 heads each"
+    assert describe_heads(28, 8) == "rows shared by 8 ranks, 4 of 28, filled up to 32, heads each"
+    assert describe_heads(3, 8) == "rows shared by 8 ranks, 1 of 3, filled up to 8, heads each"
 
 
 def test_ranks_that_cannot_be_divided_are_refused():
