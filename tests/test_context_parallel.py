@@ -36,7 +36,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "fewer heads than ranks": Qwen3Config(**SHAPE | dict(num_attention_heads=3, num_key_value_heads=1, head_dim=8)),
-    "soft caps, windows": FAMILIES["gemma2_softcaps"],
+    "soft caps, windows, tiled": FAMILIES["gemma2_softcaps"],
     "experts": FAMILIES["mixtral"],  # with their auxiliary loss; heads that divide
     "LoRA": FAMILIES["qwen2"],
     "OSFT": FAMILIES["qwen2"],
@@ -96,7 +96,8 @@ def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
     shared = given | dict(validation_data_path=inputs["data_path"], output_dir=tmp_path / "shared")
     train_forked(2, **shared | dict(max_steps=2, max_tokens_per_gpu=32, activation_checkpointing="selective"),
                  context_parallel=2)  # fmt: skip
-    layout = dict(sharding="hybrid", shard_size=2, micro_batch_grad_sync="last", max_tokens_per_gpu="auto")
+    layout = dict(sharding="hybrid", shard_size=2, cpu_offload=True, micro_batch_grad_sync="last",
+                  max_tokens_per_gpu="auto")  # fmt: skip
     text = train_forked(4, **shared | layout, context_parallel=4)
     assert "auto: --max-tokens-per-gpu" in text
     rows, expected_rows = (read_rows(tmp_path / name) for name in ("shared", "alone"))
