@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tyro
+from breadth import wide
 from mini_trainer import (
     DataProcessArgs,
     DeepSpeedOptions,
@@ -256,7 +257,7 @@ def test_a_run_from_chats_returns_what_it_left_and_a_refused_one_raises(chats):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "num_ranks"), [("Ctrl-C", 1), ("kill", 2)])
+@pytest.mark.parametrize(("ending", "num_ranks"), [("Ctrl-C", 1), wide("kill", 2)])
 def test_ctrl_c_saves_and_a_caller_that_is_killed_leaves_nothing_behind(ending, num_ranks, chats):
     data = dict(data_path=chats["data_output_dir"] + "/data.arrow", process_data=False)
     chats = {name: value for name, value in chats.items() if name not in ("data_output_dir", "max_seq_len")}
