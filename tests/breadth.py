@@ -1,4 +1,4 @@
-"""Cases that repeat on other models or options what a cheaper one proves: run by `tox -e test-wide`, and by CI."""
+"""Cases that repeat on other models or options what a cheaper one proves: run by `tox -e test-wide` alone."""
 
 import pytest
 
