@@ -28,6 +28,7 @@ def read_table(text: str, first_column: str) -> dict[str, list[str]]:
     return rows
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_found():
     done = run_forked(0, "benchmarks/train_step.py", "--shape", "nano", "--batch-size", "8",
@@ -66,6 +67,7 @@ def test_scaling_runs_at_its_smallest_size():
     assert set(read_table(done.stdout, "GPUs")) == {"8", "64"}
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
     done = run_forked(0, "benchmarks/osft_cost.py", "--square", "--square-layers", "1", "--ratios", "0.25",

@@ -298,6 +298,7 @@ def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_
     assert (resumed / "model.safetensors").read_bytes() == (exports[1] / "model.safetensors").read_bytes()
 
 
+@pytest.mark.wide
 def test_rows_with_images_are_trained_on_at_once_and_adapters_load_back(models, world, tmp_path):
     """By --input-file --images and the preset that tries everything; rows from elsewhere are other rows."""
     places = [tmp_path / name for name in ("first", "second")]

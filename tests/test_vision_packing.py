@@ -119,6 +119,7 @@ def simulate(given: dict, freeze: str, cap: int) -> StepMemory:
     return simulate_step(options, planned, load, Ranks(world_size=1, num_shards=1))
 
 
+@pytest.mark.wide
 def test_plans_know_the_tower_or_say_that_they_do_not(models, data, elsewhere, tmp_path):
     """More patches in a micro-batch, of as many tokens, need more memory: the tower runs in the simulation."""
     given = {

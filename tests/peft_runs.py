@@ -1,0 +1,143 @@
+"""Runs of LoRA, and the same by a plain loop of transformers and peft."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from in_process import train_on
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from small_runs import NUM_SAMPLES, OPTIONS, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from ranks.world import World
+from sampler import draw_samples
+
+BATCH_SIZE, STEPS, SEED = OPTIONS["batch_size"], 4, 42
+CONFIGS = FAMILIES | {
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+}
+LORA = dict(lora=True, lora_rank=4, lora_alpha=16.0, seed=SEED, max_steps=STEPS, lora_export="both",
+            checkpoint_every_steps=2)  # fmt: skip
+
+
+def make_inputs(root: Path, family: str) -> dict[str, str]:
+    model = save_tokenizer(save_model(CONFIGS[family], root / "model"))
+    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
+    return dict(model_name_or_path=str(model), data_path=str(data))
+
+
+def train(world, inputs: dict[str, str], output_dir: Path, **options: object) -> Path:
+    """The run's last export."""
+    options = OPTIONS | LORA | options
+    train_on(options.pop("num_ranks", 1), world, **inputs, output_dir=output_dir, **options)
+    return output_dir / "hf_format" / f"samples_{options['max_steps'] * BATCH_SIZE}"
+
+
+def load_with_adapter(inputs: dict[str, str], adapter: Path) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapter, is_trainable=True)
+
+
+def train_plainly(inputs: dict[str, str], start: Path) -> tuple[list[float], PeftModel]:
+    """What the run computes, from the adapter `start`: transformers, peft and AdamW, a sample at a time."""
+    data, model = Mixture([TokenizedData(inputs["data_path"])]), load_with_adapter(inputs, start).train()
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        dict(params=[p for p in params if p.ndim >= 2], weight_decay=OPTIONS["weight_decay"]),
+        dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIONS["learning_rate"], betas=(0.9, 0.95), eps=1e-8)
+    data.vocab_size, losses = VOCAB_SIZE, []
+    for step in range(STEPS):
+        batch = [data.read(i) for i in draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)]
+        num_targets = sum((labels[1:] != -100).sum() for _, labels, _ in batch)
+        loss = 0.0
+        for ids, labels, _ in batch:
+            logits = model(input_ids=torch.tensor(ids)[None].long(), use_cache=False).logits[0, :-1]
+            targets = torch.tensor(labels[1:]).long()
+            part = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_targets
+            part.backward()
+            loss += part.item()
+        torch.nn.utils.clip_grad_norm_(params, OPTIONS["max_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses, model
+
+
+def adapter_of(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.randint(3, VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(0))
+    return model.eval()(input_ids=ids, use_cache=False).logits
+
+
+TABLE = [
+    ("llama", {}),
+    ("llama", dict(lora_use_dora=True)),
+    ("llama_tied_bias", dict(lora_use_rslora=True, lora_target_modules=("q_proj", "layers.1.mlp.*"))),
+    ("qwen3", dict(lora_modules_to_save=("embed_tokens",))),  # tied
+    ("qwen3_moe", {}),
+    ("gemma3", {}),
+    ("phi3", {}),
+    ("gpt2", {}),
+    ("gpt2", dict(lora_use_dora=True)),
+    ("gpt_oss_sinks", {}),
+    ("mixtral", {}),
+]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a run is from peft's: the largest differences."""
+
+    loss: float  # relative, of any step
+    adapter: float  # of any tensor, relative to how far training moved it
+    loads_bit_for_bit: bool  # the adapter that was exported, in peft
+    effect: float  # of the adapter on a logit
+    merged: float  # a logit of the model merged by us from that with the adapter beside
+    merged_by_peft: float  # and from that merged by peft
+    exports: tuple[Path, Path]  # the merged model, the adapter
+
+
+def run_beside_peft(family: str, options: dict[str, object], directory: Path, *, world: World) -> Comparison:
+    """Trains `family` with `train.py`'s run and with peft from the same adapter, and loads what the run exported."""
+    inputs = make_inputs(directory, family)
+    at_once = dict(learning_rate=0.0, max_steps=1, lora_export="adapter")
+    start = train(world, inputs, directory / "start", **options | at_once)
+    export = train(world, inputs, directory / "run", **options)
+    losses, expected = train_plainly(inputs, start)
+    rows = read_rows(directory / "run")
+    assert len(rows) == len(losses)
+
+    before, after = (
+        load_file(start / "adapter_model.safetensors"),
+        load_file(export / "adapter/adapter_model.safetensors"),
+    )
+    reference = adapter_of(expected)
+    assert after.keys() == before.keys() == reference.keys()
+    moved = {name: (tensor - before[name]).norm() for name, tensor in reference.items()}
+    assert all(norm > 0 for norm in moved.values())
+
+    base = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=torch.float32)
+    loaded = load_with_adapter(inputs, export / "adapter")
+    loads_bit_for_bit = all(torch.equal(tensor, after[name]) for name, tensor in adapter_of(loaded).items())
+    unmerged = logits_of(loaded)
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32))
+    return Comparison(
+        loss=max(abs(row["loss"] / loss - 1) for row, loss in zip(rows, losses, strict=True)),
+        adapter=max(float((after[name] - reference[name]).norm() / norm) for name, norm in moved.items()),
+        loads_bit_for_bit=loads_bit_for_bit,
+        effect=float((unmerged - logits_of(base)).abs().max()),
+        merged=float((merged - unmerged).abs().max()),
+        merged_by_peft=float((logits_of(loaded.merge_and_unload()) - merged).abs().max()),
+        exports=(export, export / "adapter"),
+    )
