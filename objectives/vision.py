@@ -32,6 +32,7 @@ from options import VisionOptions
 
 # What cannot be had, whatever the data.
 REFUSED = {
+    "llama4": "its get_image_features leaves out the projector, which only the whole model's forward applies",
     "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
 }
 WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways, in every layer
