@@ -32,6 +32,7 @@ from options import VisionOptions
 
 # What cannot be had, whatever the data.
 REFUSED = {
+    "llama4": "its get_image_features leaves out the projector, which only the whole model's forward applies",
     "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
 }
 WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways, in every layer
@@ -160,7 +161,10 @@ class VisionLanguage:
 
             shown = [[PIL.Image.new("RGB", (width, height))]]
             made = self.processor(text=[self.processor.image_token], images=shown, add_special_tokens=False)
-            *tiles, _, rows, columns = np.shape(made["pixel_values"])
+            shape = np.shape(made["pixel_values"])
+            if len(shape) == 3:  # (images, patches, values of one), which the processor has laid out
+                return shape[0], shape[1]
+            *tiles, _, rows, columns = shape
             return math.prod(tiles), (rows // patch) * (columns // patch)
         number = int(count(image_sizes=[[height, width]])["num_image_patches"][0])
         if "image_grid_thw" in images.model_input_names:  # whose tower takes any size whole

@@ -8,6 +8,7 @@ By transformers alone: its processor, its `generate`. What is answered right wit
 
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import tyro
 from PIL import Image
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from ranks.ending import exit_with_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,14 @@ class AskPicturesOptions:
     """Longest answer, in tokens."""
     seed: int = 0
     """Seed of the exchange of pictures."""
+
+
+def check_paths(options: AskPicturesOptions) -> None:
+    """Ends with a message before anything is loaded: transformers would look for what is not here on the hub."""
+    if not (Path(options.model) / "config.json").is_file():
+        exit_with_message(f"--model {options.model}: there is no config.json in it; give an exported model's directory")
+    if not Path(options.questions).is_file():
+        exit_with_message(f"--questions {options.questions}: there is no such file; give messages as JSONL")
 
 
 def answer(model, processor, questions: Sequence[dict], images: Sequence[Image.Image], *, max_new_tokens: int):
@@ -86,4 +98,6 @@ def guess_best(sorts: Sequence[str], expected: Sequence[str]) -> float:
 
 
 if __name__ == "__main__":
-    ask_pictures(tyro.cli(AskPicturesOptions))
+    options = tyro.cli(AskPicturesOptions)
+    check_paths(options)
+    ask_pictures(options)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from forked import run_forked
 from in_process import train_forked, train_here
 from processes import flags, run
@@ -94,7 +95,7 @@ def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
-@pytest.mark.parametrize("gives_back", [False, True])
+@pytest.mark.parametrize("gives_back", [False, wide(True)])
 def test_with_a_budget_freed_memory_is_given_back(gives_back):
     code = f"""
 import torch
@@ -112,6 +113,7 @@ print((resident_memory() - before) / 2e8)
     assert share < 0.1 if gives_back else share > 0.5
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_two_ranks_agree_and_train_as_with_the_same_fixed_cap(inputs, tmp_path):
     inputs = inputs | dict(micro_batch_grad_sync="last")  # FSDP keeps gradients for itself

@@ -30,6 +30,7 @@ def read_table(text: str, first_column: str) -> dict[str, list[str]]:
     return rows
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_found():
     done = run_forked(0, "benchmarks/train_step.py", "--shape", "nano", "--batch-size", "8",
@@ -93,6 +94,7 @@ def test_layouts_are_what_fits_and_what_travels():
         assert 0 < found.exchanged < found.step.exposed
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
     done = run_forked(0, "benchmarks/osft_cost.py", "--square", "--square-layers", "1", "--ratios", "0.25",

@@ -72,6 +72,7 @@ def test_a_head_that_is_not_there_begins_as_transformers_would_begin_it(family, 
     assert all(torch.equal(weight, other[name]) for name, weight in exported.items())
 
 
+@pytest.mark.wide
 def test_a_head_for_other_labels_is_begun_anew_and_one_for_as_many_is_kept(world, tmp_path, caplog):
     for num_labels in (5, 3):
         root = tmp_path / str(num_labels)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from breadth import wide
 from small_runs import LENGTHS, make_micro_batch
 from tiny_models import FAMILIES, VOCAB_SIZE, build, check, compile_by, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -39,7 +40,7 @@ def deepen(family: str, num_layers: int):
 @pytest.mark.parametrize(
     ("family", "checkpointing", "is_traceable", "backend"),
     [
-        ("llama", "none", False, "eager"),
+        wide("llama", "none", False, "eager"),
         ("gemma3", "selective", True, "aot_eager"),
     ],
 )
@@ -84,8 +85,8 @@ def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused
         build(path, world, activation_checkpointing="selective", compile=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, wide(torch.bfloat16)])
+@pytest.mark.parametrize("is_plain", [True, wide(False)])
 def test_the_fused_loss_is_the_same(is_plain, dtype):
     torch._dynamo.reset()
     hidden, weight = torch.randn(37, 16), torch.randn(50, 16)

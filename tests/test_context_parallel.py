@@ -177,6 +177,7 @@ def simulate(path: Path, num_sharing: int | None) -> Counter[str]:
     return simulate_step(options, planned, Load(512, 512, 128, True), Ranks(4, 4, num_sharing)).peak
 
 
+@pytest.mark.wide
 def test_a_plan_divides_what_a_row_needs(tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
     with ProcessPoolExecutor(1, mp_context=start_server()) as pool:  # without the process group of this one

@@ -311,6 +311,7 @@ def test_a_list_is_split_as_it_would_be_parsed(values, indent, ascii_only, block
     assert all(lines[number - 1].strip().startswith(piece[:1]) for number, piece in pieces) or indent is None
 
 
+@pytest.mark.wide
 def test_rows_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "MAX_ROW_BYTES", 3 << 20)
     long = json.dumps({"text": "a" * (30 << 20)})

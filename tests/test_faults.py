@@ -123,6 +123,7 @@ def check(result: Result, code: ExitCode, rank: int | None, words: str) -> None:
     assert result.job.process.returncode != 0
 
 
+@pytest.mark.wide
 def test_a_killed_rank(results):
     result = results["killed_rank"]
     check(result, ExitCode.PEER_DIED, 2, f"rank 2 (pid {result.job.ranks[2]} on ")

@@ -202,6 +202,7 @@ def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "vllm")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_program(tmp_path):
     """The answer never ends by itself: it has a hundred thousand tokens, and no token ends it."""

@@ -102,6 +102,7 @@ def run_in_fork(*argv: object) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.wide
 def test_a_step_and_a_trace_are_measured_in_small(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "run_script", run_in_fork)
     setup, found = gpu.Setup(tmp_path / "work", tmp_path, True), {}

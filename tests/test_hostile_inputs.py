@@ -294,6 +294,7 @@ def test_process_data_refuses(model, marker, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_training_never_renders_the_template_and_runs_code_that_is_trusted(model, marker, data):
     ask_for_custom_model(model)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from forked import run_forked
 from peft import AutoPeftModelForCausalLM, PeftModel
 from peft_runs import (
@@ -36,8 +37,10 @@ from methods.nf4 import NF4Linear, pack, unpack
 from objectives.objective import PackedModel
 from options import DataOptions, LoRAOptions, TrainOptions, group_options
 
+ALWAYS = [("llama", {}), ("qwen3_moe", {}), ("gpt2", dict(lora_use_dora=True)), ("gpt_oss_sinks", {})]
 
-@pytest.mark.parametrize(("family", "options"), TABLE)
+
+@pytest.mark.parametrize(("family", "options"), [case if case in ALWAYS else wide(*case) for case in TABLE])
 def test_a_run_is_pefts_and_its_exports_load_there(family, options, world, tmp_path):
     found = run_beside_peft(family, options, tmp_path, world=world)
     assert found.loss <= 1e-6
@@ -58,9 +61,9 @@ HYBRID = dict(num_ranks=4, sharding="hybrid", shard_size=2, micro_batch_grad_syn
 @pytest.mark.parametrize(
     ("family", "kind", "layout"),
     [
-        ("llama_tied_bias", {}, OFFLOADED),
+        wide("llama_tied_bias", {}, OFFLOADED),
         ("llama_tied_bias", dict(base_quantization="nf4"), HYBRID),
-        ("mixtral", {}, OFFLOADED),
+        wide("mixtral", {}, OFFLOADED),
     ],
 )
 def test_ranks_and_layouts_change_nothing(family, kind, layout, world, tmp_path):
@@ -81,7 +84,7 @@ def test_ranks_and_layouts_change_nothing(family, kind, layout, world, tmp_path)
     [
         dict(lora_dropout=0.2),
         dict(base_quantization="nf4", optimizer="adamw8bit", compute_dtype="bfloat16"),
-        dict(lora_use_dora=True, lora_modules_to_save=("lm_head",)),
+        wide(dict(lora_use_dora=True, lora_modules_to_save=("lm_head",))),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, world, tmp_path):
@@ -282,7 +285,7 @@ def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp
     torch.testing.assert_close(logits_of(theirs), own, rtol=1e-5, atol=1e-5)
 
 
-KINDS = [{}, dict(base_quantization="nf4"), dict(lora_use_dora=True)]
+KINDS = [wide({}), dict(base_quantization="nf4"), wide(dict(lora_use_dora=True))]
 
 
 def compute_adapted(world, inputs: dict[str, str], kind: dict, **options: object) -> dict[str, torch.Tensor]:

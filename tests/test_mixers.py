@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from forked import ForkedJob
 from in_process import train_forked, train_on
 from processes import flags
@@ -59,7 +60,7 @@ def expected(paths) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full", "compiled"])
+@pytest.mark.parametrize("mode", ["none", "selective", wide("full"), wide("compiled")])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_packed_losses_and_gradients_are_the_models_own(name, mode, paths, expected, world, monkeypatch):
     options = dict(activation_checkpointing=mode)
@@ -207,9 +208,9 @@ def test_neither_ranks_nor_a_kill_change_a_run(paths, world, tmp_path):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("gated delta net, experts", dict(lora=True)),
-        ("gated delta net, experts", dict(osft=True, osft_unfreeze_rank_ratio=0.5)),
-        ("gated delta net, experts", {}),
+        wide("gated delta net, experts", dict(lora=True)),
+        wide("gated delta net, experts", dict(osft=True, osft_unfreeze_rank_ratio=0.5)),
+        wide("gated delta net, experts", {}),
         ("mamba 2, attention, experts", {}),
     ],
 )

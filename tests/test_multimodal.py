@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from in_process import train_on
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -137,7 +138,7 @@ def test_packed_losses_and_gradients_are_the_whole_models_own(name, paths, world
     ("name", "options"),
     [
         ("qwen2.5-vl", {}),
-        ("gemma3", {}),
+        wide("gemma3", {}),
         ("llava", {}),
         ("smolvlm", {}),
         ("gemma3", dict(osft=True, osft_unfreeze_rank_ratio=0.5)),
@@ -167,6 +168,7 @@ def test_an_export_is_the_whole_model_with_the_other_towers_byte_by_byte(
     assert not any(key in name for name in checkpoint["tensors"] for key in ("vision", "visual", "projector"))
 
 
+@pytest.mark.wide
 def test_runs_do_not_depend_on_ranks_and_resumed_ones_are_the_same_bit_for_bit(paths, data, world, tmp_path):
     exports = {n: train(world, paths["gemma3"], data, tmp_path / f"on_{n}", num_ranks=n) for n in (1, 2)}
     rows = {n: read_rows(tmp_path / f"on_{n}") for n in exports}
@@ -178,7 +180,7 @@ def test_runs_do_not_depend_on_ranks_and_resumed_ones_are_the_same_bit_for_bit(p
     assert read_bytes(resumed) == read_bytes(exports[1])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llava"])
+@pytest.mark.parametrize("name", [wide("gemma3"), "llava"])
 def test_an_adapter_loads_onto_the_whole_model_and_merges_into_it(name, paths, data, world, tmp_path):
     from peft import PeftModel
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from breadth import wide
 from in_process import train_here, train_on
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
@@ -381,7 +382,7 @@ def train_run(num_ranks, world, root, output_dir, *, model, data, **options) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layouts"), [("qwen3", (1, 4)), ("gpt2", (1, 2))])
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", (1, 4)), wide("gpt2", (1, 2))])
 def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, world, tmp_path):
     model = save_tokenizer(save_model(FAMILIES[family], tmp_path / "model"))
     data = write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE, max_len=40))

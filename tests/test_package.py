@@ -169,6 +169,7 @@ def read_losses(output_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_two_machines_train_from_elsewhere_as_one_process_does_in_a_checkout(site, elsewhere, run_flags):
     end = ["--max-steps", 3]
@@ -184,6 +185,7 @@ def test_two_machines_train_from_elsewhere_as_one_process_does_in_a_checkout(sit
     assert read_losses(elsewhere / "both") == pytest.approx(read_losses(elsewhere / "alone"), rel=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_ctrl_c_is_handed_on_and_the_runs_own_exit_code_comes_back(site, elsewhere, run_flags):
     argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 100_000, "--output-dir", "stopped"]
@@ -202,6 +204,7 @@ def test_ctrl_c_is_handed_on_and_the_runs_own_exit_code_comes_back(site, elsewhe
     assert "Traceback" not in done.stderr and "FAILED" not in done.stderr  # torchrun's report
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_what_the_ranks_refuse_is_told_once_with_their_exit_code(site, elsewhere, run_flags):
     argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 9, "--output-dir", elsewhere / "refused"]

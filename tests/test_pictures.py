@@ -3,12 +3,14 @@
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from ask_pictures import exchange, guess_best
 from make_pictures import BACKGROUND, COLOURS, CORNER, CORNERS, ask_questions, draw_picture, draw_shapes
 from PIL import Image
+from processes import ROOT, run
 from tiny_seeing import SEEING, make_image, make_rows, save_seeing
 
 from chat.pictures import ImageExpander, load_processor, open_image
@@ -16,6 +18,7 @@ from chat.token_spans import Located
 from corpus.preview import THUMBNAIL_SIDE
 from options import ProcessDataOptions, group_options
 from process_data import process_data
+from ranks.ending import ExitCode
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +100,17 @@ def test_no_question_keeps_its_picture_when_they_are_exchanged():
     assert all(given is not own for given, own in zip(exchanged, images, strict=True))
     assert {id(image) for image in exchanged} == {id(image) for image in images}
     assert guess_best(["a", "a", "a", "b"], ["x", "x", "y", "z"]) == 0.75
+
+
+def test_what_is_not_there_is_told_before_anything_is_loaded(tmp_path):
+    """Also in the words of a path that nobody expanded."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    script, rows = ROOT / "quickstart" / "ask_pictures.py", tmp_path / "none.jsonl"
+    for model, message in (
+        (tmp_path / "samples_*", f"--model {tmp_path}/samples_*: there is no config.json in it"),
+        (tmp_path / "model", f"--questions {rows}: there is no such file"),
+    ):
+        ended = run([sys.executable, str(script), "--model", str(model), "--questions", str(rows)])
+        assert ended.returncode == ExitCode.BAD_INPUT
+        assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1

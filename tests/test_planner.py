@@ -32,19 +32,19 @@ NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
 LEAST_TOKENS = 16  # of a tile
 SIMULATIONS = [  # family, options
     wide("llama", dict(lora=True)),
-    ("mixtral", dict(lora=True, compute_dtype="bfloat16")),
+    wide("mixtral", dict(lora=True, compute_dtype="bfloat16")),
     ("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     wide("qwen3", dict(activation_checkpointing="none")),
     ("gemma2_softcaps", dict(activation_checkpointing="full")),
     wide("phi_head_bias", dict(activation_checkpointing="selective")),
-    ("mistral_window", dict(optimizer="adamw8bit", master_weights="bfloat16")),
+    wide("mistral_window", dict(optimizer="adamw8bit", master_weights="bfloat16")),
     wide("mixtral", dict(activation_checkpointing="none")),
     ("mixtral", dict(compute_dtype="bfloat16", micro_batch_grad_sync="last", reshard_after_forward="never")),
     wide("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
     ("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.75)),
     wide("gated delta net, experts", dict(activation_checkpointing="full")),
     ("mamba 2, attention, experts", dict(activation_checkpointing="none")),
-    ("short convolution", dict(activation_checkpointing="selective")),
+    wide("short convolution", dict(activation_checkpointing="selective")),
     wide("attention that chooses keys", dict(activation_checkpointing="none")),
     ("qwen3", dict(tiled_mlp=True, offload_activations=True)),
     wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
@@ -247,6 +247,7 @@ def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
     assert sorted(tmp_path.parent.rglob("*")) == before
 
 
+@pytest.mark.wide
 def test_auto_settings_are_planned_by_the_room_there_is(plan):
     for budget, mode in ((80, "none"), (0.0005, "full")):
         _, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100", memory_budget_gb=budget)

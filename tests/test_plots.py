@@ -172,6 +172,7 @@ def test_thinning_keeps_extremes_and_means(values, max_points):
         assert found == [None if v is None else pytest.approx(v, rel=1e-5, abs=1e-4) for v in expected]
 
 
+@pytest.mark.wide
 def test_long_runs_stay_small_and_keep_their_spikes(tmp_path):
     long = write_run(tmp_path / "long", num_steps=40_000)
     rows = (long / METRICS).read_text().splitlines(keepends=True)
@@ -584,6 +585,7 @@ def test_dark_follows_the_system_and_the_button(browser, page):
     browser.set_dark(False)
 
 
+@pytest.mark.wide
 @needs_browser
 @pytest.mark.slow
 def test_smoothing_axes_and_zoom(browser, page):
@@ -663,6 +665,7 @@ def test_pages_of_a_run_without_steps_and_of_one_step(browser, tmp_path):
         assert browser.ask("byId('empty').checkVisibility()") == is_empty
 
 
+@pytest.mark.wide
 @needs_browser
 @pytest.mark.slow
 def test_a_followed_page_grows_without_losing_its_place(browser, server):

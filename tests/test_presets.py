@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from in_process import train_here
 from small_runs import make_inputs
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
@@ -91,7 +92,7 @@ OSFT = ["--osft", "--osft-unfreeze-rank-ratio", "0.5"]
         ("causal-lm", []),
         ("causal-lm", ["--lora", "--lora-export", "both"]),
         ("causal-lm", OSFT),
-        ("sequence-classification", []),
+        wide("sequence-classification", []),
         ("sequence-classification", ["--lora"]),
         ("token-classification", OSFT),
     ],

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from breadth import wide
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -547,7 +548,7 @@ def workers_of(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
-@pytest.mark.parametrize("ended_by", ["Ctrl-C", "SIGTERM", "a worker killed"])
+@pytest.mark.parametrize("ended_by", ["Ctrl-C", wide("SIGTERM"), "a worker killed"])
 def test_ends_cleanly(model, tmp_path, ended_by):
     process = start_long_run(model, tmp_path)
     workers = workers_of(process)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tyro
+from breadth import wide
 from mini_trainer import (
     DataProcessArgs,
     DeepSpeedOptions,
@@ -28,8 +29,8 @@ from mini_trainer.api.commands import make_data_args, make_data_words, make_torc
 from mini_trainer.api.errors import ERRORS, BadInputError
 from mini_trainer.api.launch import find_last_words
 from processes import ENV, is_alive, list_children
-from tiny_data import write_counting_chats
-from tiny_models import FAMILIES, save_model, save_tokenizer
+from tiny_data import make_samples, write_counting_chats, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
 from ranks.ending import ExitCode
@@ -232,6 +233,7 @@ def chats(tmp_path_factory) -> dict[str, str]:
     save_model(FAMILIES["llama"], folder / "model")
     save_tokenizer(folder / "model")
     write_counting_chats(folder / "chats.jsonl")
+    write_samples(folder / "samples.arrow", make_samples(40, vocab_size=VOCAB_SIZE))
     return dict(
         model_path=str(folder / "model"), data_path=str(folder / "chats.jsonl"), ckpt_output_dir=str(folder / "run"),
         data_output_dir=str(folder / "data"), max_seq_len=200, max_batch_len=512, effective_batch_size=4,
@@ -256,9 +258,9 @@ def test_a_run_from_chats_returns_what_it_left_and_a_refused_one_raises(chats):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "num_ranks"), [("Ctrl-C", 1), ("kill", 2)])
+@pytest.mark.parametrize(("ending", "num_ranks"), [("Ctrl-C", 1), wide("kill", 2)])
 def test_ctrl_c_saves_and_a_caller_that_is_killed_leaves_nothing_behind(ending, num_ranks, chats):
-    data = dict(data_path=chats["data_output_dir"] + "/data.arrow", process_data=False)
+    data = dict(data_path=chats["data_path"].replace("chats.jsonl", "samples.arrow"), process_data=False)
     chats = {name: value for name, value in chats.items() if name not in ("data_output_dir", "max_seq_len")}
     run = Path(chats["ckpt_output_dir"] + ending)
     caller = call({"nproc_per_node": num_ranks}, chats | data, ckpt_output_dir=str(run), num_epochs=100_000)

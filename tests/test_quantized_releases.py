@@ -97,6 +97,7 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_mxfp4_trains_on_one_rank_and_two_and_through_a_kill_as_the_model_that_it_stands_for(world, tmp_path, caplog):
     release, plain = make_inputs("mxfp4", tmp_path)
@@ -151,6 +152,7 @@ def test_adapters_and_osft_start_from_the_dequantized_weights(world, tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
+@pytest.mark.wide
 def test_a_plan_knows_the_sizes_of_what_is_read(tmp_path):
     plans = []
     for source in make_inputs("mxfp4", tmp_path):

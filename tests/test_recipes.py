@@ -74,6 +74,7 @@ def test_the_models_are_those_that_their_makers_publish():
     assert found == NUM_PARAMS
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_shape_of_each_kind_is_planned_as_the_program_plans_a_run(tmp_path):
     data = make_data(tmp_path)

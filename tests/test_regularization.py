@@ -70,6 +70,7 @@ def test_a_run_is_transformers_own_on_any_ranks_and_however_it_is_divided(inputs
         assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4), name
 
 
+@pytest.mark.wide
 def test_noise_is_other_noise_in_every_epoch_and_of_every_seed_and_resumes(inputs, world, tmp_path):
     """At a learning rate of 0, where only the noise moves the loss of the same samples."""
     still = inputs | RUN | dict(learning_rate=0.0, batch_size=20, max_steps=4, neftune_alpha=ALPHA)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from forked import run_forked
 from in_process import train_here, train_on
 from processes import ROOT, flags
@@ -101,7 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(step, is_async, star
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layouts"),
-    [("qwen3", (4, 2, 1, 4)), ("mixtral", (4, 1))],  # 4 ranks shard mixtral's experts along another dimension
+    [wide("qwen3", (4, 2, 1, 4)), ("mixtral", (4, 1))],  # 4 ranks shard mixtral's experts along another dimension
 )
 def test_a_run_moves_between_numbers_of_ranks(family, layouts, world, tmp_path):
     inputs = make_inputs(tmp_path, family) | dict(learning_rate=1e-3)  # more, and routing multiplies rounding errors

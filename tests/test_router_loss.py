@@ -89,6 +89,7 @@ def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path
     assert all(0.2 < row["expert_balance"] <= 1 for row in rows)
 
 
+@pytest.mark.wide
 def test_neither_ranks_nor_caps_nor_how_it_is_computed_change_it(paths, data_path, world, tmp_path, monkeypatch):
     """The last layout has ranks with nothing to do."""
     layouts = {

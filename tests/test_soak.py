@@ -29,6 +29,7 @@ def run_once(soaking: Soak, number: int, *, num_kills: int) -> Counter[str]:
     return soaking.total().counts - before
 
 
+@pytest.mark.wide
 def test_only_a_run_that_is_the_undisturbed_one_is_passed(soaking):
     counts = run_once(soaking, 0, num_kills=2)
     assert counts["runs"] == 1 and counts["kills"] > 0 and counts["bad"] == counts["mismatches"] == 0, counts

@@ -85,6 +85,7 @@ def make_directory(path: Path) -> None:
     make_image(0).save(path / "photos" / "0.png")
 
 
+@pytest.mark.wide
 def test_the_commands_of_each_page_do_what_it_says(world, tmp_path, monkeypatch):
     assert set(PAGES) == {page.stem for page in TASKS.glob("*.md")}
     monkeypatch.chdir(tmp_path)

@@ -92,6 +92,7 @@ def check_has_every_step_once(points: list[tuple[str, int, float]], expected: di
         assert row == pytest.approx(wanted[step], rel=1e-6)
 
 
+@pytest.mark.wide
 def test_the_groups_have_everything(tracked):
     names = set().union(*tracked.expected.values())
     assert {"train/loss", "train/lr", "data/num_samples", "performance/tokens_per_second", "validation/loss"} <= names

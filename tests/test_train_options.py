@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from in_process import train_here
 from safetensors.torch import load_file
 from tiny_data import make_samples, to_row, write_rows, write_samples
@@ -301,9 +302,7 @@ def test_every_option_is_covered():
     assert set(EFFECTS) | TESTED_ELSEWHERE == {option.name for option, _ in iterate_fields(TrainOptions)}
 
 
-@pytest.mark.parametrize(
-    "option", [pytest.param(name, marks=[pytest.mark.slow] if name == "compile" else []) for name in EFFECTS]
-)
+@pytest.mark.parametrize("option", [wide(name) if name == "compile" else name for name in EFFECTS])
 def test_the_option_changes_what_it_says(option, run, base):
     changes, effect = EFFECTS[option]
     assert effect(run(**changes), base)

@@ -173,6 +173,13 @@ def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, 
         assert_same(param.grad, gradients[name], name)
 
 
+@pytest.mark.parametrize("kind", REFUSED)
+def test_kinds_of_models_that_cannot_be_trained_are_refused_by_their_configs(kind):
+    objective = VisionLanguage(VisionOptions(), CausalLM())
+    obstacle = objective.check_config(AutoConfig.for_model(kind), trust_remote_code=False)
+    assert obstacle == f"model type {kind!r} cannot be trained on images: {REFUSED[kind]}"
+
+
 def test_nothing_left_to_train_is_refused(models, world):
     with pytest.raises(ValueError, match="--freeze vision projector language: nothing is left to train"):
         build(models["llava"], world, ("vision", "projector", "language"))
@@ -291,6 +298,7 @@ def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_
     assert (resumed / "model.safetensors").read_bytes() == (exports[1] / "model.safetensors").read_bytes()
 
 
+@pytest.mark.wide
 def test_rows_with_images_are_trained_on_at_once_and_adapters_load_back(models, world, tmp_path):
     """By --input-file --images and the preset that tries everything; rows from elsewhere are other rows."""
     places = [tmp_path / name for name in ("first", "second")]

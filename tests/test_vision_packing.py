@@ -58,7 +58,10 @@ def test_patches_are_those_that_the_processor_makes(family, tmp_path):
         image = make_image(seed)
         made = objective.processor(text=[objective.processor.image_token], images=[[image]], return_tensors="pt")
         pixels = made["pixel_values"]
-        num_made = len(pixels) if pixels.ndim == 2 else pixels.numel() // 3 // 4**2  # a patch has 4 x 4 pixels
+        if pixels.ndim < 4:  # patches, laid out
+            num_made = math.prod(pixels.shape[:-1])
+        else:  # of 4 x 4 pixels, of images whose last rows and columns may be no whole one
+            num_made = math.prod(pixels.shape[:-3]) * (pixels.shape[-2] // 4) * (pixels.shape[-1] // 4)
         assert math.prod(objective.count_patches(image.height, image.width)) == num_made
 
 
@@ -119,6 +122,7 @@ def simulate(given: dict, freeze: str, cap: int) -> StepMemory:
     return simulate_step(options, planned, load, Ranks(world_size=1, num_shards=1))
 
 
+@pytest.mark.wide
 def test_plans_know_the_tower_or_say_that_they_do_not(models, data, elsewhere, tmp_path):
     """More patches in a micro-batch, of as many tokens, need more memory: the tower runs in the simulation."""
     given = {
