@@ -54,7 +54,7 @@ MODELS = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary: 
 }
 LENGTHS = {"8k": 1 << 13, "128k": 1 << 17, "1M": 1 << 20}
 FEW_BLOCKS = (2, 4)  # simulated: memory and FLOPs of the others follow, since blocks are alike
-PROBED_TOKENS = 1 << 14  # of a rank
+PROBED_TOKENS = 1 << 16  # of a rank: so many that a block's backward pass is the peak, however few blocks there are
 SIMULATED_GPUS = 64  # the size of their shards is not in what is taken from the simulation
 MOST_TOKENS = 1 << 15  # of a rank: larger micro-batches buy next to nothing
 
@@ -128,6 +128,7 @@ def measure_model(name: str, args: argparse.Namespace) -> LayoutModel:
     for num_sharing in args.sharing:
         first, second = (simulate_memory(name, blocks, num_sharing) for blocks in FEW_BLOCKS)
         rest, per_token = (extend(*pair) for pair in zip(first[:2], second[:2], strict=True))
+        assert per_token >= 2 * num_blocks * hidden, f"{per_token} bytes a token: fewer than the blocks' inputs"
         memory[num_sharing] = rest - per_token * PROBED_TOKENS, per_token
     (*_, few_flops, few_params), (*_, more_flops, more_params) = first, second
     flops = FlopCount(
@@ -236,10 +237,8 @@ def sum_seconds(num_bytes: float, num_copies: int, args: argparse.Namespace) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
-    parser.add_argument("--sharing", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="values of N")
-    parser.add_argument(
-        "--shards", type=int, nargs="+", default=[8, 32, 128], help="GPUs of a copy, beside all of them"
-    )
+    parser.add_argument("--sharing", type=int, nargs="+", default=[1, 8, 32, 64], help="values of N")
+    parser.add_argument("--shards", type=int, nargs="+", default=[8, 32], help="GPUs of a copy, beside all of them")
     parser.add_argument("--gpus", type=int, default=1024)
     parser.add_argument("--memory-gb", type=float, default=80, help="of a GPU; a tenth stays free")
     parser.add_argument("--batch-tokens", type=int, default=1 << 26)
