@@ -7,7 +7,7 @@ parameters, in each layout: N ranks that share a row (--context-parallel), and f
 so many GPUs (--sharding hybrid --shard-size). For each the memory of a GPU, whether it fits, and where a step's time
 goes; then the fastest that fits.
 
-Memory is the plan's own simulation of the step, for two models of a few blocks, of which that of all blocks follows; to
+Memory is the plan's own simulation of the step of a model of a few blocks, and an input for each of the others; to
 it come the shard's weights, gradients and moments in fp32, 16 bytes a parameter. Time is the cost model of
 benchmarks/scaling.py with the real packer, which packs a row for each N ranks. Beside what that says, it is
 assumed that
@@ -38,7 +38,7 @@ from model.context_parallel import count_key_heads
 from model.flops import FlopCount
 from objectives.causal_lm import CausalLM
 from options import TrainOptions, group_options
-from plan.simulation import SHARDED, Load, Ranks, lay_out_model
+from plan.simulation import SHARDED, Load, PlannedModel, Ranks, lay_out_model
 from plan.simulation import simulate_step as plan_step
 from ranks.world import setup_logging
 
@@ -53,8 +53,8 @@ MODELS = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary: 
     "70B": (8192, 28672, 80, 64, 8, 128256),
 }
 LENGTHS = {"8k": 1 << 13, "128k": 1 << 17, "1M": 1 << 20}
-FEW_BLOCKS = (2, 4)  # simulated: memory and FLOPs of the others follow, since blocks are alike
-PROBED_TOKENS = 1 << 16  # of a rank: so many that a block's backward pass is the peak, however few blocks there are
+FEW_BLOCKS = 4  # simulated: each of the others keeps its input, in bf16
+PROBED_TOKENS = 1 << 16  # of a rank
 SIMULATED_GPUS = 64  # the size of their shards is not in what is taken from the simulation
 MOST_TOKENS = 1 << 15  # of a rank: larger micro-batches buy next to nothing
 
@@ -100,45 +100,42 @@ def make_config(name: str, num_blocks: int) -> LlamaConfig:
     )  # fmt: skip
 
 
-def simulate_memory(name: str, num_blocks: int, num_sharing: int) -> tuple[float, float, FlopCount, int]:
-    """Of a rank with full sharding, by the plan's own simulation: bytes without state, bytes for each of its tokens."""
+def lay_out_few(name: str, num_blocks: int, num_sharing: int) -> tuple[TrainOptions, PlannedModel]:
     options = group_options(
         TrainOptions, model_name_or_path="", output_dir="", compute_dtype="bfloat16", activation_checkpointing="full",
         context_parallel=num_sharing if num_sharing > 1 else None,
     )  # fmt: skip
     inputs = RunInputs(CausalLM(), choose_method(options), options.data, torch.bfloat16)
     inputs.model_dir, inputs.config = "", make_config(name, num_blocks)
-    planned = lay_out_model(options, inputs, options.compute)
+    return options, lay_out_model(options, inputs, options.compute)
+
+
+def simulate_memory(name: str, num_sharing: int) -> tuple[float, float]:
+    """Of a rank, by the plan's own simulation of a few blocks: bytes without state, and for each of its tokens."""
+    hidden, _, num_blocks, *_ = MODELS[name]
+    options, planned = lay_out_few(name, FEW_BLOCKS, num_sharing)
     num_tokens = PROBED_TOKENS * num_sharing
     load = Load(num_tokens, num_tokens // 2, num_tokens, accumulates=True)
     memory = plan_step(options, planned, load, Ranks(SIMULATED_GPUS, SIMULATED_GPUS, options.sharding.context_parallel))
+    per_token = memory.per_token * num_sharing
     rest = sum(size for kind, size in memory.peak.items() if kind not in SHARDED)
-    return rest, memory.per_token * num_sharing, planned.flops, planned.num_params
+    return rest - per_token * PROBED_TOKENS, per_token + 2 * hidden * (num_blocks - FEW_BLOCKS)
 
 
 def measure_model(name: str, args: argparse.Namespace) -> LayoutModel:
-    """What a model takes, from two that have a few of its blocks."""
+    """What a model takes, from one that has a few of its blocks."""
     hidden, _, num_blocks, num_heads, num_kv_heads, _ = MODELS[name]
-    few, more = FEW_BLOCKS
-
-    def extend(of_few: float, of_more: float) -> float:
-        return of_few + (of_more - of_few) * (num_blocks - few) / (more - few)
-
-    memory = {}
-    for num_sharing in args.sharing:
-        first, second = (simulate_memory(name, blocks, num_sharing) for blocks in FEW_BLOCKS)
-        rest, per_token = (extend(*pair) for pair in zip(first[:2], second[:2], strict=True))
-        assert per_token >= 2 * num_blocks * hidden, f"{per_token} bytes a token: fewer than the blocks' inputs"
-        memory[num_sharing] = rest - per_token * PROBED_TOKENS, per_token
-    (*_, few_flops, few_params), (*_, more_flops, more_params) = first, second
+    (_, one), (_, few) = (lay_out_few(name, number, 1) for number in (1, FEW_BLOCKS))
+    of_block = (few.num_params - one.num_params) // (FEW_BLOCKS - 1)
+    per_token = (few.flops.per_token - one.flops.per_token) / (FEW_BLOCKS - 1)
     flops = FlopCount(
-        extend(few_flops.per_token, more_flops.per_token), few_flops.per_loss_token,
-        few_flops.per_pair[:1] * num_blocks, few_flops.windows[:1] * num_blocks,
+        one.flops.per_token + (num_blocks - 1) * per_token, one.flops.per_loss_token,
+        one.flops.per_pair * num_blocks, one.flops.windows * num_blocks,
     )  # fmt: skip
     costs = assume_costs(flops, sustained=1e12 * args.sustained_tflops, fixed=1e-3 * args.fixed_ms, recompute=True)
-    of_block = (more_params - few_params) // (more - few)
+    memory = {num_sharing: simulate_memory(name, num_sharing) for num_sharing in args.sharing}
     return LayoutModel(
-        num_heads, num_kv_heads, hidden // num_heads, num_blocks, of_block, few_params - few * of_block, costs, memory
+        num_heads, num_kv_heads, hidden // num_heads, num_blocks, of_block, one.num_params - of_block, costs, memory
     )
 
 
