@@ -211,18 +211,23 @@ class Simulated:
 def simulate_step(
     lengths: np.ndarray, *, share: float, num_ranks: int, max_tokens: int, costs: Costs, network: Network,
     block_parameters: list[int], other_parameters: int, reduce_every: bool, forward_share: float,
+    num_shards: int | None = None,
 ) -> Simulated:  # fmt: skip
-    """One global batch of `lengths` whose tokens are trained to `share`; see the cost model above."""
+    """One global batch of `lengths` whose tokens are trained to `share`; see the cost model above.
+
+    A copy of the model is sharded over `num_shards`, all ranks by default. `num_ranks` are those that have rows.
+    """
+    num_shards = num_shards or num_ranks
     start = time.perf_counter()
     table = pack_batch(lengths, max_tokens, num_ranks, costs.attention_cost)
     packing = time.perf_counter() - start
     work = np.array([[costs.of(lengths[r], share * lengths[r].sum()) for r in row] for row in table])  # (K, ranks)
     slowest = work.max(axis=1)
     num_blocks = len(block_parameters)
-    gather = network.seconds(2 * block_parameters[0], num_ranks)  # bf16
-    reduce = network.seconds(4 * block_parameters[0], num_ranks)  # fp32
-    gather_others = network.seconds(2 * other_parameters, num_ranks)
-    reduce_others = network.seconds(4 * other_parameters, num_ranks)
+    gather = network.seconds(2 * block_parameters[0], num_shards)  # bf16
+    reduce = network.seconds(4 * block_parameters[0], num_shards)  # fp32
+    gather_others = network.seconds(2 * other_parameters, num_shards)
+    reduce_others = network.seconds(4 * other_parameters, num_shards)
     exposed = 0.0
     for k, seconds in enumerate(slowest):
         reduces = reduce_every or k == len(slowest) - 1

@@ -19,9 +19,11 @@ from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
 from methods.full import Full
 from methods.lora import LoRA
+from model.attention import list_heads
 from model.build import build_model, choose_compute_dtype
 from model.check import check_model
 from model.config import ModelSource, check_rope, choose_tokenizer, load_config, load_generation_config
+from model.context_parallel import describe_heads
 from model.files import find_model
 from model.flops import FlopCount, count_flops
 from model.method import Method
@@ -409,11 +411,13 @@ def build_run_model(
 
 
 def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel) -> str:
-    compute, method = options.compute, inputs.method
+    compute, method, num_sharing = options.compute, inputs.method, options.sharding.context_parallel
+    num_heads = max((count for count, _ in list_heads(text_config(inputs.config))), default=0)
     num_params = sum(param.numel() for param in model.parameters()) - method.count_added()
     parts = [
         f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
         f"{model.backend} attention",
+        *([] if num_sharing is None else [describe_heads(num_heads, num_sharing)]),
         f"{compute.activation_checkpointing} activation checkpointing",
         *(["tiled MLPs"] if compute.tiled_mlp else []),
         *(["offloaded activations"] if compute.offload_activations else []),

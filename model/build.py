@@ -104,20 +104,16 @@ def make_meta_model(
 
 def check_divisible(meta: MetaModel, num_sharing: int) -> None:
     """ValueError for a model whose packed rows cannot be divided over ranks (--context-parallel)."""
-    config, reason = text_config(meta.model.config), None
-    num_heads = min((count for count, _ in list_heads(config)), default=0)
+    reason = None
     if any(map(find_mixers, meta.blocks)):
         reason = "layers with a state, which would go on from one rank's tokens to the next one's"
     elif meta.backend not in BACKENDS:
         reason = "attention of its own, which needs whole sequences"
     elif find_pad_position(meta.model) is not None:
         reason = "positions that are counted over whole sequences"
-    elif num_heads < num_sharing:
-        reason = f"layers of {num_heads} attention heads, which are divided over the ranks"
     if reason is not None:
         raise ValueError(
-            f"--context-parallel {num_sharing}: model type {meta.model.config.model_type!r} has {reason};"
-            f" {f'give at most {num_heads}' if num_sharing > num_heads > 1 else 'leave it out'}"
+            f"--context-parallel {num_sharing}: model type {meta.model.config.model_type!r} has {reason}; leave it out"
         )
 
 

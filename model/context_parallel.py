@@ -5,6 +5,11 @@ a whole row, and another all-to-all brings the outputs back (DeepSpeed-Ulysses, 
 soft caps and sinks are what they are without it, and causal work is balanced, since heads are alike. torch's own
 `context_parallel` (torch.distributed.tensor.experimental) is a ring for one sequence a row: it knows no borders.
 
+Heads that do not divide by N, or are fewer, are filled up with heads of zeros. A ring of keys and values would leave no
+rank without a head; but parts of a row lie one after the other, so that its last rank would have twice the mean of
+causal attention's work, which heads of zeros come to where N is twice the heads, and each rank would hold the keys and
+values of all heads for the whole row, where now it holds those of its own.
+
 Hq query heads, Hkv key/value heads, D head size.
 """
 
@@ -27,8 +32,8 @@ def take_heads(
     Key/value heads that do not divide by N are repeated until they do. Query heads that do not are filled up by heads
     of zeros, and then every query head has a key/value head of its own.
     """
-    num_heads, num_kv_heads, size = query.shape[1], key.shape[1], row_group.size
-    num_needed = math.lcm(num_kv_heads, size) if num_heads % size == 0 else num_heads
+    num_kv_heads, size = key.shape[1], row_group.size
+    num_needed = count_key_heads(query.shape[1], num_kv_heads, size)
     if num_needed > num_kv_heads:
         key, value = (t.repeat_interleave(num_needed // num_kv_heads, dim=1) for t in (key, value))
     filled = (fill_heads(t, size, dim=1) for t in (query, key, value))
@@ -44,6 +49,17 @@ def give_heads_back(output: Tensor, num_heads: int, row_group: RowGroup) -> Tens
 def choose_own(of_heads: Tensor, row_group: RowGroup) -> Tensor:  # (heads,)
     """Of a number for each query head (Hq,), such as its sink, those of this rank's heads."""
     return fill_heads(of_heads, row_group.size, dim=0).chunk(row_group.size)[row_group.rank]
+
+
+def count_key_heads(num_heads: int, num_kv_heads: int, num_sharing: int) -> int:
+    """How many key/value heads there are after those that have to be repeated, before any is filled up."""
+    return math.lcm(num_kv_heads, num_sharing) if num_heads % num_sharing == 0 else num_heads
+
+
+def describe_heads(num_heads: int, num_sharing: int) -> str:
+    num_filled = num_heads + -num_heads % num_sharing
+    heads = f"{num_heads}" if num_filled == num_heads else f"{num_heads}, filled up to {num_filled},"
+    return f"rows shared by {num_sharing} ranks, {num_filled // num_sharing} of {heads} heads each"
 
 
 def fill_heads(tensor: Tensor, size: int, *, dim: int) -> Tensor:

@@ -1,7 +1,9 @@
 """The benchmarks still run, at their smallest size, and find what they are to find."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import layouts
 import numpy as np
 import pytest
 import scaling
@@ -65,6 +67,31 @@ def test_scaling_runs_at_its_smallest_size():
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(read_table(done.stdout, "ranks")) == {"1"}
     assert set(read_table(done.stdout, "GPUs")) == {"8", "64"}
+
+
+def test_layouts_are_what_fits_and_what_travels():
+    costs = scaling.Costs(fixed=5e-3, per_token=1e-4, per_loss_token=1e-5, per_pair=1e-9)
+    model = layouts.LayoutModel(num_heads=12, num_kv_heads=4, head_size=64, num_blocks=2, block_parameters=10**9,
+                                other_parameters=10**8, costs=costs,
+                                memory=dict.fromkeys((1, 4, 8), (1e9, 1e6)))  # fmt: skip
+    args = SimpleNamespace(gpus=64, memory_gb=80, node_bandwidth=300, nic_bandwidth=45)
+    network = scaling.Network(3e11, 1.6e11, 3e-6, 1e-5)
+    lengths = layouts.draw_long(100_000, 3_000_000)
+    assert lengths.max() == 100_000 and 3_000_000 <= lengths.sum() < 3_100_000
+    alone, quarters, copies, eighths = (
+        layouts.lay_out_step(model, layouts.Layout(*sizes), lengths, network=network, args=args)
+        for sizes in ((1, 64), (4, 64), (4, 8), (8, 64))
+    )
+    assert alone.step is None and alone.num_bytes == pytest.approx(16 * 2.1e9 / 64 + 1e9 + 1e6 * 100_000)
+    assert "does not fit" in layouts.describe_layout(alone, False, 64)
+    assert quarters.num_bytes == pytest.approx(16 * 2.1e9 / 64 + 1e9 + 1e6 * layouts.MOST_TOKENS)
+    assert copies.num_bytes - quarters.num_bytes == pytest.approx(16 * 2.1e9 * (1 / 8 - 1 / 64))
+    # 12 and 4 heads divide by 4; for 8 ranks there are 16 of both.
+    assert eighths.exchanged / quarters.exchanged == pytest.approx((7 / 8 * 32) / (3 / 4 * 16))
+    assert eighths.step.computing > quarters.step.computing
+    for found in (quarters, copies, eighths):
+        assert found.step.total * found.tokens_per_second * 64 == pytest.approx(lengths.sum())
+        assert 0 < found.exchanged < found.step.exposed
 
 
 @pytest.mark.wide

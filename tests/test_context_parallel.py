@@ -19,6 +19,7 @@ from lifecycle.start import RunInputs, choose_method
 from methods.full import Full
 from model.build import check_divisible, make_meta_model
 from model.config import ModelSource
+from model.context_parallel import describe_heads
 from objectives.causal_lm import CausalLM
 from objectives.row_part import take_part
 from options import TrainOptions, group_options
@@ -34,7 +35,8 @@ MODELS: dict[str, PreTrainedConfig] = {
         **SHAPE | HEADS, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "soft caps, windows": FAMILIES["gemma2_softcaps"],
+    "fewer heads than ranks": Qwen3Config(**SHAPE | dict(num_attention_heads=3, num_key_value_heads=1, head_dim=8)),
+    "soft caps, windows, tiled": FAMILIES["gemma2_softcaps"],
     "experts": FAMILIES["mixtral"],  # with their auxiliary loss; heads that divide
     "LoRA": FAMILIES["qwen2"],
     "OSFT": FAMILIES["qwen2"],
@@ -94,7 +96,8 @@ def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
     shared = given | dict(validation_data_path=inputs["data_path"], output_dir=tmp_path / "shared")
     train_forked(2, **shared | dict(max_steps=2, max_tokens_per_gpu=32, activation_checkpointing="selective"),
                  context_parallel=2)  # fmt: skip
-    layout = dict(sharding="hybrid", shard_size=2, micro_batch_grad_sync="last", max_tokens_per_gpu="auto")
+    layout = dict(sharding="hybrid", shard_size=2, cpu_offload=True, micro_batch_grad_sync="last",
+                  max_tokens_per_gpu="auto")  # fmt: skip
     text = train_forked(4, **shared | layout, context_parallel=4)
     assert "auto: --max-tokens-per-gpu" in text
     rows, expected_rows = (read_rows(tmp_path / name) for name in ("shared", "alone"))
@@ -125,7 +128,6 @@ def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
         ("convolution", HYBRIDS["short convolution"], "layers with a state"),
         ("choosing", HYBRIDS["attention that chooses keys"], "attention of its own"),
         ("roberta", RobertaConfig(**SHAPE, is_decoder=True), "positions that are counted over whole sequences"),
-        ("few heads", FAMILIES["llama"], "layers of 4 attention heads, .*; give at most 4"),
     ],
 )
 def test_a_model_whose_rows_cannot_be_divided_is_refused(name, config, reason):
@@ -150,6 +152,12 @@ def test_options_that_do_not_go_together_are_refused(changes, problem):
                             **changes)  # fmt: skip
     (found,) = find_problems(options)
     assert found.startswith(f"--context-parallel {changes['context_parallel']}: ") and problem in found
+
+
+def test_the_start_says_how_heads_are_divided():
+    assert describe_heads(32, 4) == "rows shared by 4 ranks, 8 of 32 heads each"
+    assert describe_heads(28, 8) == "rows shared by 8 ranks, 4 of 28, filled up to 32, heads each"
+    assert describe_heads(3, 8) == "rows shared by 8 ranks, 1 of 3, filled up to 8, heads each"
 
 
 def test_ranks_that_cannot_be_divided_are_refused():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forked import run_forked
-from in_process import train_here
+from in_process import train_forked, train_here
 from processes import flags
 from small_runs import OPTIONS, make_micro_batch, read_rows
 from tiny_data import make_samples, write_samples
@@ -19,6 +19,7 @@ from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig
 
+from model import tiling
 from model.attention import BACKENDS, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, find_obstacle
 from objectives.micro_batch import MicroBatch
 from ranks.world import World
@@ -95,6 +96,11 @@ CASES = {
     "float8": ({}, dict(float8=True)),
     "float8, compiled": ({}, dict(float8=True, compile=True)),
     "offloaded": ({}, dict(cpu_offload=True)),
+    "tiled": ({}, dict(tiled_mlp=True)),
+    "tiled, inputs offloaded": (
+        {},
+        dict(tiled_mlp=True, offload_activations=True, activation_checkpointing="full"),
+    ),
     "8-bit moments": (dict(optimizer="adamw8bit"), {}),
     "8-bit moments, bf16 weights": (dict(optimizer="adamw8bit", master_weights="bfloat16"), {}),
     "lora": (LORA, {}),
@@ -105,8 +111,9 @@ CASES = {
 }
 PACKAGES = {"attention flash_attn": "flash_attn", "liger": "liger_kernel", "float8": "torchao", "nf4": "bitsandbytes",
             "lora": "peft"}  # fmt: skip
-ONLY_ON_CUDA = ("attention flash_attn", "attention varlen", "liger", "float8", "compiled")
+ONLY_ON_CUDA = ("attention flash_attn", "attention varlen", "liger", "float8", "compiled", "inputs offloaded")
 NUM_STEPS = 6
+TILE = 8  # tokens, so that rows of 64 have several
 
 
 @pytest.fixture(scope="module")
@@ -143,22 +150,40 @@ def drop_foreign(options: dict) -> dict:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_trains_to_the_cpus_losses_within_bf16(case, inputs, on_cpu, world: World, tmp_path: Path):
+def test_it_trains_to_the_cpus_losses_within_bf16(case, inputs, on_cpu, world: World, tmp_path: Path, monkeypatch):
     missing = [package for name, package in PACKAGES.items()
                if name in case and importlib.util.find_spec(package) is None]  # fmt: skip
     if missing:
         pytest.skip(f"{missing[0]} is not installed")
     if not HAS_GPU and any(name in case for name in ONLY_ON_CUDA):
         pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(tiling, "LEAST_TOKENS", TILE)
     deciding, changes = CASES[case]
     expected = on_cpu(deciding)
     options = drop_foreign(inputs | deciding | changes) | dict(compute_dtype="bfloat16", output_dir=tmp_path / "run")
     train_here(world, **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()})
     rows = read_rows(tmp_path / "run")
-    tolerance = 0.1 if "float8" in case or "bf16 weights" in case else 0.03
-    for row, reference in zip(rows, expected, strict=True):
-        assert row["loss"] == pytest.approx(reference["loss"], rel=tolerance), row["step"]
-    assert rows[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=2 * tolerance)
-    assert expected[-1]["loss"] < 0.95 * expected[0]["loss"], "nothing was learned"
+    check_losses(rows, expected, within=0.1 if "float8" in case or "bf16 weights" in case else 0.03)
     if "osft" in case:
         assert rows[-1]["osft_leak"] < 1e-5
+
+
+def check_losses(rows: list[dict], expected: list[dict], *, within: float) -> None:
+    for row, reference in zip(rows, expected, strict=True):
+        assert row["loss"] == pytest.approx(reference["loss"], rel=within), row["step"]
+    assert rows[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=2 * within)
+    assert expected[-1]["loss"] < 0.95 * expected[0]["loss"], "nothing was learned"
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_two_that_share_rows_train_to_the_cpus_losses_within_bf16(attention, inputs, on_cpu, tmp_path: Path):
+    if HAS_GPU and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    if attention == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash_attn is not installed")
+    if not HAS_GPU and f"attention {attention}" in ONLY_ON_CUDA:
+        pytest.skip("needs a CUDA device")
+    output_dir = tmp_path / "run"
+    shared = dict(context_parallel=2, max_tokens_per_gpu=32, attention=attention, compute_dtype="bfloat16")
+    train_forked(2, **drop_foreign(inputs) | shared | dict(output_dir=output_dir))
+    check_losses(read_rows(output_dir), on_cpu({}), within=0.03)

@@ -16,11 +16,13 @@ from tiny_models import build, make_osft
 
 from methods.full import Full
 from methods.lora import LoRA
+from model import tiling
 from objectives.causal_lm import CausalLM
 from options import LoRAOptions
 from ranks.row_group import make_row_group
 from ranks.world import init_world
 
+tiling.LEAST_TOKENS = 8  # so that parts have several tiles, and whole rows other ones
 output, *models = sys.argv[1:]
 world = init_world()
 row_groups = {size or 1: make_row_group(world.rank, world.world_size, size) for size in (None, 2, 4)}
@@ -32,7 +34,7 @@ for name, path in (model.split("=", 1) for model in models):
         method = LoRA(LoRAOptions(lora=True, lora_target_modules=("q_proj", "v_proj")), seed=0)
     else:
         method = make_osft(Path(output).parent, osft_unfreeze_rank_ratio=0.5) if name == "OSFT" else Full()
-    model = build(path, world, objective=objective, method=method)
+    model = build(path, world, objective=objective, method=method, tiled_mlp="tiled" in name)
     trained = {param_name: param for param_name, param in model.model.named_parameters() if param.requires_grad}
     for size, row_group in row_groups.items():
         sums = run_rows(model, objective, rows, world=world, row_group=row_group)
