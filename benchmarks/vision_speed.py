@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
 from harness import describe_versions, make_options, read_clock
-from make_pictures import TEMPLATE, ask_questions, draw_picture, draw_shapes, make_row, save_seeing_model
+from make_pictures import TEMPLATE, ask_questions, choose_shapes, draw_picture, make_row, save_seeing_model
 from make_tiny_model import train_tokenizer
 
 from corpus.mixture import Mixture
@@ -52,7 +52,7 @@ Rows = list[tuple[str, list[tuple[str, str]]]]  # of each row its picture, and i
 def draw_rows(directory: Path, num_rows: int) -> Rows:
     rng, rows = random.Random(0), []
     for i in range(num_rows):
-        shapes = draw_shapes(rng)
+        shapes = choose_shapes(rng)
         draw_picture(shapes, rng).save(directory / f"{i}.png")
         rows.append((f"{i}.png", ask_questions(shapes, rng)[: rng.randint(1, 4)]))
     return rows

@@ -144,7 +144,8 @@ class ImageExpander:
             raise ValueError(f"{type(processor).__name__} has no image_token: where an image stands is not known")
         self.processor, self.directory, self.may_download = processor, directory, may_download
         self.placeholder = processor.image_token
-        self.image_token_ids = frozenset(processor.image_token_ids)
+        known = (token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
+        self.image_token_ids = frozenset(known)
         import PIL.Image
 
         if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):

@@ -71,7 +71,7 @@ def ask_pictures(options: AskPicturesOptions) -> None:
     chats = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
     questions, expected = [chat[0] for chat in chats], [chat[1]["content"] for chat in chats]
     images = [Image.open(path.parent / question["content"][0]["image"]) for question in questions]
-    sorts = [question["content"][1]["text"].split()[0] for question in questions]
+    sorts = [" ".join(question["content"][1]["text"].split()[:2]) for question in questions]
     for name, shown in (("its own picture", images), ("another one's", exchange(images, seed=options.seed))):
         answers = [
             text
@@ -90,7 +90,7 @@ def ask_pictures(options: AskPicturesOptions) -> None:
 
 
 def guess_best(sorts: Sequence[str], expected: Sequence[str]) -> float:
-    """The share that is right if every question of a sort, here its first word, gets that sort's commonest answer."""
+    """The share that is right if every question gets the commonest answer to those that begin with its two words."""
     counts = {sort: Counter() for sort in sorts}
     for sort, wanted in zip(sorts, expected, strict=True):
         counts[sort][wanted] += 1

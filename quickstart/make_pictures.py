@@ -2,9 +2,9 @@
 
     python quickstart/make_pictures.py --output-dir runs/pictures
 
-Each picture has one to four shapes, each of another colour, each in a corner of its own, of any size that fits
-and anywhere in it. `train.jsonl` asks four things of every picture, in any order; `held_out.jsonl` asks one thing of
-each of its own pictures. `model` is a LLaVA of 0.8 million parameters, tower included, with its processor and
+Each picture has one to four shapes of one kind and colour, each in a corner of its own, of any size that fits and
+anywhere in it. `train.jsonl` asks four things of every picture, in any order; `held_out.jsonl` asks one thing of each
+of its own pictures. `model` is a LLaVA of 0.8 million parameters, tower included, with its processor and
 tokenizer. Knows nothing until it is trained.
 """
 
@@ -54,44 +54,45 @@ class PicturesOptions:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shapes:
+    """What is in a picture."""
+
     kind: str
     colour: str
-    corner: str
+    corners: tuple[str, ...]
 
 
-def draw_shapes(rng: random.Random) -> list[Shape]:
-    num_shapes = rng.randint(1, len(CORNERS))
-    corners, colours = rng.sample(list(CORNERS), num_shapes), rng.sample(COLOURS, num_shapes)
-    return [Shape(rng.choice(KINDS), colour, corner) for colour, corner in zip(colours, corners, strict=True)]
+def choose_shapes(rng: random.Random) -> Shapes:
+    corners = rng.sample(list(CORNERS), rng.randint(1, len(CORNERS)))
+    return Shapes(rng.choice(KINDS), rng.choice(COLOURS), tuple(corners))
 
 
-def draw_picture(shapes: Sequence[Shape], rng: random.Random) -> Image.Image:
+def draw_picture(shapes: Shapes, rng: random.Random) -> Image.Image:
     image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
     draw = ImageDraw.Draw(image)
-    for shape in shapes:
+    for corner in shapes.corners:
         size = rng.choice(SIZES)
-        left, top = (at * CORNER + rng.randint(1, CORNER - size - 2) for at in CORNERS[shape.corner])
+        left, top = (at * CORNER + rng.randint(1, CORNER - size - 2) for at in CORNERS[corner])
         box = (left, top, left + size, top + size)
-        match shape.kind:
+        match shapes.kind:
             case "circle":
-                draw.ellipse(box, fill=shape.colour)
+                draw.ellipse(box, fill=shapes.colour)
             case "square":
-                draw.rectangle(box, fill=shape.colour)
+                draw.rectangle(box, fill=shapes.colour)
             case "triangle":
-                draw.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], shape.colour)
+                draw.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], shapes.colour)
     return image
 
 
-def ask_questions(shapes: Sequence[Shape], rng: random.Random) -> list[tuple[str, str]]:
+def ask_questions(shapes: Shapes, rng: random.Random) -> list[tuple[str, str]]:
     """A question of each sort, with its answer."""
-    pairs = [("How many shapes are there?", NUMBERS[len(shapes) - 1])]
-    shape = rng.choice(shapes)
-    pairs.append((f"What colour is the shape at the {shape.corner}?", shape.colour))
-    shape = rng.choice(shapes)
-    pairs.append((f"What is {shape.colour}?", f"a {shape.kind}"))
-    shape = rng.choice(shapes)
-    pairs.append((f"Where is the {shape.colour} shape?", shape.corner))
+    corner = rng.choice(list(CORNERS))
+    pairs = [
+        ("How many shapes are there?", NUMBERS[len(shapes.corners) - 1]),
+        ("What colour are they?", shapes.colour),
+        ("What are they?", f"{shapes.kind}s"),
+        (f"Is one at the {corner}?", "yes" if corner in shapes.corners else "no"),
+    ]
     return rng.sample(pairs, len(pairs))
 
 
@@ -109,7 +110,7 @@ def write_rows(output_dir: Path, name: str, *, num_pictures: int, num_questions:
     (output_dir / name).mkdir(parents=True, exist_ok=True)
     rows, texts = [], []
     for i in range(num_pictures):
-        shapes = draw_shapes(rng)
+        shapes = choose_shapes(rng)
         draw_picture(shapes, rng).save(output_dir / name / f"{i}.png")
         pairs = ask_questions(shapes, rng)[:num_questions]
         rows.append(json.dumps(make_row(f"{name}/{i}.png", pairs)) + "\n")

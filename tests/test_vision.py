@@ -17,7 +17,7 @@ from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
 from tiny_models import compile_by, load_source, make_osft
-from tiny_seeing import SEEING, load, make_image, make_rows, save_seeing, tokenize
+from tiny_seeing import SEEING, exact_families, load, make_image, make_rows, save_seeing, tokenize
 from transformers import AutoConfig, PreTrainedModel
 
 from chat.labels import IGNORED
@@ -116,7 +116,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     assert (found.full_tensor() - expected).norm() <= 1e-5 * expected.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(wide(name) for name in SEEING if name not in (*FAMILIES, *REFUSED))])
+@pytest.mark.parametrize("family", exact_families(FAMILIES))
 def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path):
     """With all of the model trained: whatever part is frozen, the gradients of the others are these."""
     model = save_seeing(tmp_path, family)

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import wide
 from in_process import print_plan, train_on
 from small_runs import OPTIONS, read_rows
-from tiny_seeing import SEEING, load, make_image, make_rows, save_seeing, tokenize
+from tiny_seeing import exact_families, load, make_image, make_rows, save_seeing, tokenize
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
@@ -20,7 +19,7 @@ from lifecycle.start import open_inputs
 from model.flops import count_flops, count_tower
 from objectives.causal_lm import CausalLM
 from objectives.sight import Sight, list_parts
-from objectives.vision import REFUSED, VisionLanguage
+from objectives.vision import VisionLanguage
 from options import TrainOptions, VisionOptions, group_options
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from ranks.ending import ExitCode
@@ -51,7 +50,7 @@ def count_with(path: Path) -> VisionLanguage:
     return objective
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(wide(name) for name in SEEING if name not in (*FAMILIES, *REFUSED))])
+@pytest.mark.parametrize("family", exact_families(FAMILIES))
 def test_patches_are_those_that_the_processor_makes(family, tmp_path):
     objective = count_with(save_seeing(tmp_path, family))
     for seed in range(6):

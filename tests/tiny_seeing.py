@@ -1,6 +1,7 @@
 """Tiny random models that see, with their processors, and rows with generated images."""
 
 import base64
+import importlib.util
 import io
 import json
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from tiny_models import SHAPE, save_tokenizer
@@ -247,6 +249,28 @@ SEEING = {
         place="<image>",
     ),
 }  # fmt: skip
+
+# Families that are refused at the start of a run, or when rows are tokenized.
+NOT_EXACT = ("idefics2", "aya-vision", "paligemma")
+# Packages that a family's own processor needs, and we do not.
+NEEDED = {"mistral3": "torchvision", "pixtral": "torchvision", "smolvlm": "num2words"}
+
+
+def exact_families(always: tuple[str, ...]) -> list:
+    """The families that train, for parametrize: these, and as wide cases all others."""
+    return [
+        *always,
+        *(
+            pytest.param(name, marks=[pytest.mark.wide, *lacking(NEEDED.get(name))])
+            for name in SEEING
+            if name not in (*always, *NOT_EXACT)
+        ),
+    ]
+
+
+def lacking(package: str | None) -> list[pytest.MarkDecorator]:
+    is_there = package is None or importlib.util.find_spec(package) is not None
+    return [] if is_there else [pytest.mark.skip(f"its processor needs the package {package}")]
 
 
 def name_ids(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
