@@ -84,6 +84,7 @@ def test_options_without_data_without_effect_or_against_each_other(given, messag
 
 
 OSFT = ["--osft", "--osft-unfreeze-rank-ratio", "0.5"]
+QLORA = ["--lora", "--base-quantization", "nf4"]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,12 @@ OSFT = ["--osft", "--osft-unfreeze-rank-ratio", "0.5"]
         wide("sequence-classification", []),
         ("sequence-classification", ["--lora"]),
         ("token-classification", OSFT),
+        wide("causal-lm", QLORA),
+        wide("sequence-classification", OSFT),
+        wide("sequence-classification", QLORA),
+        wide("token-classification", []),
+        wide("token-classification", ["--lora"]),
+        wide("token-classification", QLORA),
     ],
 )
 def test_a_sanity_run_of_everything_there_is(objective, method, world, tmp_path, caplog):
