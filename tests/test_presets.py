@@ -11,6 +11,7 @@ from in_process import train_here
 from small_runs import make_inputs
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_models import FAMILIES, load_source, save_model, save_tokenizer
+from tiny_seeing import make_rows, save_seeing, tokenize
 
 from command_line import describe_options, find_problems, parse_options
 from lifecycle.export import ExportParts
@@ -88,7 +89,7 @@ QLORA = ["--lora", "--base-quantization", "nf4"]
 
 
 @pytest.mark.parametrize(
-    ("objective", "method"),
+    ("data_of", "method"),
     [
         ("causal-lm", []),
         ("causal-lm", ["--lora", "--lora-export", "both"]),
@@ -102,20 +103,28 @@ QLORA = ["--lora", "--base-quantization", "nf4"]
         wide("token-classification", []),
         wide("token-classification", ["--lora"]),
         wide("token-classification", QLORA),
+        wide("images", []),
+        ("images", ["--lora"]),
+        wide("images", QLORA),
+        wide("images", OSFT),
     ],
 )
-def test_a_sanity_run_of_everything_there_is(objective, method, world, tmp_path, caplog):
-    if objective == "causal-lm":
+def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, caplog):
+    if data_of == "causal-lm":
         inputs = make_inputs(tmp_path, "llama_tied_bias")
+    elif data_of == "images":
+        model = save_seeing(tmp_path, "qwen2-vl")
+        data = tokenize(2 * make_rows(tmp_path), model, tmp_path)
+        inputs = dict(model_name_or_path=str(model), data_path=str(data))
     else:
-        of_tokens = objective == "token-classification"
+        of_tokens = data_of == "token-classification"
         model = save_classifier(CLASSIFIERS["bert"], tmp_path / "model", of_tokens=of_tokens)
         samples = make_class_samples(20, of_tokens=of_tokens)
         data = write_classified(tmp_path / "d.arrow", samples, model, of_tokens=of_tokens)
-        inputs = dict(model_name_or_path=str(model), data_path=str(data))
+        inputs = dict(model_name_or_path=str(model), data_path=str(data), objective=data_of)
     words = [word for name, value in inputs.items() for word in ("--" + name.replace("_", "-"), value)]
     output_dir = tmp_path / "run"
-    words += ["--preset", "sanity", "--objective", objective, "--osft-cache-dir", str(tmp_path / "osft"), *method]
+    words += ["--preset", "sanity", "--osft-cache-dir", str(tmp_path / "osft"), *method]
     if method[:1] != ["--osft"]:
         del words[words.index("--osft-cache-dir") : words.index("--osft-cache-dir") + 2]
     options = parse_options(TrainOptions, [*words, "--output-dir", str(output_dir)])
