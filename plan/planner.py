@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from disk import SPARE_BYTES, read_json
 from lifecycle.checkpoint_files import STATE, find_checkpoints
@@ -102,12 +101,6 @@ class PlannedRun:
     inputs: RunInputs
     start: RunPosition
     model: PlannedModel | None
-
-    @property
-    def shows_images(self) -> bool:
-        """Whether what is simulated has images in it."""
-        data = self.inputs.data
-        return data is not None and data.images is not None and self.inputs.objective.largest_image is not None
 
 
 def plan_run(options: TrainOptions) -> ExitCode:
@@ -288,10 +281,6 @@ def plan_memory(
     if memory is not None:
         findings.lines.append(packing.describe())
         describe_memory(target, packing, memory, findings)
-        if run.inputs.data.images is not None and not run.shows_images:
-            findings.lines.append(
-                "  without activations of the vision tower, which cannot be simulated: auto measures them in a run"
-            )
         if packing.num_tokens >= LONG_ROW:
             describe_savings(options, target, run, packing, findings)
         check_memory(target, memory, findings)
@@ -403,13 +392,7 @@ def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, pac
 
 def simulate(options: TrainOptions, target: Target, run: PlannedRun, load: Load) -> StepMemory:
     compute, inputs = simulated_compute(options, target, run.inputs), run.inputs
-    try:
-        return simulate_step(options, lay_out_model(options, inputs, compute), load, target.ranks)
-    except DataDependentOutputException:  # of a tower that asks for the sizes of its images, which are simulated
-        if not run.shows_images:
-            raise
-        inputs.objective.largest_image = None
-        return simulate(options, target, run, load)
+    return simulate_step(options, lay_out_model(options, inputs, compute), load, target.ranks)
 
 
 def describe_memory(target: Target, packing: Packing, memory: StepMemory, findings: Findings) -> None:

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lifecycle.start import RunInputs, choose_method
@@ -34,6 +33,7 @@ from objectives.objective import Objective, PackedModel
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
 from options import ComputeOptions, TrainOptions
+from plan.known_values import KnownValues
 from ranks.memory import OFFLOADED, MemoryCounter, memory_kind
 from ranks.row_group import make_row_group
 from ranks.world import World, make_mesh
@@ -148,6 +148,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         fake,
         AnyTypeOfExperts(),
         MemoryCounter() as counter,
+        KnownValues(fake) as known,
     ):
         # The sharded model, and an update, which makes the optimizer's state.
         planned.objective.row_group = world.row_group
@@ -185,9 +186,9 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
             counter.reset_peak()
             set_gradient_sync(packed_model, when, is_last=is_last)
             num_trained = size * load.num_trained // load.num_tokens
-            with unset_fake_temporarily():  # where a row is cut depends on its content
+            with _disable_current_modes():  # where a row is cut depends on its content
                 micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
-            run_backward(packed_model, micro_batch._map_tensors(fake.from_tensor), divisor=1)
+            run_backward(packed_model, micro_batch._map_tensors(known.simulate), divisor=1)
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")
