@@ -36,7 +36,8 @@ from ranks.world import World, call_on_rank0, init_world, setup_logging
 
 SHARING = (None, 2, 4)
 MODELS = FAMILIES | {
-    "6 heads, 3 of keys": Qwen3Config(**SHAPE | dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8))
+    "6 heads, 3 of keys": Qwen3Config(**SHAPE | dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)),
+    "2 heads, 1 of keys": Qwen3Config(**SHAPE | dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8)),
 }
 
 

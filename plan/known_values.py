@@ -1,5 +1,6 @@
 """Values in a simulation, where a model asks for them: those that follow from given ones."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 MOST_ELEMENTS = 2**26  # of a tensor whose values are kept
@@ -36,7 +37,7 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(function, OpOverload) or torch.Tag.nondeterministic_seeded in function.tags:
             return function(*args, **kwargs)
-        given = list_tensors((args, kwargs))
+        given = list_tensors((*args, *kwargs.values()))
         is_known = all(tensor in self.values or is_real(tensor) for tensor in given)
         try:
             result = function(*args, **kwargs)
@@ -46,9 +47,9 @@ class KnownValues(TorchDispatchMode):
             if function._schema.name not in ("aten::index", "aten::index_put"):
                 raise
             return function(args[0], self.number_masked(args[1]), *args[2:], **kwargs)
-        made = list_tensors(result)
+        made = list_tensors((result,))
         if is_known and made and all(is_kept(tensor, is_new=not given) for tensor in made):
-            self.values.update(zip(made, list_tensors(self.compute(function, args, kwargs)), strict=True))
+            self.values.update(zip(made, list_tensors((self.compute(function, args, kwargs),)), strict=True))
         elif function._schema.is_mutable:
             for tensor in made:
                 self.values.pop(tensor, None)
@@ -73,8 +74,15 @@ class KnownValues(TorchDispatchMode):
         return found
 
 
-def list_tensors(tree: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
+def list_tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Those among an operation's arguments or results, which may hold lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += list_tensors(value)
+    return found
 
 
 def is_real(tensor: Tensor) -> bool:

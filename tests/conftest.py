@@ -34,7 +34,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that take long come first, whole, so that two workers have done everything at about the same time."""
+    """Modules that take long come first, whole, so that all workers have done everything at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path.name not in ALONE, item.path not in slow and item.path.name not in SLEEPING))
 

@@ -69,6 +69,7 @@ def test_what_has_room_is_on_the_line_through_the_last_probes():
     assert find_largest([too_large], least=500, most=9_000) == 8_000 // TOKEN_MULTIPLE * TOKEN_MULTIPLE
 
 
+@pytest.mark.wide
 def test_a_resumed_run_keeps_the_choice(inputs, world, tmp_path):
     cap = dict(max_tokens_per_gpu="auto", memory_budget_gb=1000.0)
     train_here(world, **inputs, **cap, output_dir=str(tmp_path / "whole"))

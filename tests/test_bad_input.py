@@ -6,7 +6,6 @@ import sys
 import time
 
 import pytest
-from breadth import wide
 from forked import run_forked
 from processes import flags, run, torchrun
 from tiny_data import make_samples, to_row, write_rows, write_samples
@@ -46,7 +45,8 @@ def train(
     return run([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv), timeout=90)
 
 
-@pytest.mark.parametrize("num_ranks", [wide(1), 2])
+@pytest.mark.wide
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_missing_data_set(num_ranks, inputs, tmp_path):
     result = train(inputs, tmp_path / "run", num_ranks=num_ranks, is_forked=False, data_path=tmp_path / "none.arrow")
     check_refusal(result, "none.arrow: cannot be read")

@@ -88,6 +88,7 @@ def test_the_scores_are_scikit_learns_of_transformers_own_predictions(of_tokens,
     )  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_ranks_and_kills_change_no_score_and_no_best(world, tmp_path):
     inputs = make_inputs(tmp_path)

@@ -85,8 +85,9 @@ def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused
         build(path, world, activation_checkpointing="selective", compile=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, wide(torch.bfloat16)])
-@pytest.mark.parametrize("is_plain", [True, wide(False)])
+@pytest.mark.wide
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_plain", [True, False])
 def test_the_fused_loss_is_the_same(is_plain, dtype):
     torch._dynamo.reset()
     hidden, weight = torch.randn(37, 16), torch.randn(50, 16)

@@ -87,6 +87,7 @@ def test_the_parts_of_a_row_are_the_row(lengths, num_sharing):
         assert part.max_seqlen == max(part.seq_lengths)
 
 
+@pytest.mark.wide
 def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
     """On 2 ranks, then on 4 in another layout, validated on the way: one process gives the same."""
     inputs = make_inputs(tmp_path, "qwen3")

@@ -274,6 +274,7 @@ def test_two_processes_find_what_one_finds(results, root, files):
             assert theirs == pytest.approx(means, rel=1e-6), metric["name"]
 
 
+@pytest.mark.wide
 def test_the_harness_is_used_as_it_is(world, root, files):
     (root / "lm").mkdir()
     rows = [dict(q="1 2 3", c=[" 4", " x y"], a=0), dict(q="a b c", c=[" z", " d"], a=1)]

@@ -164,6 +164,7 @@ def test_scores_of_an_export_are_those_of_the_runs_validation(method, world, inp
     assert measured["extras"][0]["classification"]["confusion_matrix"] == last["confusion_matrix"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(inputs, world, tmp_path):
     files = inputs["tokens"]

@@ -82,7 +82,7 @@ def test_ranks_and_layouts_change_nothing(family, kind, layout, world, tmp_path)
 @pytest.mark.parametrize(
     "kind",
     [
-        dict(lora_dropout=0.2),
+        wide(dict(lora_dropout=0.2)),
         dict(base_quantization="nf4", optimizer="adamw8bit", compute_dtype="bfloat16"),
         wide(dict(lora_use_dora=True, lora_modules_to_save=("lm_head",))),
     ],

@@ -211,7 +211,7 @@ def test_neither_ranks_nor_a_kill_change_a_run(paths, world, tmp_path):
         wide("gated delta net, experts", dict(lora=True)),
         wide("gated delta net, experts", dict(osft=True, osft_unfreeze_rank_ratio=0.5)),
         wide("gated delta net, experts", {}),
-        ("mamba 2, attention, experts", {}),
+        wide("mamba 2, attention, experts", {}),
     ],
 )
 def test_runs_do_not_depend_on_ranks_and_resume_on_others(name, method, paths, world, tmp_path):

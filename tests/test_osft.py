@@ -579,6 +579,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family, world, tmp_p
     assert leaks[0] == leaks[1] and 0 < leaks[0] <= LEAK
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_run_that_moves_between_numbers_of_ranks_keeps_what_it_must(world, tmp_path):
     model = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "model"))

@@ -215,6 +215,7 @@ def test_what_the_ranks_refuse_is_told_once_with_their_exit_code(site, elsewhere
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_an_exit_file_of_an_earlier_start_is_not_taken_for_this_ones(site, elsewhere, run_flags):
     killed = elsewhere / "killed"

@@ -248,11 +248,16 @@ def call(torchrun_args: dict, training_args: dict, **changes) -> subprocess.Pope
 
 
 @pytest.mark.slow
-def test_a_run_from_chats_returns_what_it_left_and_a_refused_one_raises(chats):
+def test_a_run_from_chats_returns_what_it_left(chats):
     out, _ = call({}, chats, num_epochs=2).communicate(timeout=240)
     log_file = chats["ckpt_output_dir"] + ".console_node0.log"
     assert f"RESULT 0 done 1 6 {log_file}\n" in out
     assert Path(log_file).read_text() and Path(log_file).read_text() in out
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_a_refused_run_raises(chats):
     refused, _ = call({}, chats, process_data=False, data_path="/nowhere.arrow").communicate(timeout=240)
     assert "ERROR BadInputError 2 --data-path /nowhere.arrow" in refused
 

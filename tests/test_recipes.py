@@ -1,15 +1,14 @@
 """The recipes for known models: each is what train.py takes, fits where it says, and is planned by the program itself.
 
-A whole plan takes a minute: here one of each kind of model is planned with few blocks, the others are parsed.
+A whole plan takes a minute: here models have few of their blocks.
 """
 
 import json
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from forked import start_server
+from breadth import wide
 from plan_recipes import MACHINES, MODELS, copy_model, list_recipes, make_data, make_table, plan_recipe, read_recipe
 from processes import ROOT
 
@@ -32,7 +31,6 @@ NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images
     "gemma-3-27b": 27_432_406_640,
     "gpt-oss-20b": 20_914_757_184,
 }
-PLANNED = ("qwen3-0.6b/osft-1x24gb", "gemma-3-4b/lora-1x24gb", "gpt-oss-20b/lora-1x80gb")
 METHODS = {
     "full": dict(lora=False, osft=False),
     "lora": dict(lora=True, base_quantization="none"),
@@ -51,6 +49,10 @@ def shorten(model: Path) -> Path:
         text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
     path.write_text(json.dumps(config))
     return model
+
+
+def name_of(recipe: Path) -> str:
+    return str(recipe.relative_to(MODELS).with_suffix(""))
 
 
 def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
@@ -74,13 +76,12 @@ def test_the_models_are_those_that_their_makers_publish():
     assert found == NUM_PARAMS
 
 
-@pytest.mark.wide
 @pytest.mark.slow
-def test_a_shape_of_each_kind_is_planned_as_the_program_plans_a_run(tmp_path):
-    data = make_data(tmp_path)
-    recipes = [MODELS / f"{name}.yaml" for name in PLANNED]
-    jobs = [read_recipe(recipe, model=shorten(copy_model(tmp_path, recipe.parent)), data=data) for recipe in recipes]
-    with ProcessPoolExecutor(1, mp_context=start_server()) as pool:  # which has no process group of its own yet
-        plans = [pool.submit(plan_recipe, options).result(timeout=240) for options in jobs]
-    for recipe, plan in zip(recipes, plans, strict=True):
-        assert plan.problems == () and 0 < plan.num_trained <= plan.num_params and plan.gib > 0, recipe
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3-0.6b/osft-1x24gb" else wide(name) for name in map(name_of, list_recipes())]
+)
+def test_a_recipe_is_planned_as_the_program_plans_a_run(name, elsewhere, tmp_path):
+    recipe = MODELS / f"{name}.yaml"
+    model = shorten(copy_model(tmp_path, recipe.parent))
+    plan = elsewhere(plan_recipe, read_recipe(recipe, model=model, data=make_data(tmp_path)))
+    assert plan.problems == () and 0 < plan.num_trained <= plan.num_params and plan.gib > 0
