@@ -29,7 +29,7 @@ from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
-LEAST_TOKENS = 16  # of a tile
+LEAST_TOKENS = 64  # of a tile
 SIMULATIONS = [  # family, options
     wide("llama", dict(lora=True)),
     wide("mixtral", dict(lora=True, compute_dtype="bfloat16")),
@@ -76,7 +76,7 @@ def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
 
 
 def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
-    planner.LONG_ROW, tiling.LEAST_TOKENS, before = 1, 64, (planner.LONG_ROW, tiling.LEAST_TOKENS)
+    planner.LONG_ROW, tiling.LEAST_TOKENS, before = 1, LEAST_TOKENS, (planner.LONG_ROW, tiling.LEAST_TOKENS)
     try:
         return print_plan(values)
     finally:
