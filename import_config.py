@@ -627,7 +627,7 @@ def import_config(options: ImportConfigOptions) -> None:
             needed.append("input_file")
         head += "".join(f"# {name}: has to be given\n" for name in needed if name not in values)
         output.write_text(head + describe_options(options_class, values))
-    print(f"{path}: read as {trainer}'s, for {options.num_gpus} GPUs")
+    print(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     width = max(map(len, to.told))
     for key, what in to.told.items():
         print(f"  {key:{width}}  {what}")

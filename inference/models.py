@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from chat.templates import load_tokenizer
 from disk import hash_file
-from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE
+from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, add_adapter
 from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
 from objectives.causal_lm import CausalLM
@@ -143,15 +143,9 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
             " merge the adapter with merge_adapter.py, which makes the new ones"
         )
     if found.adapter is not None:
-        model = add_adapter(model, found.adapter)
+        try:
+            model = add_adapter(model, found.adapter)
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            problem = f"--adapter {found.adapter}: does not fit the model: {str(error).splitlines()[0]}"
+            raise ValueError(problem) from None
     return model.to(device).eval()
-
-
-def add_adapter(model: nn.Module, adapter: Path) -> nn.Module:
-    """The model with peft's layers in it."""
-    from peft import PeftModel
-
-    try:
-        return PeftModel.from_pretrained(model, str(adapter))
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ValueError(f"--adapter {adapter}: does not fit the model: {str(error).splitlines()[0]}") from None

@@ -10,13 +10,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from lifecycle.export import ExportParts
+from methods.lora_files import ADAPTER_CONFIG, add_adapter
 from model.check import draw_sequences
 from model.sharding import reshard
 from objectives.objective import PackedModel
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
-ADAPTER_CONFIG = "adapter_config.json"
 # How far the losses may be apart, relative to the loss: weights are rounded when they are exported.
 TOLERANCE_EXACT, TOLERANCE_ROUNDED, TOLERANCE_4_BITS = 1e-4, 3e-2, 2e-1
 
@@ -63,9 +63,7 @@ def load_export(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
         if not is_adapter and (missing := list_missing(report)):
             raise ValueError(f"it lacks weights: {', '.join(missing)}")
         if is_adapter:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, str(export_dir)).merge_and_unload()
+            model = add_adapter(model, export_dir).merge_and_unload()
     except (
         OSError,
         ValueError,

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from model.stored import Reader, read_tensor
 from ranks.ending import log
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_FILE = "base_model.json"  # beside them: name, revision and fingerprint of the model
@@ -43,6 +44,15 @@ def read_config(directory: Path, *, flag: str = "--lora-adapter") -> "LoraConfig
         raise ValueError(f"{flag} {directory}: uses what cannot be trained on here: {', '.join(strange)}")
     config.init_lora_weights = True
     return config
+
+
+def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
+    """`model` with the adapter's layers in it, as peft loads it."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft asks for it
+        return PeftModel.from_pretrained(model, str(directory))
 
 
 def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> None:
