@@ -16,6 +16,7 @@ from lifecycle.training_log import Console
 from ranks.terminal import LinesAboveBars
 
 STEP = dict(step=1, epoch=0.5, loss=2.0, lr=0.1, grad_norm=1.0, tokens_per_second=1234.0, mfu=None)
+END = "<end>"
 VALIDATION = dict(step=1, loss=1.5, perplexity=4.5, token_accuracy=0.5, is_best=True, sets={})
 
 
@@ -46,9 +47,20 @@ def sit_down(monkeypatch):
 
     def open_one() -> Callable[[], str]:  # in the test, since pytest puts its own stderr there once fixtures are made
         ours, theirs = open_terminal()
-        opened.append((ours, os.fdopen(theirs, "w", buffering=1)))
-        monkeypatch.setattr(sys, "stderr", opened[-1][1])
-        return lambda: os.read(ours, 65536).decode()
+        stream = os.fdopen(theirs, "w", buffering=1)
+        opened.append((ours, stream))
+        monkeypatch.setattr(sys, "stderr", stream)
+
+        def read_all() -> str:
+            """The kernel hands on in its own time what is written, so that a single read may have a part of it."""
+            stream.write(END)
+            stream.flush()
+            written = b""
+            while not written.endswith(END.encode()):
+                written += os.read(ours, 65536)
+            return written.decode().removesuffix(END)
+
+        return read_all
 
     yield open_one
     for ours, stream in opened:
