@@ -51,6 +51,11 @@ def list_recipes() -> list[Path]:
     return sorted(MODELS.glob("*/*-*x*gb.yaml"))
 
 
+def name_recipe(recipe: Path) -> str:
+    """Model and file, as in qwen3-8b/full-8x80gb."""
+    return str(recipe.relative_to(MODELS).with_suffix(""))
+
+
 def make_data(directory: Path) -> Path:
     """Rows of about 1,000 tokens, 2,048 at most, half of them trained."""
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, max_len=NUM_TOKENS)
@@ -114,7 +119,7 @@ def make_table() -> str:
     for recipe in list_recipes():
         machine, plan = recipe.read_text().splitlines()[0].removeprefix("# ").split(": ")
         memory, seconds, trained = re.split(r" a GPU, a step of 128 samples in | \(planned\); ", plan)
-        name, path = recipe.relative_to(MODELS).with_suffix(""), recipe.relative_to(ROOT)
+        name, path = name_recipe(recipe), recipe.relative_to(ROOT)
         rows.append(
             f"| [{name}](../{path}) | {machine} | {memory} | {seconds} | {trained.removesuffix(' numbers train')} |"
         )

@@ -188,10 +188,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
             num_trained = size * load.num_trained // load.num_tokens
             with _disable_current_modes():  # where a row is cut depends on its content
                 micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
-            micro_batch = micro_batch._map_tensors(known.simulate)
-            for pixels in micro_batch.pixels.values():
-                counter.count(pixels)
-            run_backward(packed_model, micro_batch, divisor=1)
+            run_backward(packed_model, micro_batch._map_tensors(lambda t: counter.count(known.simulate(t))), divisor=1)
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")

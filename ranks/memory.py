@@ -103,16 +103,15 @@ class MemoryCounter(TorchDispatchMode):
                 self.count(value)
         return result
 
-    def count(self, tensor: Tensor, kind: str | None = None) -> None:
-        """Counts the tensor's memory, unless it does already; with `kind`, as that from now on."""
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = tensor.untyped_storage()
+    def count(self, tensor: Tensor, kind: str | None = None) -> Tensor:
+        """Counts the tensor's memory, unless it does already; with `kind`, as that from now on. Returns the tensor."""
+        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
         is_known = storage._cdata in self._storages
-        if is_known and kind is None:
-            return
-        self._set(storage._cdata, storage.nbytes(), kind or current_kind)
+        if not is_known or kind is not None:
+            self._set(storage._cdata, storage.nbytes(), kind or current_kind)
         if not is_known:
             weakref.finalize(storage, self._drop, storage._cdata)
+        return tensor
 
     def reset_peak(self) -> None:
         self.peak, self.num_peak = self.live.copy(), self.num_live

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from breadth import wide
-from plan_recipes import MACHINES, MODELS, copy_model, list_recipes, make_data, make_table, plan_recipe, read_recipe
+from plan_recipes import (
+    MACHINES,
+    MODELS,
+    copy_model,
+    list_recipes,
+    make_data,
+    make_table,
+    name_recipe,
+    plan_recipe,
+    read_recipe,
+)
 from processes import ROOT
 
 from command_line import find_problems
@@ -51,10 +61,6 @@ def shorten(model: Path) -> Path:
     return model
 
 
-def name_of(recipe: Path) -> str:
-    return str(recipe.relative_to(MODELS).with_suffix(""))
-
-
 def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
     for recipe in list_recipes():
         method, machine = recipe.stem.split("-")
@@ -78,7 +84,7 @@ def test_the_models_are_those_that_their_makers_publish():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name if name == "qwen3-0.6b/osft-1x24gb" else wide(name) for name in map(name_of, list_recipes())]
+    "name", [name if name == "qwen3-0.6b/osft-1x24gb" else wide(name) for name in map(name_recipe, list_recipes())]
 )
 def test_a_recipe_is_planned_as_the_program_plans_a_run(name, elsewhere, tmp_path):
     recipe = MODELS / f"{name}.yaml"

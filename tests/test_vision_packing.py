@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from in_process import train_on
+from in_process import print_plan, train_on
 from small_runs import OPTIONS, read_rows
 from tiny_models import load_source
 from tiny_seeing import exact_families, load, make_image, make_rows, save_seeing, tokenize
@@ -25,6 +25,7 @@ from objectives.vision import VisionLanguage
 from optim.optimizers import build_optimizer
 from options import TrainOptions, VisionOptions, group_options
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 from sampler import RunPosition
 
@@ -116,8 +117,8 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
     assert dropped["loss"] != plain[0]["loss"]
 
 
-def simulate(given: dict, freeze: str) -> StepMemory:
-    options = group_options(TrainOptions, **given | dict(freeze=(freeze,)))
+def simulate(given: dict, freeze: str, cap: int | None = None) -> StepMemory:
+    options = group_options(TrainOptions, **given | dict(freeze=(freeze,), max_image_tokens_per_gpu=cap))
     inputs = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
     inputs.errors.raise_all()
     load = Load(NUM_TOKENS, NUM_TRAINED, longest=inputs.longest, accumulates=False)
@@ -153,6 +154,24 @@ def test_the_simulated_peak_is_that_of_a_real_step_with_images(family, elsewhere
                 optimizer.zero_grad()
         predicted = elsewhere(simulate, given, freeze)
         assert predicted.total == pytest.approx(counter.num_peak, rel=0.03)
+
+
+@pytest.mark.wide
+def test_plans_know_the_tower_and_its_cap(models, data, elsewhere, tmp_path):
+    """More patches in a micro-batch, of as many tokens, need more memory: the tower runs in the simulation."""
+    given = {
+        family: OPTIONS | dict(model_name_or_path=str(models[family]), data_path=str(data[family]), batch_size=6,
+                               output_dir=str(tmp_path / "run"), activation_checkpointing="none",
+                               max_tokens_per_gpu=NUM_TOKENS, max_steps=2)
+        for family in models
+    }  # fmt: skip
+    few, many = (elsewhere(simulate, given["llava"], "nothing", cap) for cap in (64, 256))
+    assert many.peak["activations"] > few.peak["activations"] + 192 * 4 * 32 * 4  # bytes of a few vectors a patch
+    frozen = elsewhere(simulate, given["llava"], "vision", 256)
+    assert frozen.peak["activations"] < many.peak["activations"]
+    assert frozen.peak["frozen"] > many.peak["frozen"]
+    code, text = elsewhere(print_plan, given["qwen2.5-vl"] | dict(dry_run=True, plan_world_size=2))
+    assert code == ExitCode.DONE and "memory of a rank" in text and "one token more" in text
 
 
 def test_auto_measures_with_images(models, data, world, tmp_path):
