@@ -235,18 +235,16 @@ def write_companions(
     *,
     options: ProcessDataOptions,
     tokenizer: Any,
-    describe: Callable[..., dict[str, Any]],
+    describe: Callable[[Totals], dict[str, Any]],
 ) -> None:
-    """Writes each data set's sidecar, which `describe` gives, and, if it is not the model's own, the tokenizer."""
+    """Writes each data set's sidecar, which `describe` begins, and, if it is not the model's own, the tokenizer."""
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
         if changes_tokenizer(options):
             tokenizer.save_pretrained(aside[files.tokenizer])
         other = outputs.data_sets[1 - i].data if outputs.is_split else None
-        sidecar = describe(
-            totals,
-            tokenizer_dir=files.tokenizer.name if changes_tokenizer(options) else None,
-            split=None if other is None else describe_split(SIDES[i], share=options.rows.validation_share, other=other),
-        )
+        split = None if other is None else describe_split(SIDES[i], share=options.rows.validation_share, other=other)
+        tokenizer_dir = files.tokenizer.name if changes_tokenizer(options) else None
+        sidecar = describe(totals) | {"tokenizer_dir": tokenizer_dir, "split": split}
         aside[files.sidecar].write_text(json.dumps(sidecar, indent=2) + "\n")
 
 

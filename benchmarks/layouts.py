@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "benchmarks")]
 from harness import describe_versions
-from scaling import GPUS_PER_NODE, Costs, Network, Simulated, assume_costs, simulate_step
+from scaling import GPUS_PER_NODE, Communication, Costs, Network, Simulated, assume_costs, simulate_step
 
 from lifecycle.start import RunInputs, choose_method
 from model.context_parallel import count_key_heads
@@ -163,11 +163,14 @@ def lay_out_step(
     num_kv = count_key_heads(model.num_heads, model.num_kv_heads, num_sharing)
     num_query, num_kv = (num + -num % num_sharing for num in (model.num_heads, num_kv))  # filled up
     filled = replace(model.costs, per_pair=model.costs.per_pair * num_query / model.num_heads)
+    communication = Communication(
+        [model.block_parameters] * model.num_blocks, model.other_parameters, layout.num_shards, reduce_every=True,
+        forward_share=1 / 4,
+    )  # fmt: skip
     step = simulate_step(
         lengths, share=1.0, num_ranks=num_gpus // num_sharing, max_tokens=sizes[0] * num_sharing,
         costs=Costs(filled.fixed, *(part / num_sharing for part in astuple(filled)[1:])), network=network,
-        block_parameters=[model.block_parameters] * model.num_blocks, other_parameters=model.other_parameters,
-        reduce_every=True, forward_share=1 / 4, num_shards=layout.num_shards,
+        communication=communication,
     )  # fmt: skip
     # Forward, forward once more, backward: queries and outputs, keys and values of all of a rank's tokens, in bf16.
     num_tokens = lengths.sum() / num_gpus

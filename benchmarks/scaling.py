@@ -208,29 +208,41 @@ class Simulated:
         return self.computing + self.fixed + self.idle + self.exposed
 
 
+@dataclass(frozen=True)
+class Communication:
+    """What is gathered and reduced around the blocks, and when."""
+
+    block_parameters: list[int]
+    other_parameters: int
+    num_shards: int  # ranks that hold a copy of the model together
+    reduce_every: bool  # after every micro-batch, or after the last
+    forward_share: float  # of a micro-batch's seconds
+
+
 def simulate_step(
     lengths: np.ndarray, *, share: float, num_ranks: int, max_tokens: int, costs: Costs, network: Network,
-    block_parameters: list[int], other_parameters: int, reduce_every: bool, forward_share: float,
-    num_shards: int | None = None,
+    communication: Communication,
 ) -> Simulated:  # fmt: skip
     """One global batch of `lengths` whose tokens are trained to `share`; see the cost model above.
 
-    A copy of the model is sharded over `num_shards`, all ranks by default. `num_ranks` are those that have rows.
+    `num_ranks` are those that have rows.
     """
-    num_shards = num_shards or num_ranks
     start = time.perf_counter()
     table = pack_batch(lengths, max_tokens, num_ranks, costs.attention_cost)
     packing = time.perf_counter() - start
     work = np.array([[costs.of(lengths[r], share * lengths[r].sum()) for r in row] for row in table])  # (K, ranks)
     slowest = work.max(axis=1)
-    num_blocks = len(block_parameters)
-    gather = network.seconds(2 * block_parameters[0], num_shards)  # bf16
-    reduce = network.seconds(4 * block_parameters[0], num_shards)  # fp32
-    gather_others = network.seconds(2 * other_parameters, num_shards)
-    reduce_others = network.seconds(4 * other_parameters, num_shards)
+    num_blocks, num_shards = len(communication.block_parameters), communication.num_shards
+    of_block, of_others = communication.block_parameters[0], communication.other_parameters
+    gather, reduce = network.seconds(2 * of_block, num_shards), network.seconds(4 * of_block, num_shards)  # bf16, fp32
+    gather_others, reduce_others = (
+        network.seconds(2 * of_others, num_shards),
+        network.seconds(4 * of_others, num_shards),
+    )
+    forward_share = communication.forward_share
     exposed = 0.0
     for k, seconds in enumerate(slowest):
-        reduces = reduce_every or k == len(slowest) - 1
+        reduces = communication.reduce_every or k == len(slowest) - 1
         forward, backward = forward_share * seconds / num_blocks, (1 - forward_share) * seconds / num_blocks
         exposed += gather_others + gather + (num_blocks - 1) * max(0.0, gather - forward)
         exposed += num_blocks * max(0.0, gather + reduces * reduce - backward)
@@ -270,12 +282,14 @@ def print_simulation(
         print("| --- " * 11 + "|")
         for num_ranks in args.gpus:
             drawn = [random.choice(lengths, batch_of(num_ranks)) for _ in range(args.num_batches)]
+            communication = Communication(
+                block_parameters, other_parameters, num_ranks, reduce_every=args.grad_sync == "every",
+                forward_share=1 / 4 if args.activation_checkpointing == "full" else 1 / 3,
+            )  # fmt: skip
             steps = [
                 simulate_step(
                     batch, share=share, num_ranks=num_ranks, max_tokens=args.max_tokens_per_gpu, costs=costs,
-                    network=network, block_parameters=block_parameters, other_parameters=other_parameters,
-                    reduce_every=args.grad_sync == "every",
-                    forward_share=1 / 4 if args.activation_checkpointing == "full" else 1 / 3,
+                    network=network, communication=communication,
                 )
                 for batch in drawn
             ]  # fmt: skip

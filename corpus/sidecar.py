@@ -24,10 +24,8 @@ def describe_data_set(
     tokenizer: Any,
     stop_token_id: int | None,
     added_tokens: dict[str, int],
-    tokenizer_dir: str | None,
-    split: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What the sidecar says; docs/data.md explains each key. The same for every --num-proc."""
+    """What the sidecar says of the samples; docs/data.md explains each key. The same for every --num-proc."""
     return {
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
@@ -45,8 +43,6 @@ def describe_data_set(
         "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
         "added_special_tokens": added_tokens,
-        "tokenizer_dir": tokenizer_dir,
-        "split": split,
         **describe_labels(totals, task),
     }
 

@@ -164,14 +164,17 @@ class RunDirectory:
         self, state: TrainState, position: RunPosition, inputs: RunInputs, log: TrainingLog, *, attention_cost: float
     ) -> bool:
         """Measures the model at `position`, and exports it if it is the best so far; says whether it learnt enough."""
-        metrics = measure_validation(
+        where = {
+            "step": position.step,
+            "epoch": position.num_samples / len(inputs.data.kept),
+            "total_samples_accumulated": position.num_samples,
+        }
+        metrics = where | measure_validation(
             state,
             inputs.validation_data,
             inputs.objective,
             cap=self.options.data.max_tokens_per_gpu,
             attention_cost=attention_cost,
-            position=position,
-            epoch_length=len(inputs.data.kept),
             predictions_file=self.predictions_file(position) if self.options.validation.write_predictions else None,
             progress=self.control.progress,
         )

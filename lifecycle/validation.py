@@ -24,7 +24,7 @@ from objectives.objective import Objective
 from ranks.ending import log
 from ranks.row_group import count_sharing
 from ranks.world import World, call_on_rank0
-from sampler import RunPosition, prefetch, read_micro_batch
+from sampler import prefetch, read_micro_batch
 
 NUM_PACKED = 8192  # samples that are packed together
 
@@ -81,12 +81,10 @@ def validate(
     *,
     cap: int,
     attention_cost: float,
-    position: RunPosition,
-    epoch_length: int,
     predictions_file: Path | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Any]:
-    """A line of validation_metrics_0.jsonl but for `is_best`: the scores of all sets together, and of each. All ranks.
+    """The scores of all sets together, and of each; in how many seconds. All ranks.
 
     Weighted by tokens: the same on any number of ranks, and for any `cap` (a rank's tokens of a micro-batch).
     """
@@ -96,14 +94,7 @@ def validate(
     scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, sums, predictions))
     if predictions_file is not None:
         call_on_rank0(state.world, lambda: write_predictions(predictions_file, data, objective, predictions))
-    return {
-        "step": position.step,
-        "epoch": position.num_samples / epoch_length,
-        "total_samples_accumulated": position.num_samples,
-        **scores["all"],
-        "seconds": time.monotonic() - start,
-        "sets": scores["sets"],
-    }
+    return scores["all"] | {"seconds": time.monotonic() - start, "sets": scores["sets"]}
 
 
 def summarize_sets(

@@ -39,7 +39,7 @@ from objectives.text_tower import (
     keep_text_tower,
     text_config,
 )
-from objectives.token_loss import score_tokens, sum_token_loss
+from objectives.token_loss import TrainedTokens, score_tokens, sum_token_loss
 from ranks.row_group import RowGroup
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
@@ -261,13 +261,13 @@ class PackedCausalLM(nn.Module):
         finally:
             del head.forward
 
-    def predict(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the loss of the micro-batch's trained tokens is computed from, as arguments of `sum_token_loss`."""
+    def predict(self, micro_batch: MicroBatch) -> TrainedTokens:
+        """What the loss of the micro-batch's trained tokens is computed from."""
         hidden = self.transform_hidden(self.encode(micro_batch)[0, micro_batch.trained_index])  # (N, H)
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
         head, weights = self.model.get_output_embeddings(), micro_batch.target_weights
-        return dict(
+        return TrainedTokens(
             hidden=hidden,
             weight=head.weight,
             targets=micro_batch.targets[micro_batch.trained_index],
@@ -278,19 +278,17 @@ class PackedCausalLM(nn.Module):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Sum of the (weighted) cross-entropy over the micro-batch's trained tokens: fp32 scalar."""
-        arguments, by_source = self.predict(micro_batch), None
+        tokens, by_source = self.predict(micro_batch), None
         if micro_batch.num_sources > 1:
             sums = torch.zeros(micro_batch.num_sources, device=micro_batch.targets.device)
             self.reports["source_losses"] = sums
             by_source = None if micro_batch.sources is None else (micro_batch.sources, sums)
-        return sum_token_loss(
-            **arguments, smoothing=self.label_smoothing, compiled=self.fuses_loss, by_source=by_source
-        )
+        return sum_token_loss(tokens, smoothing=self.label_smoothing, compiled=self.fuses_loss, by_source=by_source)
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> Scores:
         """Of each data set the summed loss, the number of targets that were most likely, and that of targets."""
-        scores = score_tokens(**self.predict(micro_batch))  # (N, 3)
+        scores = score_tokens(self.predict(micro_batch))  # (N, 3)
         sums = scores.new_zeros(micro_batch.num_sources, scores.shape[1])
         if micro_batch.sources is None:
             sums[0] = scores.sum(0)

@@ -5,6 +5,7 @@ N trained tokens, H hidden size, V vocabulary size.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,40 +17,47 @@ from ranks.memory import memory_kind
 CHUNK_BYTES = 2**29
 
 
+@dataclass(frozen=True)
+class TrainedTokens:
+    """N tokens: what their logits come from, softcap * tanh((hidden @ weight.T + bias) / softcap), and the right ones.
+
+    Without `softcap` the logits are as they are; with it: Gemma 2, arXiv 2408.00118, section 2.
+    """
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H), the head's
+    targets: Tensor  # (N,) int64
+    bias: Tensor | None = None  # (V,)
+    token_weights: Tensor | None = None  # (N,) fp32, of their losses
+    softcap: float | None = None
+
+
 def sum_token_loss(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    targets: Tensor,  # (N,) int64
+    tokens: TrainedTokens,
     *,
-    bias: Tensor | None = None,  # (V,)
-    token_weights: Tensor | None = None,  # (N,) fp32
-    softcap: float | None = None,
     smoothing: float = 0.0,
     chunk_bytes: int = CHUNK_BYTES,
     compiled: bool = False,
     by_source: tuple[Tensor, Tensor] | None = None,  # (N,) int64 and (sources,) fp32
 ) -> Tensor:
-    """Sum over N of token_weights * cross_entropy(hidden @ weight.T + bias, targets), in fp32.
+    """Sum over N of token_weights * cross_entropy(logits, targets), in fp32.
 
-    `softcap`: the logits z become softcap * tanh(z / softcap) (Gemma 2, arXiv 2408.00118, section 2). `smoothing`: this
-    share of each target is spread over the whole vocabulary (transformers' LabelSmoother). Works with N = 0: the loss
-    is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so
-    the peak memory is one chunk of logits plus the gradients themselves, whatever N is. `compiled`: all that is done
-    with a chunk's logits between the matrix products is fused by torch.compile. `by_source`: each token's source, and
-    sums of their losses, to which they are added.
+    `smoothing`: this share of each target is spread over the whole vocabulary (transformers' LabelSmoother). Works with
+    N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so the peak
+    memory is one chunk of logits plus the gradients themselves, whatever N is. `compiled`: all that is done with a
+    chunk's logits between the matrix products is fused by torch.compile. `by_source`: each token's source, and sums of
+    their losses, to which they are added.
     """
     return _SumTokenLoss.apply(
-        hidden, weight, targets, bias, token_weights, softcap, smoothing, chunk_bytes, compiled, by_source
+        tokens.hidden, tokens.weight, tokens.bias, tokens, smoothing, chunk_bytes, compiled, by_source
     )
 
 
 class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
     @memory_kind("loss")
-    def forward(
-        ctx, hidden, weight, targets, bias, token_weights, softcap, smoothing, chunk_bytes, compiled, by_source
-    ):
-        needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+    def forward(ctx, hidden, weight, bias, tokens, smoothing, chunk_bytes, compiled, by_source):
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
@@ -59,9 +67,9 @@ class _SumTokenLoss(torch.autograd.Function):
             chunk = slice(start, start + num_rows)
             logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
             is_fused = compiled and len(logits) > 1  # a dimension of 1 would be compiled by itself
-            chunk_weights = None if token_weights is None else token_weights[chunk, None]
+            token_weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
             losses, d_logits, d_bias_part = (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
-                logits, targets[chunk, None], chunk_weights, softcap, smoothing, needs_bias
+                logits, tokens.targets[chunk, None], token_weights, tokens.softcap, smoothing, needs_bias
             )
             loss_sum += losses.sum()
             if by_source is not None:
@@ -88,7 +96,7 @@ class _SumTokenLoss(torch.autograd.Function):
             d_weight = d_weight.mul_(d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
-        return d_hidden, d_weight, None, d_bias, None, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def sum_chunk_loss(
@@ -120,28 +128,20 @@ def sum_chunk_loss(
 
 
 @torch.no_grad()
-def score_tokens(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    targets: Tensor,  # (N,) int64
-    *,
-    bias: Tensor | None = None,  # (V,)
-    token_weights: Tensor | None = None,  # (N,) fp32
-    softcap: float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> Tensor:  # (N, 3) fp64
+def score_tokens(tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:  # (N, 3) fp64
     """Of each token its (weighted) cross-entropy, whether the target was the most likely one, and 1."""
+    hidden, weight, targets, softcap = tokens.hidden, tokens.weight, tokens.targets, tokens.softcap
     scores = torch.ones(len(targets), 3, dtype=torch.float64, device=hidden.device)
     num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
     for start in range(0, len(targets), num_rows):
         chunk = slice(start, start + num_rows)
-        logits = torch.nn.functional.linear(hidden[chunk], weight, bias).float()  # (rows, V)
+        logits = torch.nn.functional.linear(hidden[chunk], weight, tokens.bias).float()  # (rows, V)
         if softcap is not None:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         scores[chunk, 0] = torch.nn.functional.cross_entropy(logits, targets[chunk], reduction="none").double()
         scores[chunk, 1] = (logits.argmax(-1) == targets[chunk]).double()
-    if token_weights is not None:
-        scores[:, 0] *= token_weights
+    if tokens.token_weights is not None:
+        scores[:, 0] *= tokens.token_weights
     return scores
 
 

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from command_line import parse_options
-from import_config import DEFAULTS, DEFAULTS_OF_LORA, MISSING, TRAINERS, convert, recognize
 from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
+from trainers.conversion import convert, recognize
+from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
+from trainers.rules import MISSING
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """

@@ -19,7 +19,7 @@ LAYERS = [
     {"model", "optim"},
     {"methods", "osft"},
     {"lifecycle"},
-    {"plan", "plots", "inference"},
+    {"plan", "plots", "inference", "trainers"},
     {"evaluation"},
 ]
 # Rooms of one level that are one subject: they may import each other's modules, without a circle.
@@ -43,7 +43,10 @@ ROOMS = {
     "plan",
     "plots",
     "ranks",
+    "trainers",
 }
+
+MOST_PARAMETERS = 8
 
 Imports = dict[str, set[str]]  # name of a module -> full names of what it imports, ours and others'
 
@@ -181,6 +184,28 @@ def test_the_root_holds_the_scripts_and_what_the_project_is_known_for():
     papers = {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Makefile", "pyproject.toml", "tox.ini"}
     allowed = papers | {"constraints.txt", ".gitignore"} | {f"{name}.py" for name in known_for | SCRIPTS}
     assert set(listed) - allowed == set()
+
+
+def find_long_signatures(source: str) -> list[str]:
+    """The functions that take more than MOST_PARAMETERS, but for what is bound to a method."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            given = node.args
+            variadic = [one for one in (given.vararg, given.kwarg) if one is not None]
+            names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs, *variadic)]
+            if len(names) - (names[:1] in (["self"], ["cls"], ["ctx"])) > MOST_PARAMETERS:
+                found.append(node.name)
+    return found
+
+
+def test_no_function_but_a_kernel_takes_many_parameters():
+    signatures = {name: find_long_signatures(source) for name, source in list_modules().items()}
+    kernels = signatures.pop("model.attention")  # called by transformers, which has a parameter for all there is
+    assert {name: found for name, found in signatures.items() if found} == {}
+    assert "attend_eager" in kernels
+    assert find_long_signatures("class A:\n    def f(self, a, b, c, /, d, e, *, f, g, h): pass") == []
+    assert find_long_signatures("def f(a, b, c, /, d, e, *f, g, h, **i): pass") == ["f"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What the configurations of other trainers say, in the words of this one."""
