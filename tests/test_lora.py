@@ -140,7 +140,11 @@ def test_packed_weights_are_bitsandbytes_own(world):
     assert theirs.weight.blocksize == 64
 
 
-def test_an_adapter_of_a_quantized_base_is_the_same_on_one_that_transformers_quantized(world, tmp_path, caplog):
+def test_an_adapter_of_a_quantized_base_is_the_same_on_one_that_transformers_quantized(
+    world, tmp_path, caplog, monkeypatch
+):
+    # Its kernel for processors with avx512_bf16 rounds scales to bf16, and takes no rows shorter than 64.
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     inputs = make_inputs(tmp_path, "llama")
     with caplog.at_level("INFO", logger="mini_trainer"):
         export = train(world, inputs, tmp_path / "run", base_quantization="nf4")
