@@ -22,9 +22,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
 from make_tiny_model import train_tokenizer
 from tiny_data import make_samples, write_samples
 
-from command_line import find_problems, parse_options
+from command_line import parse_options
 from options import TrainOptions
 from plan.planner import plan_run
+from problems.finding import find_problems
 
 MODELS = ROOT / "recipes" / "models"
 MACHINES = {  # by the end of a recipe's name: GPUs, their name, GiB of each

@@ -36,7 +36,6 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "quickstart")]
 from tiny_seeing import SEEING, make_rows, save_seeing
 
 from chat.labels import IGNORED
-from command_line import is_installed
 from corpus.reader import TokenizedData
 from lifecycle.export import ExportParts, export_model
 from methods.full import Full
@@ -49,6 +48,7 @@ from objectives.objective import PackedModel
 from objectives.sight import Sight
 from objectives.vision import VisionLanguage
 from options import ProcessDataOptions, VisionOptions, group_options
+from problems.given import is_installed
 from process_data import process_data
 from ranks.world import World, init_world
 

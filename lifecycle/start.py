@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from command_line import flag_name
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, read_sidecar
 from lifecycle.record import identify_run
@@ -36,7 +35,7 @@ from objectives.objective import Objective, PackedModel
 from objectives.packed_row import check_positions
 from objectives.text_tower import text_config
 from objectives.vision import VisionLanguage
-from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, VisionOptions, parse_subset
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, VisionOptions, flag_name, parse_subset
 from osft import OSFT
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory

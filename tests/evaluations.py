@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from command_line import find_problems
 from evaluate_model import evaluate
 from options import EvaluateOptions, group_options
+from problems.finding import find_problems
 from ranks.world import World
 
 NUM_RESAMPLES = 200

@@ -7,9 +7,9 @@ from pathlib import Path
 from forked import run_forked
 from processes import flags
 
-from command_line import find_problems
 from options import TrainOptions, group_options
 from plan.planner import plan_run
+from problems.finding import find_problems
 from ranks.ending import ExitCode
 from ranks.monitor import RunControl
 from ranks.world import World

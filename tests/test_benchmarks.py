@@ -150,10 +150,12 @@ COSTS = scaling.Costs(fixed=1e-3, per_token=1e-6, per_loss_token=2e-6, per_pair=
 NETWORK = scaling.Network(node_bandwidth=3e11, network_bandwidth=1e11, node_latency=1e-6, network_latency=1e-5)
 
 
-def simulate(lengths: list[int], num_ranks: int, **changes: object) -> scaling.Simulated:
-    settings = dict(share=0.5, max_tokens=1000, costs=COSTS, network=NETWORK, block_parameters=[1000] * 4,
-                    other_parameters=5000, reduce_every=True, forward_share=1 / 3)  # fmt: skip
-    return scaling.simulate_step(np.array(lengths), num_ranks=num_ranks, **(settings | changes))
+def simulate(lengths: list[int], num_ranks: int, *, of_block: int = 1000) -> scaling.Simulated:
+    communication = scaling.Communication([of_block] * 4, 5000, num_ranks, reduce_every=True, forward_share=1 / 3)
+    return scaling.simulate_step(
+        np.array(lengths), share=0.5, num_ranks=num_ranks, max_tokens=1000, costs=COSTS, network=NETWORK,
+        communication=communication,
+    )  # fmt: skip
 
 
 def test_a_simulated_step_on_one_gpu_is_its_computing():
@@ -167,7 +169,7 @@ def test_a_simulated_step_on_one_gpu_is_its_computing():
 def test_simulated_ranks_wait_for_the_costliest_and_for_a_network_that_computing_cannot_hide():
     assert simulate([500] * 16, 16).idle == pytest.approx(0)
     assert simulate([500] * 15 + [1000], 16).idle > 0
-    hidden, shown = (simulate([500] * 16, 16, block_parameters=[n] * 4) for n in (1000, 10_000_000))
+    hidden, shown = (simulate([500] * 16, 16, of_block=n) for n in (1000, 10_000_000))
     in_the_open = NETWORK.seconds(2 * 1000, 16) + NETWORK.seconds(4 * 1000, 16)
     in_the_open += NETWORK.seconds(2 * 5000, 16) + NETWORK.seconds(4 * 5000, 16)
     assert hidden.exposed == pytest.approx(in_the_open)

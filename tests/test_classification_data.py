@@ -21,7 +21,6 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from chat.labels import IGNORED
-from command_line import find_problems
 from corpus.files import find_sources, iterate_rows, read_chunks
 from corpus.labelled import FieldNames
 from corpus.mixture import Mixture
@@ -29,6 +28,7 @@ from corpus.reader import TokenizedData
 from corpus.survey import survey_rows
 from objectives.columns import SEQUENCES, TOKENS, Task
 from options import ProcessDataOptions, RowOptions, group_options, replace_options
+from problems.finding import find_problems
 from process_data import process_data
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']

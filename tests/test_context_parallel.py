@@ -14,7 +14,6 @@ from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_micro_bat
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, load_source, save_model
 from transformers import GptOssConfig, PreTrainedConfig, Qwen3Config, RobertaConfig
 
-from command_line import find_problems
 from lifecycle.start import RunInputs, choose_method
 from methods.full import Full
 from model.build import check_divisible, make_meta_model
@@ -24,6 +23,7 @@ from objectives.causal_lm import CausalLM
 from objectives.row_part import take_part
 from options import TrainOptions, group_options
 from plan.simulation import Load, Ranks, lay_out_model, simulate_step
+from problems.finding import find_problems
 from ranks.row_group import RowGroup, check_sharing
 
 pytestmark = pytest.mark.slow

@@ -20,12 +20,12 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from command_line import find_problems
 from evaluation.comparison import Scores, adjust_by_holm, compare
 from evaluation.metrics import MEASURES, choose_measures, extract_number, read_label, score_corpus
 from evaluation.models import list_models, make_labels, name_files
 from evaluation.page import make_results_page
 from options import EvaluateOptions, group_options
+from problems.finding import find_problems
 
 QUESTIONS = [("Hi", "Ho"), ("Who are you?", "Me"), ("12 and 30?", "12 + 30 = 42\n#### 42"), ("a b c", "d")]
 NEW = 8

@@ -12,12 +12,12 @@ from tiny_data import read_lines
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
-from command_line import find_problems
 from generate import generate
 from inference.hf_engine import make_generation_config
 from inference.padding import find_padding_obstacle
 from inference.prompts import encode_prompt, read_prompts
 from options import GenerateOptions, SamplingOptions, group_options
+from problems.finding import find_problems
 
 QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
 HYBRIDS = {

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # Bottom up. A room is a folder, or a module of the root; those on one level do not know each other.
 LAYERS = [
     {"options", "disk", "batch_packer", "image_packer", "pages"},
-    {"ranks"},
+    {"ranks", "problems"},
     {"chat", "command_line", "api"},
     {"objectives"},
     {"corpus"},
@@ -42,6 +42,7 @@ ROOMS = {
     "pages",
     "plan",
     "plots",
+    "problems",
     "ranks",
     "trainers",
 }

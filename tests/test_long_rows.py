@@ -8,7 +8,6 @@ from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, make_osft, save_model
 from torch import Tensor
 from transformers import LlamaConfig, OPTConfig
 
-from command_line import find_problems
 from methods.lora import LoRA
 from model import tiling
 from model.blocks import find_blocks
@@ -16,6 +15,7 @@ from model.offloading import apply_offloading
 from objectives.causal_lm import CausalLM
 from objectives.objective import PackedModel
 from options import LoRAOptions, TrainOptions, group_options
+from problems.finding import find_problems
 from ranks.memory import MemoryCounter
 
 LENGTHS, LEAST_TOKENS = (13, 1, 40, 27), 8  # borders inside of tiles; the last tile is smaller

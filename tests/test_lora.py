@@ -29,13 +29,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from chat.masking import fingerprint_tokenizer
-from command_line import find_problems
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from methods.lora import NUM_COMPARED, LoRA
 from methods.nf4 import NF4Linear, pack, unpack
 from objectives.objective import PackedModel
 from options import DataOptions, LoRAOptions, TrainOptions, group_options
+from problems.finding import find_problems
 
 ALWAYS = [("llama", {}), ("qwen3_moe", {}), ("gpt2", dict(lora_use_dora=True)), ("gpt_oss_sinks", {})]
 

@@ -13,10 +13,10 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
-from command_line import find_problems
 from corpus.mixture import Mixture, interleave
 from corpus.reader import TokenizedData
 from options import TrainOptions, group_options
+from problems.finding import find_problems
 from sampler import count_drawn, count_tokens, draw_samples, find_position
 
 SIZES, WEIGHTS = dict(a=30, b=11, c=5), (0.5, 0.3, 0.2)

@@ -18,11 +18,11 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
-from command_line import find_problems
 from lifecycle import hub as hub_module
 from lifecycle.hub import Uploads
 from lifecycle.model_card import MAX_POINTS, describe_data, draw_curve
 from options import HubOptions, TrainOptions, group_options
+from problems.finding import find_problems
 
 TOKEN = "hf_aTokenThatNobodyMaySee"
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import options
-from command_line import find_problems, parse_options
+from command_line import parse_options
 from options import ProcessDataOptions, TrainOptions, flatten_options, group_options
+from problems.finding import find_problems
 from ranks.ending import ExitCode
 
 ROOT = Path(__file__).parent.parent

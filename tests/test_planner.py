@@ -15,7 +15,6 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from command_line import find_problems
 from lifecycle.start import RunInputs, choose_method
 from model import tiling
 from model.sharding import set_gradient_sync
@@ -25,6 +24,7 @@ from optim.reduction import reduce_step
 from options import TrainOptions, group_options
 from plan import planner
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from problems.finding import find_problems
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 

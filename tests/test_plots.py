@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from processes import ENV, ROOT, free_port, run
 from run_directories import make_sources, write_lines, write_run
 
-from command_line import find_plot_problems
 from options import PlotOptions
 from plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, choose_starts, thin
 from plots.figure import smooth, write_figure
 from plots.page import describe_page, make_curves_page
 from plots.run_files import MetricsReader, Run, name_runs, open_runs
 from plots.server import CurvesServer
+from problems.tools import find_plot_problems
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> $DATA$ \"quote' %{x} <b> &lt; \u202e _ü"

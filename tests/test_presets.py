@@ -13,13 +13,14 @@ from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, w
 from tiny_models import FAMILIES, load_source, save_model, save_tokenizer
 from tiny_seeing import make_rows, save_seeing, tokenize
 
-from command_line import describe_options, find_problems, parse_options
+from command_line import describe_options, parse_options
 from lifecycle.export import ExportParts
 from lifecycle.export_check import check_export
 from methods.full import Full
 from model.config import load_generation_config
 from objectives.causal_lm import CausalLM
 from options import PRESETS, TrainOptions, flatten_options, group_options
+from problems.finding import find_problems
 from ranks.ending import RunError
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]

@@ -22,11 +22,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chat.labels import IGNORED
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
-from command_line import find_problems, parse_options
+from command_line import parse_options
 from corpus.files import MAX_ROW_BYTES
 from corpus.reader import TokenizedData
 from corpus.report import percentile
 from options import ProcessDataOptions, group_options, replace_options
+from problems.finding import find_problems
 from process_data import BYTES_PER_WORKER, process_data
 
 ROOT = Path(__file__).parent.parent

@@ -22,10 +22,10 @@ from plan_recipes import (
 )
 from processes import ROOT
 
-from command_line import find_problems
 from model.config import load_config
 from objectives.causal_lm import CausalLM
 from options import flatten_options
+from problems.finding import find_problems
 
 NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images included
     "qwen3-0.6b": 596_049_920,

@@ -16,8 +16,6 @@ from small_runs import OPTIONS, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-import command_line
-from command_line import find_problems
 from lifecycle import trackers
 from lifecycle.tracker_packages import PACKAGES
 from lifecycle.trackers import (
@@ -29,6 +27,8 @@ from lifecycle.trackers import (
     name_validation_metrics,
 )
 from options import TrainOptions, group_options
+from problems import reporting
+from problems.finding import find_problems
 
 STEPS, KILLED_AFTER, RESUMED_FROM = 6, 4, 2
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -330,7 +330,7 @@ def test_options_without_effect_are_refused():
 def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path):
     (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(command_line.TRACKER_MODULES, "wandb", ("no_package",))
+    monkeypatch.setitem(reporting.TRACKER_MODULES, "wandb", ("no_package",))
     told = "--track wandb: no_package is not installed: pip install 'mini-trainer[wandb]'"
     assert find_tracking_problems(track=("tensorboard", "wandb")) == [told]
 

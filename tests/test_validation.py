@@ -16,10 +16,10 @@ from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
-from command_line import find_problems
 from corpus.reader import TokenizedData
 from lifecycle.start import open_inputs
 from options import TrainOptions, group_options
+from problems.finding import find_problems
 from sampler import RunPosition
 
 STEPS, SIZES = 6, dict(held_out=13, other=5)

@@ -19,12 +19,13 @@ from make_tiny_model import train_tokenizer
 from transformers import AutoTokenizer
 
 from chat.masking import Chat, Completion, Document
-from command_line import find_problems, parse_options
+from command_line import parse_options
 from corpus.formats import read_example
 from corpus.outputs import Outputs
 from corpus.reader import TokenizedData
 from corpus.split import HASH_BYTES, falls_into_validation, hash_example
 from options import ProcessDataOptions, group_options
+from problems.finding import find_problems
 from process_data import process_data
 
 SHARE = 0.3

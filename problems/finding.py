@@ -1,0 +1,57 @@
+"""Everything wrong with options that needs no file to see."""
+
+from typing import Any
+
+from options import (
+    EvaluateOptions,
+    GenerateOptions,
+    MergeModelsOptions,
+    PlotOptions,
+    ProcessDataOptions,
+    TrainOptions,
+    flatten_options,
+)
+from problems.methods import find_lora_problems, find_osft_problems, find_vision_problems
+from problems.reporting import find_hub_problems, find_tracking_problems
+from problems.rows import find_data_problems
+from problems.tools import find_evaluate_problems, find_generate_problems, find_mixing_problems, find_plot_problems
+from problems.training import (
+    find_classifier_problems,
+    find_compute_problems,
+    find_ending_problems,
+    find_numbers_out_of_range,
+    find_optimization_problems,
+    find_training_data_problems,
+    find_validation_problems,
+)
+
+
+def find_problems(options: Any) -> list[str]:
+    """Everything wrong with the options that needs no file to see, each as one line."""
+    finders = {
+        TrainOptions: find_train_problems,
+        ProcessDataOptions: find_data_problems,
+        PlotOptions: find_plot_problems,
+        GenerateOptions: find_generate_problems,
+        EvaluateOptions: find_evaluate_problems,
+        MergeModelsOptions: find_mixing_problems,
+    }
+    return finders[type(options)](options) if type(options) in finders else []
+
+
+def find_train_problems(options: TrainOptions) -> list[str]:
+    """Values out of range, options without effect, and options that contradict each other."""
+    return [
+        *find_numbers_out_of_range(flatten_options(options)),
+        *find_training_data_problems(options),
+        *find_validation_problems(options),
+        *find_classifier_problems(options),
+        *find_optimization_problems(options),
+        *find_compute_problems(options),
+        *find_osft_problems(options.osft),
+        *find_lora_problems(options),
+        *find_vision_problems(options),
+        *find_ending_problems(options),
+        *find_tracking_problems(options.tracking),
+        *find_hub_problems(options.hub),
+    ]

@@ -1,0 +1,36 @@
+"""Problems of what a run tells others: trackers, and uploads."""
+
+import re
+
+from options import HubOptions, TrackingOptions
+from problems.given import is_installed, list_given
+
+# What a tracker is imported by.
+TRACKER_MODULES = {
+    "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
+}  # fmt: skip
+
+
+def find_tracking_problems(o: TrackingOptions) -> list[str]:
+    """Of trackers: without effect, given twice, or not installed."""
+    given = list_given(o)
+    if not o.track:
+        return [f"{', '.join(given)}: no effect without --track"] if given else []
+    problems = [f"--track {name}: given twice" for name in dict.fromkeys(o.track) if o.track.count(name) > 1]
+    for name in dict.fromkeys(o.track):
+        missing = [module for module in TRACKER_MODULES[name] if not is_installed(module)]
+        if missing:
+            problems.append(
+                f"--track {name}: {', '.join(missing)} is not installed: pip install 'mini-trainer[{name}]'"
+            )
+    return problems
+
+
+def find_hub_problems(o: HubOptions) -> list[str]:
+    """Of uploads: without effect, or to what cannot be a repository."""
+    if o.push_to_hub is None:
+        return [f"{', '.join(list_given(o))}: no effect without --push-to-hub"] if list_given(o) else []
+    part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
+    if len(o.push_to_hub) > 96 or not re.fullmatch(rf"(?:{part}/)?{part}", o.push_to_hub):
+        return [f"--push-to-hub {o.push_to_hub}: must be NAME or OWNER/NAME, of letters, digits, and -, _ or . inside"]
+    return []

@@ -1,0 +1,105 @@
+"""Problems of options for rows and how they are tokenized."""
+
+from pathlib import Path
+
+from options import ProcessDataOptions, RowOptions, flag_name
+from problems.given import list_changed, list_row_sources
+
+# The least that options of rows can be; a block is cut one token short where the next would begin with an end-of-text
+# token, and two make a target.
+ROW_MINIMA = {"max_sample_num_tokens": 1, "block_size": 3, "num_proc": 1, "mock_data": 1, "mock_length": 2}
+
+
+def find_data_problems(o: ProcessDataOptions) -> list[str]:
+    """Values out of range, endings that name no format, options without effect."""
+    problems = []
+    if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
+        problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
+    if not list_row_sources(o.rows):
+        problems.append("no rows are given: name them by --input-file or --input-dataset")
+    problems += find_row_problems(o.rows)
+    if o.preview < 0:
+        problems.append(f"--preview {o.preview}: must be at least 0")
+    if o.string_for_printing_masks is not None and o.preview == 0:
+        problems.append("--string-for-printing-masks has no effect with --preview 0")
+    if o.string_for_printing_masks is not None and o.rows.format == "classification":
+        problems.append("--string-for-printing-masks: no effect with --format classification")
+    return problems
+
+
+def find_row_problems(o: RowOptions) -> list[str]:
+    """Of rows: values out of range, options without effect, and two that say the same."""
+    problems, given = [], list_row_sources(o)
+    if len(given) > 1:
+        problems.append(f"{' and '.join(given)} both say where rows are: give one of them")
+    for name, least in ROW_MINIMA.items():
+        value = getattr(o, name)
+        if value is not None and value < least:
+            problems.append(f"{flag_name(name)} {value}: must be at least {least}")
+    useless = [flag_name(name) for name in ("split", "revision") if getattr(o, name) is not None]
+    if useless and o.input_dataset is None:
+        problems.append(f"{', '.join(useless)}: no effect without --input-dataset")
+    if o.mock_length is not None and o.mock_data is None:
+        problems.append("--mock-length has no effect without --mock-data")
+    if o.mock_data is not None:
+        kept = ("mock_data", "mock_length", "num_proc")
+        given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
+        if given:
+            problems.append(f"{', '.join(map(flag_name, given))}: no effect with --mock-data, which reads no rows")
+    if o.block_size is not None and o.max_sample_num_tokens is not None:
+        problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
+    if o.block_size is not None and o.format not in (None, "messages", "document"):
+        problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
+    if o.validation_share is not None and not 0 < o.validation_share < 1:
+        problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    if o.allow_downloads and not o.images:
+        problems.append("--allow-downloads has no effect without --images")
+    if o.images and o.format == "classification":
+        problems.append("--images: classifiers see none, so it has no effect with --format classification")
+    if o.images and o.input_dataset is not None:
+        problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
+    return [*problems, *find_field_problems(o), *find_classification_problems(o)]
+
+
+def find_field_problems(o: RowOptions) -> list[str]:
+    """Of the names of columns: of several formats, or of another than --format."""
+    formats = {
+        "messages_field": ("messages", "sharegpt"),
+        "prompt_field": ("completion",),
+        "completion_field": ("completion",),
+        "text_field": ("document", "classification"),
+    }
+    given = [name for name in formats if getattr(o, name) is not None]
+    if len({formats[name] for name in given}) > 1:
+        return [f"{', '.join(map(flag_name, given))}: belong to several formats; rows have one"]
+    return [
+        f"{flag_name(name)} has no effect with --format {o.format}: it belongs to {' and '.join(formats[name])}"
+        for name in given
+        if o.format is not None and o.format not in formats[name]
+    ]
+
+
+def find_classification_problems(o: RowOptions) -> list[str]:
+    """Options that are for classifiers only, or for all others only; labels that are said twice."""
+    only_classification = (
+        *("truncate", "text_pair_field", "label_field", "label_separator"),
+        *("label_type", "label_names", "labels_from"),
+    )
+    is_classification = o.format == "classification"
+    useless = ("allow_missing_stop_token",) if is_classification else only_classification
+    given = [flag_name(name) for name in useless if getattr(o, name)]
+    problems = []
+    if given:
+        word = "with" if is_classification else "without"
+        problems.append(f"{', '.join(given)}: no effect {word} --format classification")
+    if o.truncate and o.max_sample_num_tokens is None:
+        problems.append("--truncate needs --max-sample-num-tokens, which says to how many tokens")
+    if o.label_names and o.labels_from is not None:
+        problems.append("--label-names and --labels-from both say which labels there are: give one")
+    if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
+        problems.append(f"--label-names {' '.join(o.label_names)}: has a name twice, or one that is blank")
+    if o.label_separator is not None and o.label_type == "single":
+        problems.append("--label-separator has no effect with --label-type single: each row has one label")
+    if o.label_names and o.label_type == "regression":
+        problems.append("--label-names has no effect with --label-type regression")
+    return problems

@@ -1,0 +1,131 @@
+"""Problems of the options of plot_metrics.py, generate.py, evaluate_model.py and merge_models.py."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from options import (
+    EngineOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    MergeModelsOptions,
+    PlotOptions,
+    SamplingOptions,
+    flag_name,
+)
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def find_plot_problems(o: PlotOptions) -> list[str]:
+    """Nothing to draw, nowhere to draw it, values out of range, options without effect."""
+    problems, endings = [], (".html", *PICTURES)
+    if not o.runs:
+        problems.append("no run is given: name the --output-dir of one or more runs")
+    if o.output is None and not o.follow:
+        problems.append("nothing says where the curves go: give --output page.html, --output plot.png, or --follow")
+    if o.output is not None and o.follow:
+        problems.append("--output has no effect with --follow, which serves the page and writes no file: give one")
+    if o.output is not None and Path(o.output).suffix.lower() not in endings:
+        problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
+    if o.port is not None and not o.follow:
+        problems.append("--port has no effect without --follow")
+    if o.port is not None and not 1 <= o.port <= 65535:
+        problems.append(f"--port {o.port}: must be from 1 to 65535")
+    if o.smoothing is not None and o.smoothing < 1:
+        problems.append(f"--smoothing {o.smoothing}: must be at least 1, which is none")
+    return problems
+
+
+def find_generate_problems(o: GenerateOptions) -> list[str]:
+    """Nowhere to write answers, values out of range, options without effect."""
+    problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
+    if o.prompts and o.output is None:
+        problems.append("--prompts needs --output, the file to write the answers to")
+    if o.output is not None and not o.prompts:
+        problems.append("--output has no effect without --prompts: a chat in the terminal is not written")
+    if o.output is not None and Path(o.output).suffix != ".jsonl":
+        problems.append(f"--output {o.output}: must end in .jsonl")
+    if o.format is not None and not o.prompts:
+        problems.append("--format has no effect without --prompts")
+    if not o.prompts and o.sampling.num_samples != 1:
+        problems.append("--num-samples has no effect in a chat")
+    if o.engines.engine == "openai" and (o.adapter is not None or o.model_revision is not None or o.trust_remote_code):
+        problems.append("--adapter, --model-revision, --trust-remote-code: no effect with --engine openai")
+    return problems
+
+
+def find_engine_problems(o: EngineOptions) -> list[str]:
+    """Options of another engine than the one that is chosen, values out of range."""
+    problems = []
+    of_engine = {"batch_size": ("hf",), "dtype": ("hf", "vllm"), "base_url": ("openai",), "api_key_env": ("openai",),
+                 "concurrency": ("openai",)}  # fmt: skip
+    for option in dataclasses.fields(o):
+        engines = of_engine.get(option.name, (o.engine,))
+        if o.engine not in engines and getattr(o, option.name) != option.default:
+            problems.append(f"{flag_name(option.name)} has no effect with --engine {o.engine}")
+    for name in ("batch_size", "concurrency"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    if o.engine == "openai" and o.base_url is None:
+        problems.append("--engine openai needs --base-url, such as http://localhost:8000/v1")
+    return problems
+
+
+def find_sampling_problems(o: SamplingOptions) -> list[str]:
+    """Values out of range, and what has no effect on greedy answers."""
+    problems = []
+    for name in ("max_new_tokens", "num_samples"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    if not 0 <= o.temperature < math.inf:
+        problems.append(f"--temperature {o.temperature}: must be 0, for the likeliest token, or above")
+    if o.top_p is not None and not 0 < o.top_p <= 1:
+        problems.append(f"--top-p {o.top_p}: must be above 0 and at most 1")
+    if o.top_k is not None and o.top_k < 1:
+        problems.append(f"--top-k {o.top_k}: must be at least 1")
+    if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
+        problems.append(
+            "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which is always the"
+            " likeliest token"
+        )
+    return problems
+
+
+def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
+    """Nothing to measure, nothing to measure it by, values out of range, options without effect."""
+    problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
+    if not o.model and o.run is None:
+        problems.append("no model is given: name models by --model, or a run by --run")
+    if not (o.data or o.task or o.lm_eval):
+        problems.append("nothing to measure: give --data, --task or --lm-eval")
+    if len(set(o.model)) < len(o.model):
+        problems.append("--model: one is named twice")
+    if o.metrics and not o.task:
+        problems.append("--metrics has no effect without --task")
+    if o.format is not None and not o.task:
+        problems.append("--format has no effect without --task")
+    if o.sampling.num_samples != 1:
+        problems.append("--num-samples: one answer to each prompt is measured; leave it out")
+    if o.engines.engine != "hf" and (o.data or o.lm_eval):
+        problems.append(f"--data and --lm-eval need --engine hf, given {o.engines.engine}")
+    for name, least in {"max_tokens_per_gpu": 1, "num_resamples": 100}.items():
+        if getattr(o, name) < least:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least {least}")
+    return problems
+
+
+def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
+    """Too few models, weights that do not belong to them."""
+    problems = []
+    if len(o.model) < (2 if o.base is None else 1):
+        problems.append("--model: name two models or more, or one or more and --base")
+    if o.weights and len(o.weights) != len(o.model):
+        problems.append(f"--weights: given {len(o.weights)} for {len(o.model)} models")
+    if any(not math.isfinite(weight) for weight in o.weights):
+        problems.append(f"--weights {' '.join(map(str, o.weights))}: must be numbers")
+    elif o.weights and o.base is None and abs(sum(o.weights) - 1) > 1e-6:
+        problems.append(f"--weights: sum to {sum(o.weights):g}, and without --base have to sum to 1")
+    if o.base is not None and not o.weights:
+        problems.append("--base needs --weights: how much of each model's difference from it is added")
+    return problems

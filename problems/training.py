@@ -1,0 +1,240 @@
+"""Problems of train.py's options: data, optimization, what a rank computes, how a run ends."""
+
+import dataclasses
+import math
+from typing import Any
+
+from options import SCHEDULES_WITH_END, TrainOptions, flag_name, parse_duration, parse_steps, parse_subset
+from problems.given import is_installed, list_changed, list_given, list_row_sources
+from problems.rows import find_row_problems
+
+
+def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
+    """Of single options, by name."""
+    problems = []
+
+    def require(condition: bool, name: str, allowed: str) -> None:
+        if not condition:
+            problems.append(f"{flag_name(name)} {values[name]}: {allowed}")
+
+    for name in ("batch_size", "max_tokens_per_gpu", "max_image_tokens_per_gpu",
+                 "max_steps", "max_epochs", "max_samples", "max_tokens",
+                 "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
+                 "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
+                 "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
+        require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
+    sharing = values["context_parallel"]
+    require(sharing is None or sharing >= 2, "context_parallel", "must be at least 2; None turns it off")
+    for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):
+        require(0 <= values[name] < math.inf, name, "must be 0 or more, and finite")
+    for name in ("adam_beta1", "adam_beta2"):
+        require(0 <= values[name] < 1, name, "must be at least 0 and below 1")
+    require(values["adam_eps"] > 0, "adam_eps", "must be above 0")
+    router = values["router_aux_loss"]
+    require(router is None or 0 <= router < math.inf, "router_aux_loss", "must be 0 or more, and finite")
+    alpha = values["neftune_alpha"]
+    require(alpha is None or 0 < alpha < math.inf, "neftune_alpha", "must be above 0, and finite")
+    try:
+        parse_steps(values["profile_steps"] or "1")
+    except ValueError as error:
+        problems.append(f"--profile-steps {error}")
+    power = values["lr_power"]
+    require(power is None or 0 < power < math.inf, "lr_power", "must be above 0, and finite")
+    norm, ratio = values["max_grad_norm"], values["min_lr_ratio"]
+    require(norm is None or norm > 0, "max_grad_norm", "must be above 0; None turns clipping off")
+    require(ratio is None or 0 <= ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
+    minutes, budget = values["checkpoint_every_minutes"], values["memory_budget_gb"]
+    require(minutes is None or 0 < minutes < math.inf, "checkpoint_every_minutes",
+            "must be above 0; None turns it off")  # fmt: skip
+    require(budget is None or 0 < budget < math.inf, "memory_budget_gb", "must be above 0, and finite")
+    try:
+        parse_duration(values["max_time"])
+    except ValueError as error:
+        problems.append(f"--max-time {error}")
+    return problems
+
+
+def find_training_data_problems(options: TrainOptions) -> list[str]:
+    """Of what is trained on: none, too much, or of several data sets."""
+    o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
+    problems = find_row_problems(options.rows)
+    if not o.data_path and not rows:
+        problems.append("no data is given: name data sets by --data-path, or rows by --input-file or --input-dataset")
+    if o.data_path and rows:
+        problems.append(f"--data-path and {rows[0]} both say what is trained on: give one of them")
+    if not rows and (given := list_changed(options.rows)):
+        problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
+    if options.rows.format == "classification" and options.classification.objective == "causal-lm":
+        problems.append("--format classification has no effect on --objective causal-lm: say what kind of classifier")
+    if rows and options.classification.objective != "causal-lm":
+        needs = f"--objective {options.classification.objective} needs rows of --format classification"
+        if options.rows.mock_data is not None:
+            problems.append(f"{needs}, with labels: --mock-data has none")
+        elif options.rows.format != "classification":
+            problems.append(needs)
+    if weights and o.data_path and len(weights) != len(o.data_path):
+        problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
+    if not all(0 < weight < math.inf for weight in weights):
+        problems.append(f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite")
+    if weights and len(o.data_path) <= 1:
+        problems.append("--data-weights has no effect on one data set: name several with --data-path")
+    if not weights and o.data_weights_by != "samples":
+        problems.append("--data-weights-by has no effect without --data-weights")
+    if o.subset is not None:
+        try:
+            parse_subset(o.subset)
+        except ValueError as error:
+            problems.append(f"--subset {error}")
+    return problems
+
+
+def find_validation_problems(options: TrainOptions) -> list[str]:
+    """Options without effect."""
+    o = options.validation
+    if not (o.is_asked or options.rows.validation_share):
+        given = list_given(o)
+        return [f"{', '.join(given)}: no effect without --validation-data-path"] if given else []
+    if o.validation_data_path and options.rows.validation_share:
+        return ["--validation-share and --validation-data-path both say what is measured on: give one of them"]
+    if o.early_stopping_patience is not None and o.validate_every_steps is None and not o.validate_at_epoch:
+        return ["--early-stopping-patience needs validations on the way: add --validate-every-steps or"
+                " --validate-at-epoch"]  # fmt: skip
+    return []
+
+
+def find_classifier_problems(options: TrainOptions) -> list[str]:
+    """What only classifiers have, and what they do not."""
+    problems, o = [], options.classification
+    if not 0 <= o.label_smoothing < 1:
+        problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
+    if o.objective == "causal-lm":
+        given = list_given(dataclasses.replace(o, label_smoothing=0.0))
+        if options.validation.write_predictions:
+            given.append("--write-predictions")
+        return [*problems, f"{', '.join(given)}: no effect on --objective causal-lm"] if given else problems
+    if options.optimization.router_aux_loss:
+        problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
+    if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
+        problems.append(
+            "a validation measures classifiers by scikit-learn, which is not installed: pip install"
+            " 'mini-trainer[classification]'"
+        )
+    return problems
+
+
+def find_optimization_problems(options: TrainOptions) -> list[str]:
+    """Of the schedule and the optimizer."""
+    problems, o = [], options.optimization
+    decays = o.lr_scheduler in SCHEDULES_WITH_END
+    if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
+        problems.append(f"--warmup-ratio {o.warmup_ratio}: must be at least 0 and below 1")
+    if o.warmup_ratio is not None and not options.end.is_given:
+        problems.append(
+            "--warmup-ratio is a share of the run's steps, and no end is given: add --max-steps, --max-epochs,"
+            " --max-samples or --max-tokens"
+        )
+    if o.warmup_ratio is not None and o.num_warmup_steps:
+        problems.append("--warmup-ratio and --num-warmup-steps both say how long warm-up is: give one of them")
+    if decays and not options.end.is_given:
+        problems.append(
+            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
+            " add --max-steps, --max-epochs, --max-samples or --max-tokens"
+        )
+    if o.min_lr_ratio is not None and not decays:
+        problems.append(
+            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}, which falls towards no end"
+        )
+    for name, scheduler in (("num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial")):
+        if getattr(o, name) is not None and o.lr_scheduler != scheduler:
+            flag = flag_name(name)
+            problems.append(f"{flag} has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to {scheduler}")
+    if o.lr_scheduler == "cosine_with_restarts" and o.num_cycles is None:
+        problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles: how often it falls from the peak")
+    if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
+        problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")
+    if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
+        flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
+        problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
+    if options.osft.osft and o.master_weights != "float32":
+        problems.append(
+            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
+            " use float32"
+        )
+    return problems
+
+
+def find_compute_problems(options: TrainOptions) -> list[str]:
+    """Of what a rank computes, how that is sharded, and what is auto."""
+    problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
+    if sharding.shard_size is not None and sharding.sharding != "hybrid":
+        problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
+    problems += find_sharing_problems(options)
+    if sharding.cpu_offload and osft:
+        problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
+    if compute.float8 and osft:
+        problems.append("--float8: --osft's layers are products of their own, which are not in fp8")
+    if compute.float8 and compute.compute_dtype == "float32":
+        problems.append("--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")
+    is_auto = options.data.max_tokens_per_gpu == "auto"
+    if is_auto and options.data.drop_overlong:
+        problems.append(
+            "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
+            " drop long samples with process_data.py --max-sample-num-tokens, or give a number"
+        )
+    has_use = is_auto or compute.activation_checkpointing == "auto" or options.plan.dry_run
+    if compute.memory_budget_gb is not None and not has_use:
+        problems.append(
+            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
+            " --dry-run"
+        )
+    if compute.tiled_mlp and compute.compile:
+        problems.append("--tiled-mlp cannot be used with --compile, which makes one piece of a block: give one of them")
+    if compute.offload_activations and compute.activation_checkpointing != "full":
+        problems.append(
+            "--offload-activations moves what --activation-checkpointing full keeps, this is"
+            f" {compute.activation_checkpointing}: use full, or leave it out"
+        )
+    if compute.compile and compute.activation_checkpointing == "auto":
+        problems.append(
+            "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
+            " selective or full"
+        )
+    return problems
+
+
+def find_sharing_problems(options: TrainOptions) -> list[str]:
+    """What ranks that share packed rows cannot do."""
+    num_sharing, objective = options.sharding.context_parallel, options.classification.objective
+    if num_sharing is None:
+        return []
+    reasons = []
+    if objective != "causal-lm":
+        reasons.append(f"not for --objective {objective}, whose classes are of whole sequences")
+    if options.optimization.neftune_alpha is not None:
+        reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
+    if options.compute.compile:
+        reasons.append("not with --compile, where it has not been tried")
+    return [f"--context-parallel {num_sharing}: {reason}: leave one of them out" for reason in reasons]
+
+
+def find_ending_problems(options: TrainOptions) -> list[str]:
+    """Of what a run goes on from, leaves behind, and only plans."""
+    problems, exports, plan = [], options.exports, options.plan
+    if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
+        problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
+    given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
+    if given and not plan.dry_run:
+        problems.append(f"{', '.join(given)}: no effect without --dry-run")
+    name = exports.export_name
+    if name is not None and (name in ("", "best") or name.startswith((".", "samples_")) or "/" in name):
+        problems.append(
+            f"--export-name {name!r}: must be the name of a directory, other than best, samples_N and .NAME"
+        )
+    if name is not None and exports.keep_exports is not None:
+        problems.append("--keep-exports has no effect with --export-name, of which there is one")
+    if not exports.on_the_way and not options.end.is_given:
+        problems.append(
+            "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
+            " or an end (--max-steps, ...) together with --save-final-checkpoint"
+        )
+    return problems
