@@ -12,9 +12,9 @@ from turns import Floor
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would make every test crawl
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Several ranks that have to be somewhere, or gone, within seconds: nothing else may want the cores.
-ALONE = {"test_faults.py", "test_storage_faults.py"}
-# Takes long, mostly asleep, and keeps its promises beside any other test.
+# Several ranks that have to be gone within seconds: nothing else may want the cores.
+ALONE = {"test_faults.py"}
+# Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}
 
 
@@ -36,7 +36,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that take long come first, whole, so that all workers have done everything at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in ALONE, item.path not in slow and item.path.name not in SLEEPING))
+    items.sort(key=lambda item: (item.path.name not in ALONE, item.path.name not in SLEEPING, item.path not in slow))
 
 
 def pytest_collection_finish() -> None:
@@ -62,7 +62,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """A test and its fixtures in their turn; those that run alone follow one another."""
     floor = getattr(item.config, "floor", None)
-    if floor is None:
+    if floor is None or item.path.name in SLEEPING:
         return (yield)
     is_alone = item.path.name in ALONE
     floor.take(is_alone=is_alone)

@@ -247,6 +247,7 @@ def draw_images(lengths, cap, seed, share=0.6):
     return ImageLoad(patches, 0.2 * patches + 0.002 * patches**2, cap)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(packing_problems(), st.none() | st.integers(1, 400), st.integers(0, 99))
 @example(([5, 5], 10, 1, 0.0), 4, 0)

@@ -454,6 +454,7 @@ def test_rows_that_cannot_be_used_can_be_left_out(encoder, tmp_path):
     assert [(row["line"], row["row"]) for row in rejected] == [(4, "a,b,c"), (5, '{"text": "x"}')]
 
 
+@pytest.mark.slow
 def test_the_script_ends_with_one_message(encoder, tmp_path):
     (tmp_path / "a.csv").write_bytes(TABLE + b"x,\n")
     files = dict(input_file=tmp_path / "a.csv", output_file=tmp_path / "out.arrow", model_name_or_path=encoder)

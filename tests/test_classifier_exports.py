@@ -149,6 +149,7 @@ def test_an_adapter_brings_its_head_along(family, world, tmp_path):
     assert config["task_type"] == "SEQ_CLS"
 
 
+@pytest.mark.slow
 def test_a_plan_counts_a_classifier(tmp_path):
     model = save_base(CLASSIFIERS["modernbert"], tmp_path / "model")
     data = write_classified(tmp_path / "data.arrow", make_class_samples(16), model)

@@ -155,6 +155,7 @@ def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
     assert next(typed) == "never"
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_installed_is_refused(tmp_path):
     words = flags(model=save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "m")), engine="vllm")
     done = run_forked(0, "generate.py", *words)

@@ -12,6 +12,8 @@ import pytest
 from forked import run_forked
 from processes import ENV, ROOT, is_alive
 
+pytestmark = pytest.mark.slow
+
 # What a stage's process does, in the place of gpu.py: `found` is the file that a stage reports to.
 PROGRAMS = {
     "good": 'found.write_text(\'{"speed": 1.25, "table": ["a", "b"]}\')',
@@ -117,7 +119,6 @@ def test_a_step_and_a_trace_are_measured_in_small(monkeypatch, tmp_path):
     assert found["bf16_tflops"] > 0 and found["versions"]["torch"]
 
 
-@pytest.mark.slow
 @pytest.mark.wide
 def test_the_whole_command_runs_in_small(tmp_path: Path):
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--results", tmp_path, "--work-dir", tmp_path / "work"]

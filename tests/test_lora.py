@@ -346,6 +346,7 @@ def test_dropped_inputs_are_a_function_of_seed_step_and_rank(world, tmp_path):
     assert losses[0] == losses[1] != losses[2] and losses[0] != losses[3]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_later(world, tmp_path):
     inputs = make_inputs(tmp_path, "mixtral")
     export = train(world, inputs, tmp_path / "run")

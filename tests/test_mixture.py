@@ -136,6 +136,7 @@ def test_losses_of_sources_are_those_of_their_samples_alone(inputs, runs):
     assert row["loss"] == pytest.approx(sums.sum() / counts.sum(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, runs, world, tmp_path):
     """From the middle, on one rank, to the bit; other weights are refused, unless they are allowed."""
     output_dir = Path(shutil.copytree(runs[1], tmp_path / "run"))

@@ -80,6 +80,7 @@ def test_a_wheel_has_one_name_and_every_file_of_the_package(wheel):
     assert held == belonging
 
 
+@pytest.mark.slow
 def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(site, elsewhere):
     code = (
         "import runpy, sys; sys.argv = ['mini-trainer', '--help']\n"
@@ -97,6 +98,7 @@ def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(si
     assert listed.startswith(from_command) and from_command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "flags"),
     [
@@ -110,6 +112,7 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
     assert all(flag in done.stdout for flag in flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [

@@ -22,11 +22,13 @@ from objectives.causal_lm import CausalLM
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
 from options import TrainOptions, group_options
-from plan import planner
+from plan import memory
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from problems.finding import find_problems
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
+
+pytestmark = pytest.mark.slow
 
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
 LEAST_TOKENS = 64  # of a tile
@@ -76,11 +78,11 @@ def plan(elsewhere, inputs) -> Callable[..., tuple[ExitCode, str]]:
 
 
 def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
-    planner.LONG_ROW, tiling.LEAST_TOKENS, before = 1, LEAST_TOKENS, (planner.LONG_ROW, tiling.LEAST_TOKENS)
+    memory.LONG_ROW, tiling.LEAST_TOKENS, before = 1, LEAST_TOKENS, (memory.LONG_ROW, tiling.LEAST_TOKENS)
     try:
         return print_plan(values)
     finally:
-        planner.LONG_ROW, tiling.LEAST_TOKENS = before
+        memory.LONG_ROW, tiling.LEAST_TOKENS = before
 
 
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
@@ -238,7 +240,6 @@ def test_options_without_effect_are_refused(changes, problem, inputs):
     assert [problem in found for found in find_problems(group_options(TrainOptions, **(inputs | changes)))] == [True]
 
 
-@pytest.mark.slow
 def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
     before = sorted(tmp_path.parent.rglob("*"))
     result = run_forked(0, "train.py", *flags(**(inputs | dict(output_dir=tmp_path / "run"))))

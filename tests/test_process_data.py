@@ -149,6 +149,7 @@ def test_report_and_visible_masks(model, tmp_path, capsys):
     assert "\n[...]12 42 42 42 42 42<|im_end|>[...]\n" in out and "\n[...]30 42 42<|im_end|>[...]\n" in out
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_the_number_of_processes(model, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [chat(i, words=120) for i in range(2100)])
     assert source.stat().st_size > BYTES_PER_WORKER  # enough for two workers
@@ -548,6 +549,7 @@ def workers_of(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
 @pytest.mark.parametrize("ended_by", ["Ctrl-C", wide("SIGTERM"), "a worker killed"])
 def test_ends_cleanly(model, tmp_path, ended_by):

@@ -21,6 +21,7 @@ from ranks.lock import RunLock, read_boot_id, write_exit_file
 from ranks.monitor import BY_USER, STOPS, Flag, may_be_launcher, stop_reason
 from ranks.peers import Peer, describe_hang, is_hanging
 
+pytestmark = pytest.mark.slow
 PROMISE = 10.0  # seconds within which all ranks are gone
 
 

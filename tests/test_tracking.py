@@ -92,6 +92,7 @@ def check_has_every_step_once(points: list[tuple[str, int, float]], expected: di
         assert row == pytest.approx(wanted[step], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.wide
 def test_the_groups_have_everything(tracked):
     names = set().union(*tracked.expected.values())
@@ -100,6 +101,7 @@ def test_the_groups_have_everything(tracked):
     assert set(tracked.expected) == set(range(STEPS + 1))  # 0: the validation before the first step
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_step_once(tracked):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -111,6 +113,7 @@ def test_tensorboard_has_every_step_once(tracked):
     assert "| batch_size | `8` |" in texts[0]
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_step_once(tracked):
     from mlflow import MlflowClient
 
@@ -124,6 +127,7 @@ def test_mlflow_has_every_step_once(tracked):
     assert len(client.search_runs([run.info.experiment_id])) == 1, "the resumed run is another one"
 
 
+@pytest.mark.slow
 def test_trackio_has_every_step_once(tracked):
     known = tracked.ids["trackio"]
     assert known["name"].startswith("a name-")
@@ -134,6 +138,7 @@ def test_trackio_has_every_step_once(tracked):
     check_has_every_step_once(points, tracked.expected)
 
 
+@pytest.mark.slow
 def test_wandb_has_every_step_in_one_run(tracked):
     """Offline, each start has a directory of its own: the first one's steps, and those since the checkpoint."""
     directories = sorted((tracked.run / "wandb").glob("offline-run-*"))
@@ -167,6 +172,7 @@ def read_wandb(path: Path) -> tuple[list[tuple[str, int, float]], dict]:
     return points, config
 
 
+@pytest.mark.slow
 def test_no_tracker_was_given_a_secret(tracked):
     found = [path for path in tracked.root.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert found == []
@@ -302,6 +308,7 @@ def test_a_queue_that_is_full_leaves_out_what_comes_and_says_so_once(follow, mon
     assert seconds < 0.5 and 0 < len(slow.logged) < 100
 
 
+@pytest.mark.slow
 def test_a_run_with_a_tracker_that_hangs_ends_as_it_would_without(world, tracked, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 0.2)
     troubles = dict(wandb=dict(start="hangs"), trackio={"first log": "hangs"}, mlflow=dict(start=OSError()))

@@ -276,6 +276,7 @@ def read_validations(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "validation_metrics_0.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_class(models, data, world, tmp_path):
     """Four ranks, of which most have no image in a micro-batch, with tower and projector trained; validations, too."""
     family = "qwen2.5-vl"

@@ -1,0 +1,60 @@
+"""What a plan is made of: the machine, the run as far as it is known, and what is found out about both."""
+
+import sys
+from dataclasses import dataclass, field
+
+import torch
+
+from lifecycle.start import Errors, RunInputs
+from plan.simulation import PlannedModel, Ranks
+from ranks.memory import resident_memory
+from sampler import RunPosition
+
+
+@dataclass
+class Findings:
+    """What a plan prints."""
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: Errors = field(default_factory=Errors)
+
+    def add_problem(self, text: str) -> None:
+        self.problems.append(ValueError(text))
+
+    def print(self) -> None:
+        count = len(self.problems)
+        print("\n".join(self.lines))
+        for warning in self.warnings:
+            print(f"warning: {warning}")
+        print(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found")
+        for problem in self.problems:
+            print(f"  - {problem}")
+        sys.stdout.flush()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that is planned for."""
+
+    ranks: Ranks
+    device: torch.device
+    name: str
+    peak_flops: float | None
+    limit: int | None  # bytes that a rank may use
+    is_here: bool  # these are the ranks that this start has
+    keeps_freed: bool  # a process keeps memory that it does not need any more
+
+    @property
+    def base(self) -> int:
+        """Bytes of a rank beside its tensors."""
+        return resident_memory() if self.device.type == "cpu" else 0
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What could be found out of a run from its files; None where something is wrong."""
+
+    inputs: RunInputs
+    start: RunPosition
+    model: PlannedModel | None
