@@ -3,7 +3,10 @@
 Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 """
 
+import contextlib
+import dataclasses
 import difflib
+import io
 import itertools
 import math
 import os
@@ -163,6 +166,22 @@ def read_yaml(path: Path, *, named: str) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{named}: expected 'option: value' lines, got {type(content).__name__}")
     return content
+
+
+def parse_value(name: str, value: Any, options_class: type) -> Any:
+    """What a YAML file's `value` is as the option `name`; ValueError if it can be none."""
+    import tyro
+
+    (field_type,) = (option.type for option, _ in iterate_fields(options_class) if option.name == name)
+    words = flag_for(name, value, field_type=field_type)
+    if field_type is bool:
+        return value
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            parsed = tyro.cli(dataclasses.make_dataclass("Alone", [(name, field_type)]), args=words)
+    except SystemExit:
+        raise ValueError(f"{name} cannot be {value!r}") from None
+    return getattr(parsed, name)
 
 
 def fill_in_environment(name: str, value: Any) -> Any:

@@ -8,7 +8,6 @@ says it, that it needs none here, or that it has no counterpart. What it does no
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from command_line import describe_options, parse_options, read_yaml
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
@@ -17,17 +16,9 @@ from trainers.conversion import convert, recognize
 from trainers.rules import MISSING
 
 
-def as_number(value: Any) -> Any:
-    """YAML 1.1 takes 1e-4 for a word."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def import_config(options: ImportConfigOptions) -> None:
     path, output_dir = Path(options.config_file), Path(options.output_dir)
-    given = {str(key): as_number(value) for key, value in read_yaml(path, named=str(path)).items()}
+    given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
     try:
         trainer = options.trainer or recognize(given)
     except ValueError as error:

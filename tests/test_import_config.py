@@ -1,18 +1,20 @@
 """Other trainers' configurations: what becomes of their keys, and that nothing is left out without a word."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from typeguard import check_type
 
 from command_line import parse_options
 from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
-from trainers.conversion import convert, recognize
+from trainers.conversion import convert, follow, recognize
 from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
-from trainers.rules import MISSING
+from trainers.rules import MISSING, Conversion
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """
@@ -141,21 +143,42 @@ def test_trls_defaults_are_those_of_its_package():
     assert {key: ours[key] for key in theirs} == theirs
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_every_key_gives_options_that_there_are(trainer):
-    """Each rule alone, with a value of each type that it might be given."""
-    train = {option.name for option, _ in iterate_fields(TrainOptions)}
-    data = {option.name for option, _ in iterate_fields(ProcessDataOptions)}
-    num_said = 0
-    for key in TRAINERS[trainer][0]:
-        for value in (True, 2, 0.5, "all", "lora", "x.jinja", "steps", "epoch", ["a"], [{"path": "p", "type": "t"}]):
-            try:
-                to = convert({key: value}, trainer, num_gpus=2)
-            except TypeError:
-                continue  # another type than this key has
-            assert to.train.keys() <= train and to.data.keys() <= data, key
-            num_said += to.told[key] != "" and not to.told[key].startswith(MISSING)
-    assert num_said > len(TRAINERS[trainer][0])
+VALUES = (
+    *(True, False, 2, 0.5, -1, 0, math.inf, "", "3", "1e-4", "many", "all", "lora", "x.jinja", "steps", "epoch"),
+    *([], ["a"], [7, {}], [{"path": "p", "type": "t"}], [{"type": "t"}], [{"path": 7}]),
+    *({}, {"a": 1}, {"min_lr": "low"}),
+)
+
+
+def test_whatever_a_key_has_is_said_so_that_the_scripts_take_it_or_is_told():
+    """Each rule alone, with values of all types."""
+    num_said, rules = 0, {rule: key for keys, _ in TRAINERS.values() for key, rule in keys.items()}
+    for rule, key in rules.items():
+        for value in VALUES:
+            to = Conversion({key: value, "learning_rate": "0"}, num_gpus=2)
+            told = follow(rule, to, key, value)
+            for options_class, values in ((TrainOptions, to.train), (ProcessDataOptions, to.data)):
+                types = {option.name: option.type for option, _ in iterate_fields(options_class)}
+                for name, said in values.items():
+                    check_type(said, types[name])
+                    assert not told.startswith(MISSING)
+                    num_said += 1
+    assert num_said > len(rules)
+
+
+def test_a_value_that_is_none_for_its_key_is_told_and_leaves_nothing(tmp_path):
+    values = dict(base_model="x", learning_rate="fast", micro_batch_size="many", sequence_len="512", seed=2.5)
+    done = run_import(tmp_path, yaml.safe_dump(values, sort_keys=False))
+    assert done.returncode == 0, done.stderr
+    for told in (
+        "learning_rate     no counterpart: learning_rate cannot be 'fast'",
+        "micro_batch_size  no counterpart: micro_batch_size is a number, given 'many'",
+        "seed              no counterpart: seed cannot be 2.5",
+        "no counterpart: learning_rate, micro_batch_size, sequence_len, seed\n",
+    ):
+        assert told in done.stdout, done.stdout
+    written = yaml.safe_load((tmp_path / "train.yaml").read_text())
+    assert written.keys() == {"model_name_or_path", "data_path", "lr_scheduler", "max_epochs", "adam_beta2"}
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -187,14 +210,14 @@ def test_values_that_their_examples_have(trainer, given, train, data, tmp_path, 
     monkeypatch.chdir(tmp_path)
     to = convert(given, trainer, num_gpus=1)
     assert to.train.items() >= train.items() and to.data.items() >= data.items()
-    assert to.data.get("input_file") == (["data/chats.json", "data/more.json"] if data else None)
+    assert to.data.get("input_file") == (("data/chats.json", "data/more.json") if data else None)
     assert not any(MISSING in what for what in to.told.values())
 
 
 def test_columns_that_cannot_be_named_are_told(tmp_path):
     (tmp_path / "dataset_info.json").write_text('{"a": {"file_name": "a.json", "columns": {"prompt": "question"}}}')
     to = convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
-    assert to.data["input_file"] == [str(tmp_path / "a.json")]
+    assert to.data["input_file"] == (str(tmp_path / "a.json"),)
     assert to.told["dataset"].endswith("of its columns prompt: question have no counterpart")
 
 

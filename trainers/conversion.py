@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from command_line import parse_value
+from options import ProcessDataOptions, TrainOptions
 from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
-from trainers.rules import MISSING, NEEDLESS, Conversion
+from trainers.rules import MISSING, NEEDLESS, Conversion, Rule
 
 
 def recognize(given: dict[str, Any]) -> str:
@@ -27,9 +29,26 @@ def convert(given: dict[str, Any], trainer: str, *, num_gpus: int) -> Conversion
         elif value is None and key not in defaults:
             to.told[key] = f"{NEEDLESS}: empty"
         else:
-            to.told[key] = rules[key](to, key, to.given[key])
+            to.told[key] = follow(rules[key], to, key, to.given[key])
     for key in [name for name in defaults if name not in given]:
-        to.told[key] = f"{rules[key](to, key, defaults[key])} ({trainer}'s default)"
+        to.told[key] = f"{follow(rules[key], to, key, defaults[key])} ({trainer}'s default)"
     to.data.setdefault("output_file", "data.arrow")
     to.train.setdefault("data_path", "data.arrow")
     return to
+
+
+def follow(rule: Rule, to: Conversion, key: str, value: Any) -> str:
+    """What a rule says of a key; that it has no counterpart, if its value is none that the options here can have."""
+    before = dict(to.train), dict(to.data)
+    try:
+        told = rule(to, key, value)
+        for options_class, values, old in (
+            (TrainOptions, to.train, before[0]),
+            (ProcessDataOptions, to.data, before[1]),
+        ):
+            for name in values.keys() - old.keys() | {name for name in old if values[name] is not old[name]}:
+                values[name] = parse_value(name, values[name], options_class)
+    except ValueError as error:
+        to.train, to.data = before
+        return f"{MISSING}: {error}"
+    return told

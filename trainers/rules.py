@@ -27,8 +27,24 @@ class Conversion:
         """The value of the first of these keys that is given."""
         return next((self.given[name] for name in names if self.given.get(name) is not None), default)
 
+    def get_number(self, *names: str, default: int) -> int | float:
+        """The number that the first of these keys that is given has."""
+        name = next((name for name in names if self.given.get(name) is not None), None)
+        return default if name is None else read_number(name, self.given[name])
+
 
 Rule = Callable[[Conversion, str, Any], str]  # notes the options of a key with a value; returns what became of it
+
+
+def read_number(key: str, value: Any) -> int | float:
+    """The number that a key's value is, as YAML 1.1 has it or in words, as it takes 1e-4; ValueError if it is none."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{key} is a number, given {value!r}")
+    return int(number) if number.is_integer() else number
 
 
 def say(name: str) -> Rule:
@@ -80,7 +96,7 @@ def choose(name: str, choices: dict[Any, Any]) -> Rule:
     """The option `name`, by a table of the key's values; a value that is not there has no counterpart."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
-        if value not in choices:
+        if isinstance(value, dict | list) or value not in choices:
             return f"{MISSING}: {name} can be {', '.join(map(str, dict.fromkeys(choices.values())))}"
         to.train[name] = choices[value]
         return f"{name}: {choices[value]}"
@@ -95,15 +111,16 @@ def say_model(to: Conversion, key: str, value: Any) -> str:
 
 def say_batch(to: Conversion, key: str, value: Any) -> str:
     """One number in place of three: samples of a step over all GPUs."""
-    a_gpu = to.get("micro_batch_size", "per_device_train_batch_size", default=8 if "per_device" in key else 1)
-    accumulated = to.get("gradient_accumulation_steps", default=1)
+    a_gpu = to.get_number("micro_batch_size", "per_device_train_batch_size", default=8 if "per_device" in key else 1)
+    accumulated = to.get_number("gradient_accumulation_steps", default=1)
     to.train["batch_size"] = a_gpu * accumulated * to.num_gpus
     return f"batch_size: {to.train['batch_size']} ({a_gpu} x {accumulated} x {to.num_gpus} GPUs)"
 
 
 def say_length(to: Conversion, key: str, value: Any) -> str:
     """Longest sample, and what of such rows a GPU takes at a time."""
-    a_gpu = to.get("micro_batch_size", "per_device_train_batch_size", default=1)
+    a_gpu = to.get_number("micro_batch_size", "per_device_train_batch_size", default=1)
+    value = read_number(key, value)
     to.data["max_sample_num_tokens"], to.train["max_tokens_per_gpu"] = value, value * a_gpu
     return (
         f"max_sample_num_tokens: {value} (of process_data.py: longer ones are dropped);"
@@ -113,6 +130,7 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
 
 def say_warmup(to: Conversion, key: str, value: Any) -> str:
     """Steps; transformers also takes a share of the run there."""
+    value = read_number(key, value)
     return say("warmup_ratio" if 0 < value < 1 else "num_warmup_steps")(to, key, value)
 
 
@@ -123,21 +141,26 @@ def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
     given = dict(value)
     rate, lowest = given.pop("min_lr_rate", None), given.pop("min_lr", None)
     if rate is None and lowest is not None:
-        rate = lowest / to.get("learning_rate")
+        peak = to.get_number("learning_rate", default=0)
+        if peak <= 0:
+            raise ValueError(f"min_lr is a share of the learning rate, which is {peak}")
+        rate = read_number("min_lr", lowest) / peak
     if rate is not None:
         to.train["min_lr_ratio"] = rate
     said = [] if rate is None else [f"min_lr_ratio: {rate}"]
-    return "; ".join([*said, *([f"{MISSING}: {', '.join(given)}"] if given else [])]) or NEEDLESS
+    return "; ".join([*said, *([f"{MISSING}: {', '.join(map(str, given))}"] if given else [])]) or NEEDLESS
 
 
 def say_epochs(to: Conversion, key: str, value: Any) -> str:
-    if to.get("max_steps", default=-1) > 0:
+    value = read_number(key, value)
+    if to.get_number("max_steps", default=-1) > 0:
         return f"{NEEDLESS}: max_steps ends the run"
     to.train["max_epochs"] = math.ceil(value)
     return f"max_epochs: {to.train['max_epochs']}" + ("" if value == math.ceil(value) else f" (given {value})")
 
 
 def say_steps(to: Conversion, key: str, value: Any) -> str:
+    value = read_number(key, value)
     if value <= 0:
         return NEEDLESS
     to.train["max_steps"] = value
@@ -149,9 +172,10 @@ def say_saves(to: Conversion, key: str, value: Any) -> str:
     if value == "epoch" or (key == "saves_per_epoch" and value == 1):
         to.train["checkpoint_at_epoch"] = True
         return "checkpoint_at_epoch: true"
-    if key == "save_steps" and value >= 1 and to.get("save_strategy", default="steps") == "steps":
-        to.train["checkpoint_every_steps"] = int(value)
-        return f"checkpoint_every_steps: {int(value)} (to resume from; --min-samples-per-checkpoint exports models)"
+    is_by_steps = key == "save_steps" and to.get("save_strategy", default="steps") == "steps"
+    if is_by_steps and (steps := read_number(key, value)) >= 1:
+        to.train["checkpoint_every_steps"] = steps
+        return f"checkpoint_every_steps: {steps} (to resume from; --min-samples-per-checkpoint exports models)"
     return f"{NEEDLESS}: a checkpoint is written every half hour, and the model at the end"
 
 
@@ -163,9 +187,9 @@ def say_evals(to: Conversion, key: str, value: Any) -> str:
     if value == "epoch" or (key == "evals_per_epoch" and value == 1):
         to.train["validate_at_epoch"] = True
         return "validate_at_epoch: true"
-    if key == "eval_steps" and value >= 1:
-        to.train["validate_every_steps"] = int(value)
-        return f"validate_every_steps: {int(value)}"
+    if key == "eval_steps" and (steps := read_number(key, value)) >= 1:
+        to.train["validate_every_steps"] = steps
+        return f"validate_every_steps: {steps}"
     return (
         f"{NEEDLESS}: data for validation is measured before and after the run"
         if value in ("no", "steps")
@@ -174,9 +198,10 @@ def say_evals(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_share(to: Conversion, key: str, value: Any) -> str:
-    if not value:
+    value = read_number(key, value)
+    if value == 0:
         return NEEDLESS
-    if value >= 1:
+    if not 0 < value < 1:
         return f"{MISSING}: validation_share is a share, given {value} rows"
     to.data["validation_share"] = value
     to.train["validation_data_path"] = "data.validation.arrow"
@@ -206,6 +231,8 @@ def say_targets(to: Conversion, key: str, value: Any) -> str:
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not names or names in (["all"], ["all-linear"]) or value is True:
         return f"{NEEDLESS}: every linear layer of the blocks has an adapter"
+    if not isinstance(names, list):
+        raise ValueError(f"{key} is a list of names, given {value!r}")
     to.train["lora_target_modules"] = names
     return f"lora_target_modules: {names}"
 
@@ -223,7 +250,9 @@ def say_datasets(to: Conversion, key: str, value: Any) -> str:
     """Axolotl's list of data sets: files of rows, or one of the hub; what a row is, process_data.py sees by itself."""
     listed = value if isinstance(value, list) else [value]
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
-    paths = [str(entry["path"]) for entry in entries]
+    paths = [entry.get("path") for entry in entries]
+    if not paths or not all(isinstance(path, str) for path in paths):
+        raise ValueError(f"{key} is a list of data sets, each with its path, given {value!r}")
     others = {name for entry in entries for name, item in entry.items() if not is_so_anyway(name, item)}
     is_hub = len(entries) == 1 and data_ending(Path(paths[0])) not in ENDINGS
     said = {"field_messages": "messages_field"}
@@ -245,6 +274,8 @@ def say_datasets(to: Conversion, key: str, value: Any) -> str:
 
 def say_hub_dataset(to: Conversion, key: str, value: Any) -> str:
     """TRL's data set of the hub, with its configuration."""
+    if not isinstance(value, str):
+        raise ValueError(f"{key} is a name, given {value!r}")
     config = to.given.get("dataset_config")
     to.data["input_dataset"] = value if config is None else f"{value}:{config}"
     return f"input_dataset: {to.data['input_dataset']} (of process_data.py)"
@@ -252,10 +283,10 @@ def say_hub_dataset(to: Conversion, key: str, value: Any) -> str:
 
 def say_listed_datasets(to: Conversion, key: str, value: Any) -> str:
     """LLaMA-Factory's names, by the list of data sets that is beside their files."""
-    folder = Path(to.get("dataset_dir", default="data"))
+    folder = Path(str(to.get("dataset_dir", default="data")))
     names = [name.strip() for name in str(value).split(",")]
     info = folder / "dataset_info.json"
-    listed = json.loads(info.read_text()) if info.is_file() else {}
+    listed = read_data_sets(info) if info.is_file() else {}
     entries = [listed.get(name, {}) for name in names]
     files = [entry.get("file_name") for entry in entries]
     if None in files:
@@ -271,12 +302,23 @@ def say_listed_datasets(to: Conversion, key: str, value: Any) -> str:
     return f"input_file: {', '.join(to.data['input_file'])} (of process_data.py){more}"
 
 
+def read_data_sets(path: Path) -> dict[str, dict[str, Any]]:
+    """LLaMA-Factory's data sets by name; ValueError if the file has something else."""
+    try:
+        listed = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    entries = list(listed.values()) if isinstance(listed, dict) else [None]
+    if not all(isinstance(entry, dict) and isinstance(entry.get("columns", {}), dict) for entry in entries):
+        raise ValueError(f"{path}: not a mapping of names to data sets")
+    return listed
+
+
 def say_template(to: Conversion, key: str, value: Any) -> str:
     if value in (None, "tokenizer_default", "default", "jinja"):
         return f"{NEEDLESS}: the model's own template is used"
-    known = {"chatml": "chatml", "llama3": "llama3", "zephyr": "zephyr"}
-    if value in known or str(value).endswith(".jinja"):
-        to.data["chat_template"] = known.get(value, value)
+    if value in ("chatml", "llama3", "zephyr") or str(value).endswith(".jinja"):
+        to.data["chat_template"] = value
         return f"chat_template: {to.data['chat_template']} (of process_data.py)"
     return f"{NEEDLESS}: the model's own template is used; if {value} is another, give its Jinja file as chat_template"
 
@@ -292,7 +334,7 @@ def say_trained(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_trackers(to: Conversion, key: str, value: Any) -> str:
-    names = [value] if isinstance(value, str) else list(value or [])
+    names = [str(name) for name in (value if isinstance(value, list) else [value] if value else [])]
     known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     if known:
         to.train["track"] = known
