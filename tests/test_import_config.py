@@ -214,6 +214,15 @@ def test_values_that_their_examples_have(trainer, given, train, data, tmp_path, 
     assert not any(MISSING in what for what in to.told.values())
 
 
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"a": 7}', '{"a": {"file_name": 7}}', '{"a": {"columns": {"prompt": [1]}}}']
+)
+def test_a_list_of_data_sets_that_is_none_is_told(content, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(content)
+    to = convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
+    assert to.told["dataset"].startswith(f"{MISSING}: {tmp_path / 'dataset_info.json'}") and "input_file" not in to.data
+
+
 def test_columns_that_cannot_be_named_are_told(tmp_path):
     (tmp_path / "dataset_info.json").write_text('{"a": {"file_name": "a.json", "columns": {"prompt": "question"}}}')
     to = convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)

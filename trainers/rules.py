@@ -286,8 +286,7 @@ def say_listed_datasets(to: Conversion, key: str, value: Any) -> str:
     folder = Path(str(to.get("dataset_dir", default="data")))
     names = [name.strip() for name in str(value).split(",")]
     info = folder / "dataset_info.json"
-    listed = read_data_sets(info) if info.is_file() else {}
-    entries = [listed.get(name, {}) for name in names]
+    entries = read_data_sets(info, names)
     files = [entry.get("file_name") for entry in entries]
     if None in files:
         return f"{MISSING}: name its file as input_file in data.yaml (given {value!r}, not a file of {info})"
@@ -302,16 +301,20 @@ def say_listed_datasets(to: Conversion, key: str, value: Any) -> str:
     return f"input_file: {', '.join(to.data['input_file'])} (of process_data.py){more}"
 
 
-def read_data_sets(path: Path) -> dict[str, dict[str, Any]]:
-    """LLaMA-Factory's data sets by name; ValueError if the file has something else."""
+def read_data_sets(path: Path, names: list[str]) -> list[dict[str, Any]]:
+    """What LLaMA-Factory's list says of these data sets, empty where it has none; ValueError if that is no data set."""
     try:
-        listed = json.loads(path.read_text())
+        listed = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    entries = list(listed.values()) if isinstance(listed, dict) else [None]
-    if not all(isinstance(entry, dict) and isinstance(entry.get("columns", {}), dict) for entry in entries):
-        raise ValueError(f"{path}: not a mapping of names to data sets")
-    return listed
+    entries = [listed.get(name, {}) if isinstance(listed, dict) else None for name in names]
+    for entry in entries:
+        columns = entry.get("columns", {}) if isinstance(entry, dict) else None
+        if not isinstance(columns, dict) or not all(
+            isinstance(text, str | None) for text in (entry.get("file_name"), *columns.values())
+        ):
+            raise ValueError(f"{path}: not a mapping of names to data sets with a file_name and columns")
+    return entries
 
 
 def say_template(to: Conversion, key: str, value: Any) -> str:
