@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokeniz
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from lifecycle.export import ExportParts, export_model
-from lifecycle.tower_files import find_tensors
+from lifecycle.tower_files import StoredTensor, find_tensors
 from methods.full import Full
 from model.check import check_model
 from model.config import ModelSource, check_rope, load_config, load_generation_config
@@ -118,16 +118,19 @@ def export(packed_model: PackedModel, path: Path, export_dir: Path, world: World
     export_model(packed_model, export_dir, parts, world=world)
 
 
+def read_tensor(tensor: StoredTensor) -> bytes:
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.start)
+        return file.read(tensor.num_bytes)
+
+
 def find_fault(path: Path, export_dir: Path) -> str | None:
     """What of an export is not as the model was that it was made from, untrained; None if all is."""
     before, after = find_tensors(path), find_tensors(export_dir)
     if different := sorted(before.keys() ^ after.keys()):
         return f"{len(different)} keys differ, such as {different[0]}"
     for name, tensor in before.items():
-        copies = [
-            (one.entry, one.path.read_bytes()[one.start : one.start + one.num_bytes]) for one in (tensor, after[name])
-        ]
-        if copies[0] != copies[1]:
+        if (tensor.entry, read_tensor(tensor)) != (after[name].entry, read_tensor(after[name])):
             return f"{name} is not as it was"
     loaded, report = AutoModelForMultimodalLM.from_pretrained(export_dir, output_loading_info=True)
     own = AutoModelForMultimodalLM.from_pretrained(path)
