@@ -24,6 +24,7 @@ from options import (
     flag_name,
     flatten_options,
     iterate_fields,
+    list_types,
 )
 from problems.finding import find_problems
 from ranks.ending import exit_with_message
@@ -74,7 +75,7 @@ def find_preset_words(words: list[str], options_class: type) -> list[str]:
     names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == "--preset"]
     names += [word.removeprefix("--preset=") for word in words if word.startswith("--preset=")]
     values = PRESETS.get(names[-1], {}) if names else {}  # tyro refuses a name that is none
-    types = {option.name: option.type for option, _ in iterate_fields(TrainOptions)}
+    types = list_types(TrainOptions)
     return [word for name, value in values.items() for word in flag_for(name, value, field_type=types[name])]
 
 
@@ -125,16 +126,15 @@ def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
 def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
     """By option, what a YAML file says of it, as command-line words."""
     config = read_yaml(path, named=f"--config {path}")
-    fields = {option.name: option.type for option, _ in iterate_fields(options_class)}
-    flags, problems = {}, []
+    types, flags, problems = list_types(options_class), {}, []
     for key, value in config.items():
         name = str(key).replace("-", "_")
         try:
-            if name not in fields or name == "config":
-                close = difflib.get_close_matches(name, fields, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(fields)}"
+            if name not in types or name == "config":
+                close = difflib.get_close_matches(name, types, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(types)}"
                 raise ValueError(f"unknown option {key!r}{hint}")
-            flags[name] = flag_for(name, fill_in_environment(name, value), field_type=fields[name])
+            flags[name] = flag_for(name, fill_in_environment(name, value), field_type=types[name])
         except ValueError as error:
             problems.append(f"--config {path}: {error}")
     if problems:
@@ -172,7 +172,7 @@ def parse_value(name: str, value: Any, options_class: type) -> Any:
     """What a YAML file's `value` is as the option `name`; ValueError if it can be none."""
     import tyro
 
-    (field_type,) = (option.type for option, _ in iterate_fields(options_class) if option.name == name)
+    field_type = list_types(options_class)[name]
     words = flag_for(name, value, field_type=field_type)
     if field_type is bool:
         return value

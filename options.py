@@ -744,6 +744,11 @@ def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str
             yield entry, None
 
 
+def list_types(options_class: type) -> dict[str, Any]:
+    """The type of every option by its name."""
+    return {option.name: option.type for option, _ in iterate_fields(options_class)}
+
+
 def flatten_options(options: Any) -> dict[str, Any]:
     """The value of every option by its name."""
     return {

@@ -29,7 +29,7 @@ from architectures import (
     make_parser,
     save_tiny_model,
 )
-from harness import build, describe_versions, make_options
+from harness import build, describe_versions, make_options, read_tensor
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokeniz
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from lifecycle.export import ExportParts, export_model
-from lifecycle.tower_files import StoredTensor, find_tensors
+from lifecycle.tower_files import find_tensors
 from methods.full import Full
 from model.check import check_model
 from model.config import ModelSource, check_rope, load_config, load_generation_config
@@ -116,12 +116,6 @@ def export(packed_model: PackedModel, path: Path, export_dir: Path, world: World
     source = ModelSource(str(path), config)
     parts = ExportParts(objective, Full(), generation_config, tokenizer, torch.float32, source)
     export_model(packed_model, export_dir, parts, world=world)
-
-
-def read_tensor(tensor: StoredTensor) -> bytes:
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.start)
-        return file.read(tensor.num_bytes)
 
 
 def find_fault(path: Path, export_dir: Path) -> str | None:

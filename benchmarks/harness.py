@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from chat.labels import IGNORED
 from lifecycle.step import TrainState
+from lifecycle.tower_files import StoredTensor
 from methods.full import Full
 from model.build import build_model
 from model.config import ModelSource, load_config
@@ -148,3 +149,10 @@ def find_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def read_tensor(tensor: StoredTensor) -> bytes:
+    """A stored tensor's numbers, without the rest of its file."""
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.start)
+        return file.read(tensor.num_bytes)

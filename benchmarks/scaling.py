@@ -234,11 +234,10 @@ def simulate_step(
     slowest = work.max(axis=1)
     num_blocks, num_shards = len(communication.block_parameters), communication.num_shards
     of_block, of_others = communication.block_parameters[0], communication.other_parameters
-    gather, reduce = network.seconds(2 * of_block, num_shards), network.seconds(4 * of_block, num_shards)  # bf16, fp32
-    gather_others, reduce_others = (
-        network.seconds(2 * of_others, num_shards),
-        network.seconds(4 * of_others, num_shards),
-    )
+    gather = network.seconds(2 * of_block, num_shards)  # bf16
+    reduce = network.seconds(4 * of_block, num_shards)  # fp32
+    gather_others = network.seconds(2 * of_others, num_shards)
+    reduce_others = network.seconds(4 * of_others, num_shards)
     forward_share = communication.forward_share
     exposed = 0.0
     for k, seconds in enumerate(slowest):

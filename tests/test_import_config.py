@@ -11,7 +11,7 @@ import yaml
 from typeguard import check_type
 
 from command_line import parse_options
-from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields
+from options import ProcessDataOptions, TrainOptions, flatten_options, list_types
 from trainers.conversion import convert, follow, recognize
 from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
 from trainers.rules import MISSING, Conversion
@@ -146,19 +146,21 @@ def test_trls_defaults_are_those_of_its_package():
 VALUES = (
     *(True, False, 2, 0.5, -1, 0, math.inf, "", "3", "1e-4", "many", "all", "lora", "x.jinja", "steps", "epoch"),
     *([], ["a"], [7, {}], [{"path": "p", "type": "t"}], [{"type": "t"}], [{"path": 7}]),
-    *({}, {"a": 1}, {"min_lr": "low"}),
+    *({}, {"a": 1}, {1: {2: 3}, "a": 1}, {"min_lr": "low"}, {"min_lr": [1]}, [{"a": 1}], [[1]], 10**400),
+    [{"path": "p", "field_messages": ["a"], "roles_to_train": 7}],
+    [{"path": "p", "roles_to_train": [{}], 1: 2, "a": 3}],
 )
 
 
 def test_whatever_a_key_has_is_said_so_that_the_scripts_take_it_or_is_told():
     """Each rule alone, with values of all types."""
-    num_said, rules = 0, {rule: key for keys, _ in TRAINERS.values() for key, rule in keys.items()}
-    for rule, key in rules.items():
+    num_said, rules = 0, {pair for keys, _ in TRAINERS.values() for pair in keys.items()}
+    for key, rule in rules:
         for value in VALUES:
             to = Conversion({key: value, "learning_rate": "0"}, num_gpus=2)
             told = follow(rule, to, key, value)
             for options_class, values in ((TrainOptions, to.train), (ProcessDataOptions, to.data)):
-                types = {option.name: option.type for option, _ in iterate_fields(options_class)}
+                types = list_types(options_class)
                 for name, said in values.items():
                     check_type(said, types[name])
                     assert not told.startswith(MISSING)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from breadth import wide
+from harness import read_tensor
 from in_process import train_on
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -99,8 +100,7 @@ def load(path: Path) -> PreTrainedModel:
 
 def read_bytes(directory: Path) -> dict[str, tuple[str, bytes]]:
     """Every stored tensor's type and bytes."""
-    return {name: (tensor.entry["dtype"], tensor.path.read_bytes()[tensor.start :][: tensor.num_bytes])
-            for name, tensor in find_tensors(directory).items()}  # fmt: skip
+    return {name: (tensor.entry["dtype"], read_tensor(tensor)) for name, tensor in find_tensors(directory).items()}
 
 
 def train(world, path: Path, data: Path, output_dir: Path, *, num_ranks: int = 1, **options: object) -> Path:

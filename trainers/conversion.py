@@ -39,16 +39,24 @@ def convert(given: dict[str, Any], trainer: str, *, num_gpus: int) -> Conversion
 
 def follow(rule: Rule, to: Conversion, key: str, value: Any) -> str:
     """What a rule says of a key; that it has no counterpart, if its value is none that the options here can have."""
-    before = dict(to.train), dict(to.data)
+    before = to.train, to.data
+    to.train, to.data = dict(to.train), dict(to.data)
     try:
         told = rule(to, key, value)
-        for options_class, values, old in (
-            (TrainOptions, to.train, before[0]),
-            (ProcessDataOptions, to.data, before[1]),
-        ):
-            for name in values.keys() - old.keys() | {name for name in old if values[name] is not old[name]}:
-                values[name] = parse_value(name, values[name], options_class)
+        to.train = parse_said(to.train, before[0], TrainOptions)
+        to.data = parse_said(to.data, before[1], ProcessDataOptions)
+        return told
     except ValueError as error:
-        to.train, to.data = before
-        return f"{MISSING}: {error}"
-    return told
+        reason = str(error)
+    except TypeError:  # a list, a mapping or a number in the place of something else
+        reason = f"{key} cannot be {value!r}"
+    to.train, to.data = before
+    return f"{MISSING}: {reason}"
+
+
+def parse_said(values: dict[str, Any], before: dict[str, Any], options_class: type) -> dict[str, Any]:
+    """Options with those that are not as they were `before` in their own types; ValueError if one can be none."""
+    return {
+        name: value if name in before and value is before[name] else parse_value(name, value, options_class)
+        for name, value in values.items()
+    }

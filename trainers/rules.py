@@ -40,7 +40,7 @@ def read_number(key: str, value: Any) -> int | float:
     """The number that a key's value is, as YAML 1.1 has it or in words, as it takes 1e-4; ValueError if it is none."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{key} is a number, given {value!r}")
@@ -96,7 +96,7 @@ def choose(name: str, choices: dict[Any, Any]) -> Rule:
     """The option `name`, by a table of the key's values; a value that is not there has no counterpart."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
-        if isinstance(value, dict | list) or value not in choices:
+        if value not in list(choices):
             return f"{MISSING}: {name} can be {', '.join(map(str, dict.fromkeys(choices.values())))}"
         to.train[name] = choices[value]
         return f"{name}: {choices[value]}"
