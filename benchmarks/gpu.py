@@ -1,18 +1,22 @@
 """One command that uses a borrowed GPU's minutes well: stages, what is most worth knowing first.
 
-    python benchmarks/gpu.py --minutes 9    # as often as needed: the next call goes on where the last one ended
+    python benchmarks/gpu.py --minutes 9    # as often as needed: the next call continues where the last one ended
     python benchmarks/gpu.py --tiny         # all of it in small, also on a CPU
-    python benchmarks/gpu.py --again tests  # some stages once more
+    python benchmarks/gpu.py --again trace  # some stages once more
 
-Each stage is a process with its own time limit. One that fails or hangs is told and passed over. What it found is
-written as soon as it ends: a line of stages.jsonl, and anew the whole of summary.txt, beside log.txt and the trace, in
---results; where the environment names a folder OUT, copies of them go there, too. A call cut off in the midst of a
-stage begins it once more. docs/performance.md says what to carry to a machine that nothing outside can be reached from.
+Each stage is a process with its own time limit, at most what is left of the call. A stage that fails or hangs is
+reported and skipped, and what it had found by then is kept. Results are written as soon as a stage ends: a line of
+stages.jsonl, and all of summary.txt anew, beside log.txt and the trace, in --results; where the environment names a
+folder OUT, copies go there, too. A stage that the end of a call cut off starts over in the next call, once.
+
+Packages that the machine's Python lacks are installed for the stages from --wheels, without network.
+docs/performance.md lists what to carry to a machine that reaches nothing outside.
 """
 
 import argparse
 import contextlib
 import gzip
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -33,7 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "quickstart"), str(ROOT / "tests")]
 
 STAGES_FILE, SUMMARY, LOG = "stages.jsonl", "summary.txt", "log.txt"
-MOST_STARTS = 2  # of a stage that ends with its call: then it is passed over
+MOST_STARTS = 2  # of a stage that ends with its call
+MIN_SECONDS = 30  # left of a call for a stage to be worth starting
 TAIL = 2000  # characters of a failed stage's output in its line
 MAX_TRACE_BYTES = 15 << 20
 TINY_LIMIT = 6  # times a stage's limit, on a CPU that has other work
@@ -64,7 +69,7 @@ class Stage:
     name: str
     seconds: int  # limit
     run: Callable[[Setup, Report], None]
-    needs: tuple[str, ...] = ()  # packages
+    needs: tuple[str, ...] = ("tyro",)  # modules
 
 
 # --- What is run, and what it says --------------------------------------------------------------------------
@@ -88,7 +93,29 @@ def run_script(*argv: object) -> str:
 
 
 def make_env() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    """The stages' environment; what the caller's PYTHONPATH has comes after the checkout."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+def install_wheels(wheels: Path, site: Path) -> None:
+    """Installs into `site`, for this process and the stages, those wheels whose packages this Python does not have."""
+    missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not is_installed(wheel.name.split("-")[0])]
+    if missing:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+        subprocess.run([*pip, "--target", str(site), *map(str, missing)], check=True)
+    if site.exists():
+        sys.path.append(str(site))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(site)]))
+        importlib.invalidate_caches()
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def prepare(setup: Setup, shape: str) -> tuple[Path, Path]:
@@ -179,19 +206,23 @@ def show_device(setup: Setup, report: Report) -> None:
         report(found)
 
 
-def run_tests(setup: Setup, report: Report) -> None:
-    """`pytest -m gpu`, on the files that have such tests: the others may need packages that are not there."""
-    files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    chosen = ["-k", "every_backend"] if setup.tiny else []
-    os.environ["GPU_TESTS_ON_CPU"] = "1"
-    command = ["-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", *chosen, *files]
-    try:
-        text = run_script(*command)
-    except RuntimeError as error:
-        failed = re.findall(r"^(?:FAILED|ERROR) .*", str(error), flags=re.MULTILINE)
-        report({"outcome": str(error).splitlines()[-1], "failed": failed})
-        raise
-    report({"outcome": text.splitlines()[-1]})
+def run_tests(chosen: str, *, of_tiny: str | None = None) -> Callable[[Setup, Report], None]:
+    """`pytest -m gpu -k CHOSEN`, on the files that have such tests: the others may need packages that are not there."""
+
+    def run(setup: Setup, report: Report) -> None:
+        files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+        expression = of_tiny if setup.tiny and of_tiny else chosen
+        os.environ["GPU_TESTS_ON_CPU"] = "1"
+        options = ["-m", "gpu", "-k", expression, "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+        try:
+            text = run_script("-m", "pytest", *options, *files)
+        except RuntimeError as error:
+            failed = re.findall(r"^(?:FAILED|ERROR) .*", str(error), flags=re.MULTILINE)
+            report({"outcome": str(error).splitlines()[-1], "failed": failed})
+            raise
+        report({"outcome": text.splitlines()[-1]})
+
+    return run
 
 
 def measure_step(shape: str, **options: object) -> Callable[[Setup, Report], None]:
@@ -229,18 +260,18 @@ def measure_compiled(shape: str, checkpointing: str) -> Callable[[Setup, Report]
     return measure
 
 
-def compare_with_trl(shape: str, checkpointing: str) -> Callable[[Setup, Report], None]:
-    """benchmarks/train_step.py, both with FlashAttention if it is installed, else both with SDPA."""
+def compare_with_others(shape: str, checkpointing: str) -> Callable[[Setup, Report], None]:
+    """benchmarks/train_step.py: ours with attention by `auto`, a plain loop, and TRL where it is installed."""
 
     def compare(setup: Setup, report: Report) -> None:
         has_flash = importlib.util.find_spec("flash_attn") is not None and not setup.tiny
+        methods = ["ours", "plain", *(["trl"] if importlib.util.find_spec("trl") is not None else [])]
         sizes = (8, 4, 1) if setup.tiny else (256, 16, 3)
         text = run_script(
-            "benchmarks/train_step.py", "--shape", setup.shape(shape), "--methods", "ours", "trl",
+            "benchmarks/train_step.py", "--shape", setup.shape(shape), "--methods", *methods,
             "--batch-size", sizes[0], "--micro-batch-size", sizes[1], "--num-steps", sizes[2], "--num-rounds", 1,
             "--max-tokens-per-gpu", setup.tokens(8192), "--activation-checkpointing", checkpointing,
-            "--attention", "flash_attn" if has_flash else "sdpa",
-            "--trl-attention", "flash_attention_2" if has_flash else "sdpa",
+            "--attention", "auto", "--trl-attention", "flash_attention_2" if has_flash else "sdpa",
         )  # fmt: skip
         table = [line for line in text.splitlines() if line.startswith("| ")]
         report({"table": table, "failed": [line for line in text.splitlines() if " failed: " in line]})
@@ -295,18 +326,19 @@ def kill_and_resume(setup: Setup, report: Report) -> None:
 
 
 STAGES = [
-    Stage("device", 90, show_device),
-    Stage("tests", 300, run_tests),
+    Stage("device", 90, show_device, needs=()),
+    Stage("every backend", 120, run_tests("every_backend")),
     Stage("step of 1.5B", 240, measure_step(SMALL, activation_checkpointing="none")),
+    Stage("compiled, 1.5B", 300, measure_compiled(SMALL, "none")),
+    Stage("against others, 1.5B", 300, compare_with_others(SMALL, "none")),
     Stage("step of 7B", 480, measure_step(LARGE, activation_checkpointing="full")),
-    Stage("against TRL, 1.5B", 300, compare_with_trl(SMALL, "none"), ("trl",)),
     Stage("trace", 180, record_trace),
     Stage("kill and resume", 300, kill_and_resume),
-    Stage("compiled, 1.5B", 300, measure_compiled(SMALL, "none")),
     Stage("auto, 1.5B", 300, measure_auto(SMALL)),
+    Stage("other tests", 480, run_tests("not every_backend", of_tiny="two_that_share")),
     Stage("compiled, 7B", 480, measure_compiled(LARGE, "full")),
     Stage("auto, 7B", 480, measure_auto(LARGE)),
-    Stage("against TRL, 7B", 480, compare_with_trl(LARGE, "full"), ("trl",)),
+    Stage("against others, 7B", 480, compare_with_others(LARGE, "full")),
 ]
 
 
@@ -325,17 +357,18 @@ def read_results(results: Path) -> list[dict[str, Any]]:
 
 
 def is_due(name: str, rows: list[dict[str, Any]], again: list[str]) -> bool:
-    """Whether a stage has not come to its end yet, and has not taken call after call with it."""
+    """Whether a stage has yet to end, and was not cut off by the ends of MOST_STARTS calls."""
     if name in again:
         return True
     own = [row["status"] for row in rows if row["stage"] == name]
-    return (not own or own[-1] == "begun") and own.count("begun") < MOST_STARTS
+    return (not own or own[-1] in ("begun", "cut off")) and own.count("begun") < MOST_STARTS
 
 
 def run_stages(args: argparse.Namespace) -> None:
-    """Those that are due, as long as their limit fits into what is left of this call's minutes."""
+    """Runs the stages that are due until the minutes of this call are over."""
     deadline = time.monotonic() + 60 * args.minutes
     args.results.mkdir(parents=True, exist_ok=True)
+    install_wheels(args.wheels, args.work_dir / "site")
     for stage in STAGES:
         if args.tiny:
             stage = replace(stage, seconds=TINY_LIMIT * stage.seconds)
@@ -343,19 +376,21 @@ def run_stages(args: argparse.Namespace) -> None:
             continue
         missing = [package for package in stage.needs if importlib.util.find_spec(package) is None]
         if missing:
-            write_row(args.results, stage.name, "left out", reason=f"{missing[0]} is not installed")
+            reason = f"{missing[0]} is not installed, and {args.wheels} has no wheel of it"
+            write_row(args.results, stage.name, "left out", reason=reason)
             continue
-        if time.monotonic() + stage.seconds > deadline:
-            print(f"{stage.name}: may take {stage.seconds} s, more than is left: for the next call", flush=True)
+        left = deadline - time.monotonic()
+        if left < min(MIN_SECONDS, stage.seconds):
+            print(f"{stage.name}: {max(left, 0):.0f} s are left of this call: for the next one", flush=True)
             continue
         write_row(args.results, stage.name, "begun")
-        run_stage(stage, args)
+        run_stage(stage, args, seconds=min(left, stage.seconds))
     write_summary(args.results)
     print((args.results / SUMMARY).read_text())
 
 
-def run_stage(stage: Stage, args: argparse.Namespace) -> None:
-    """One stage in a process of its own, which ends with all that it has started."""
+def run_stage(stage: Stage, args: argparse.Namespace, *, seconds: float) -> None:
+    """Runs a stage in a process of its own, which ends with all that it has started after `seconds` at the latest."""
     found = args.results / "found.json"
     found.unlink(missing_ok=True)
     start = time.monotonic()
@@ -366,10 +401,10 @@ def run_stage(stage: Stage, args: argparse.Namespace) -> None:
             make_command(stage, args), cwd=ROOT, env=make_env(), stdout=log, stderr=log, process_group=0
         )
         try:
-            process.wait(timeout=stage.seconds)
+            process.wait(timeout=seconds)
             status = "done" if process.returncode == 0 else "failed"
         except subprocess.TimeoutExpired:
-            status = "timed out"
+            status = "timed out" if seconds == stage.seconds else "cut off"
         finally:
             kill_group(process)
     details: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1)}
@@ -431,9 +466,15 @@ def describe(row: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--minutes", type=float, default=1e9, help="of this call; a stage that may take longer waits")
+    parser.add_argument("--minutes", type=float, default=1e9, help="of this call; a stage under way then is cut off")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
     parser.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "mini_trainer_gpu")
+    parser.add_argument(
+        "--wheels",
+        type=Path,
+        default=ROOT / "benchmarks" / "wheels",
+        help="folder of wheels for packages that Python lacks",
+    )
     parser.add_argument("--again", nargs="+", choices=names, default=[], help="stages to run although they have ended")
     parser.add_argument("--tiny", action="store_true", help="models and steps of next to no size, also on a CPU")
     parser.add_argument("--stage", choices=names, help=argparse.SUPPRESS)
