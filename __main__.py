@@ -8,6 +8,7 @@ looked for. One process becomes the script. Several are torchrun's, which this p
 waits for the ranks to save, and ends with the exit code of train.py, where the command `torchrun` always returns 1.
 """
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -47,6 +48,8 @@ TORCHRUN_OPTIONS = {
     "local-ranks-filter": "whose output is shown: 0,1,...",
     "signals-to-handle": "the signals that are handed on to the ranks: SIGTERM,SIGINT,...",
 }
+# Distributions on the package index that install a package named mini_trainer, and are not this project.
+NAMESAKES = ("mini-trainer", "rhai-innovation-mini-trainer")
 # The first sign of a driver for GPUs: NVIDIA's, Windows' as WSL shows it, AMD's.
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
@@ -55,6 +58,7 @@ def main() -> None:
     """Starts what the command line names. Returns only after `--help`."""
     if ENDS_WITH_PARENT in os.environ:
         end_with(int(os.environ.pop(ENDS_WITH_PARENT)))
+    refuse_mixed_installation()
     word, *argv = sys.argv[1:] or [""]
     if word in ("-h", "--help"):
         print(describe_words())
@@ -88,6 +92,21 @@ def describe_torchrun_options() -> str:
 def refuse(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(BAD_INPUT)
+
+
+def refuse_mixed_installation() -> None:
+    """Refuses to run where another distribution has installed files of its own into this package's folder."""
+    for name in NAMESAKES:
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if Path(distribution.locate_file("mini_trainer")).resolve() == FOLDER:
+            refuse(
+                f"the package {name} {distribution.version} is another project's, and is installed into this one's"
+                f" folder, {FOLDER}: files of both have the same names. pip uninstall {name}, and install this project"
+                " again, or give each an environment of its own"
+            )
 
 
 def become_script(word: str, argv: list[str]) -> NoReturn:

@@ -38,8 +38,13 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
 
     Prints one message and exits with `ExitCode.BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
     """
-    import tyro
-
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        exit_with_message(
+            f"the package {error.name} is not installed, without which no option can be read: install the dependencies"
+            " in pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
+        )
     argv = sys.argv[1:] if argv is None else argv
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
     markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag

@@ -33,7 +33,7 @@ from ranks.world import World, call_with_world
 def evaluate(options: EvaluateOptions, world: World) -> None:
     """Measures all models, and writes what was found; ValueError or OSError for what cannot be done."""
     # What can be refused is refused before any model is loaded.
-    require("scipy", extra="evaluate", flag="evaluate_model.py")
+    require("scipy", flag="evaluate_model.py")
     models = list_models(options.model, options.run)
     names = name_files([*options.task, *options.data])
     tasks = [open_task(path, names[path], options) for path in options.task]

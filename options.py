@@ -309,7 +309,7 @@ class TrackingOptions:
     """Who is told of the run beside the metrics files (docs/tracking.md)."""
 
     track: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
-    """Trackers to send all metrics to (pip install 'mini-trainer[wandb]', and so on). Each goes by its own environment
+    """Trackers to send all metrics to (pip install wandb, and so on). Each goes by its own environment
     variables, such as WANDB_MODE and MLFLOW_TRACKING_URI."""
     track_project: str | None = None
     """Project, or MLflow's experiment; None: what the tracker's environment says, else mini_trainer."""
@@ -383,7 +383,7 @@ class LoRAOptions:
     """What an export holds: the adapter for peft and vLLM, the model with the adapter added to its weights, or both,
     the adapter then in the folder adapter/ of the model's."""
     base_quantization: Literal["none", "nf4"] = "none"
-    """nf4: hold the weights of the blocks' linear layers in 4 bits (QLoRA; pip install 'mini-trainer[qlora]')."""
+    """nf4: hold the weights of the blocks' linear layers in 4 bits (QLoRA; pip install peft bitsandbytes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,11 +411,10 @@ class ComputeOptions:
     compile: bool = False
     """torch.compile each block, once for all numbers of tokens; the first step takes a minute or more longer."""
     float8: bool = False
-    """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install 'mini-trainer[float8]', torchao): faster,
-    and less exact. Only with --compile, which makes one kernel of a cast, is there much to gain."""
+    """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install torchao): faster, and less exact. Only
+    with --compile, which makes one kernel of a cast, is there much to gain."""
     use_liger_kernels: bool = False
-    """Use liger-kernel's Triton kernels for norms, MLPs and rotary embeddings (CUDA; pip install
-    'mini-trainer[cuda]')."""
+    """Use liger-kernel's Triton kernels for norms, MLPs and rotary embeddings (CUDA; pip install liger-kernel)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -575,7 +574,7 @@ class EngineOptions:
     """What computes the answers."""
 
     engine: Literal["hf", "vllm", "openai"] = "hf"
-    """hf: transformers, on this machine; vllm: the package of that name (pip install 'mini-trainer[vllm]'); openai: a
+    """hf: transformers, on this machine; vllm: the package of that name (pip install vllm); openai: a
     server that speaks its protocol, such as those of vLLM, SGLang or llama.cpp."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type to compute in; auto: the one that the weights are stored in."""
@@ -651,7 +650,7 @@ class EvaluateOptions:
     """Files of prompts with references: the last answer of a chat, completion, answer, or choices with the right
     one's number."""
     lm_eval: tuple[str, ...] = ()
-    """Tasks of EleutherAI's harness, by name or YAML file (pip install 'mini-trainer[lm-eval]')."""
+    """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
     metrics: tuple[str, ...] = ()
     """Measures of the answers: exact_match, normalised_match, contains, number, token_f1, label, rouge_1, rouge_2,
     rouge_l, bleu, chrf; none: those that suit the references. Choices are always measured by their likelihood."""

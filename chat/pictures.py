@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 89_478_485  # where Pillow itself begins to warn of decompression bombs
-NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install 'mini-trainer[vision]'"
+NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install pillow"
 SHOWN_CHARS = 60  # of a reference, in messages
 TRIED_SIZE = (64, 48)  # of the image that a processor is tried with
 SECONDS_TO_DOWNLOAD = 30

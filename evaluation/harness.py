@@ -23,7 +23,7 @@ def check_harness(tasks: Sequence[str]) -> None:
     """ValueError if the harness is asked for and not installed, or a file of a task is not there."""
     if not tasks:
         return
-    require("lm_eval", extra="lm-eval", flag="--lm-eval")
+    require("lm_eval", flag="--lm-eval")
     for task in tasks:
         if is_file(task) and not Path(task).is_file():
             raise ValueError(f"--lm-eval {task}: no such file")

@@ -56,7 +56,7 @@ def open_task(path: str, name: str, options: EvaluateOptions) -> Task:
     measures = choose_measures(options.metrics, references)
     for measure in measures:
         if measure in PACKAGES:
-            require(PACKAGES[measure], extra="evaluate", flag=f"--metrics {measure}")
+            require(PACKAGES[measure], flag=f"--metrics {measure}")
     labels = sorted({reference for several in references for reference in several}) if "label" in measures else []
     return Task(name, prompts, measures, labels)
 

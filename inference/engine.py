@@ -49,7 +49,8 @@ class Engine(Protocol):
         ...
 
 
-def require(module: str, *, extra: str, flag: str) -> None:
-    """ValueError with what to install, if the package is not there."""
+def require(module: str, *, flag: str) -> None:
+    """Raises a ValueError that names what to install if `module` cannot be imported."""
     if importlib.util.find_spec(module) is None:
-        raise ValueError(f"{flag} needs the package {module}: pip install 'mini-trainer[{extra}]'")
+        package = {"sklearn": "scikit-learn"}.get(module, module)
+        raise ValueError(f"{flag} needs the package {package}, which is not installed: pip install {package}")

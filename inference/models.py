@@ -104,7 +104,7 @@ def check_adapter_files(adapter: Path, *, flag: str) -> None:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install 'mini-trainer[lora]'") from None
+        raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install peft") from None
 
 
 def check_answering(found: FoundModel) -> None:

@@ -24,7 +24,7 @@ class OpenAIEngine:
     """A model behind an address (see `inference.engine.Engine`)."""
 
     def __init__(self, model: str, engine: EngineOptions, sampling: SamplingOptions):
-        require("openai", extra="openai", flag="--engine openai")
+        require("openai", flag="--engine openai")
         from openai import OpenAI
 
         self.model, self.sampling, self.engine = model, sampling, engine

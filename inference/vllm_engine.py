@@ -17,7 +17,7 @@ class VLLMEngine:
     """A model that vLLM holds (see `inference.engine.Engine`)."""
 
     def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions):
-        require("vllm", extra="vllm", flag="--engine vllm")
+        require("vllm", flag="--engine vllm")
         from vllm import LLM
 
         self.found, self.sampling = found, sampling

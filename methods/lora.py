@@ -67,7 +67,7 @@ class LoRA:
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
         if importlib.util.find_spec("peft") is None:
-            raise ValueError("--lora needs the package peft, which is not installed: pip install 'mini-trainer[lora]'")
+            raise ValueError("--lora needs the package peft, which is not installed: pip install peft")
         if self.is_packed:
             check_bitsandbytes()
         if self.options.lora_adapter is not None:

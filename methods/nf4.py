@@ -30,7 +30,7 @@ def check_bitsandbytes() -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             "--base-quantization nf4 needs the package bitsandbytes, which is not installed:"
-            " pip install 'mini-trainer[qlora]'"
+            " pip install bitsandbytes peft"
         )
 
 

@@ -175,7 +175,7 @@ def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_p
     """
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         raise ValueError(
-            "--use-liger-kernels needs a CUDA device and the package liger-kernel (pip install 'mini-trainer[cuda]');"
+            "--use-liger-kernels needs a CUDA device and the package liger-kernel (pip install liger-kernel);"
             f" this is {device.type}, liger-kernel is"
             f" {'not ' if importlib.util.find_spec('liger_kernel') is None else ''}installed"
         )
@@ -202,7 +202,7 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
     is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     if not is_able or not is_installed:
         raise ValueError(
-            "--float8 needs a Hopper GPU or newer and the package torchao (pip install 'mini-trainer[float8]'); this is"
+            "--float8 needs a Hopper GPU or newer and the package torchao (pip install torchao); this is"
             f" {describe_device(device)}, torchao is {'' if is_installed else 'not '}installed"
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

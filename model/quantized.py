@@ -91,7 +91,7 @@ def check_quantization(settings: Settings, model_dir: str) -> str:
     if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(
             f"--model-name-or-path {model_dir}: the weights are quantized by {kind}, and to dequantize them needs the"
-            f" package {kind}, which is not installed: pip install 'mini-trainer[quantized]'"
+            f" package {kind}, which is not installed: pip install {kind}"
         )
     if kind == "compressed-tensors":
         check_compression(settings)

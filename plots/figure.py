@@ -43,7 +43,7 @@ def write_figure(path: Path, runs: list[Run], *, smoothing: int) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("a picture of curves needs matplotlib: pip install 'mini-trainer[plots]'") from None
+        raise ValueError("a picture of curves needs matplotlib: pip install matplotlib") from None
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # A name may have letters that no font here has.
         figure = Figure(figsize=INCHES, layout="constrained")

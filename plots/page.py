@@ -72,5 +72,5 @@ def load_library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise ValueError("a page of curves needs plotly: pip install 'mini-trainer[plots]'") from None
+        raise ValueError("a page of curves needs plotly: pip install plotly") from None
     return get_plotlyjs()

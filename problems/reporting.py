@@ -20,9 +20,7 @@ def find_tracking_problems(o: TrackingOptions) -> list[str]:
     for name in dict.fromkeys(o.track):
         missing = [module for module in TRACKER_MODULES[name] if not is_installed(module)]
         if missing:
-            problems.append(
-                f"--track {name}: {', '.join(missing)} is not installed: pip install 'mini-trainer[{name}]'"
-            )
+            problems.append(f"--track {name}: {', '.join(missing)} is not installed: pip install {' '.join(missing)}")
     return problems
 
 

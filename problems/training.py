@@ -116,8 +116,7 @@ def find_classifier_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
     if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
         problems.append(
-            "a validation measures classifiers by scikit-learn, which is not installed: pip install"
-            " 'mini-trainer[classification]'"
+            "a validation measures classifiers by scikit-learn, which is not installed: pip install scikit-learn"
         )
     return problems
 

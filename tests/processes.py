@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
 
 # Makes the third optimizer step of rank 1 fail.
 RAISING_RANK = """

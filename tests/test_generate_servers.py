@@ -160,7 +160,7 @@ def test_an_engine_that_is_not_installed_is_refused(tmp_path):
     words = flags(model=save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "m")), engine="vllm")
     done = run_forked(0, "generate.py", *words)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "--engine vllm needs the package vllm: pip install 'mini-trainer[vllm]'" in done.stderr
+    assert "--engine vllm needs the package vllm, which is not installed: pip install vllm" in done.stderr
 
 
 STAND_IN = """

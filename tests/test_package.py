@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -72,7 +73,7 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
 
 def test_a_wheel_has_one_name_and_every_file_of_the_package(wheel):
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
-    assert sorted({name.parts[0] for name in names}) == ["mini_trainer", "mini_trainer-0.1.0.dist-info"]
+    assert sorted({name.parts[0] for name in names}) == ["mini_trainer", "mini_trainer_fsdp-0.1.0.dist-info"]
     held = {Path(*name.parts[1:]) for name in names if name.parts[0] == "mini_trainer"}
     files = list_files()
     belonging = {path for path in files if len(path.parts) > 1 and path.parts[0] not in OUTSIDE}
@@ -131,6 +132,28 @@ def test_what_cannot_be_started_gets_one_message_and_exit_code_2(argv, reason, s
     done = finish(start(site, elsewhere, *argv))
     assert (done.returncode, done.stdout) == (2, "")
     assert reason in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["mini-trainer", "rhai-innovation-mini-trainer"])
+def test_another_project_in_the_same_folder_is_refused_by_its_name(name, site, elsewhere, tmp_path):
+    """As pip leaves it: both have a package `mini_trainer`, and the later one's files lie over the earlier one's."""
+    both = tmp_path / "both"
+    shutil.copytree(site, both)
+    (both / "mini_trainer" / "__init__.py").write_text("run_training = None\n")
+    info = both / f"{name.replace('-', '_')}-0.9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.9.0\n")
+    done = finish(start(both, elsewhere, "train", "--help"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"the package {name} 0.9.0 is another project's" in done.stderr and f"pip uninstall {name}" in done.stderr
+
+
+def test_no_message_or_page_names_the_namesakes_on_the_index():
+    """Nobody is told to install what is another project's."""
+    texts = {path: (ROOT / path).read_text() for path in list_files() if path.suffix in {".py", ".md", ".yaml"}}
+    del texts[Path("tests/test_package.py")]
+    asking = {str(path) for path, text in texts.items() if re.search(r"pip install '?\"?mini.trainer", text)}
+    assert not asking
 
 
 def test_what_train_hands_to_torchrun_is_torchruns_and_no_option_of_its_own():

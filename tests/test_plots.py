@@ -424,7 +424,7 @@ def test_without_the_libraries_the_message_says_what_to_install(tmp_path):
         (tmp_path / "missing" / f"{name}.py").write_text("raise ImportError")
         command = [sys.executable, "plot_metrics.py", str(path), "--output", str(tmp_path / f"x.{ending}")]
         done = run(command, env={"PYTHONPATH": f"{tmp_path / 'missing'}"})
-        assert done.returncode == 2 and name in done.stderr and "pip install 'mini-trainer[plots]'" in done.stderr
+        assert done.returncode == 2 and f"pip install {name}" in done.stderr
 
 
 # ---- following

@@ -232,9 +232,7 @@ def test_a_release_that_is_not_whole_is_refused_before_anything_large_is_read(ki
 @pytest.mark.parametrize("kind", ["bitsandbytes int8", "compressed fp8"])
 def test_a_package_that_is_not_installed_is_named(kind, releases, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"needs the package .* not installed: pip install 'mini-trainer\[quantized\]'"
-    ):
+    with pytest.raises(ValueError, match=r"needs the package .* not installed: pip install \w"):
         load_source(releases[kind])
 
 

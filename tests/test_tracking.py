@@ -334,11 +334,11 @@ def test_options_without_effect_are_refused():
     assert find_tracking_problems(track=("wandb", "wandb")) == ["--track wandb: given twice"]
 
 
-def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path):
+def test_a_package_that_is_not_installed_is_named_with_what_to_install(monkeypatch, tmp_path):
     (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(reporting.TRACKER_MODULES, "wandb", ("no_package",))
-    told = "--track wandb: no_package is not installed: pip install 'mini-trainer[wandb]'"
+    told = "--track wandb: no_package is not installed: pip install no_package"
     assert find_tracking_problems(track=("tensorboard", "wandb")) == [told]
 
 
