@@ -249,6 +249,9 @@ class EndOptions:
     """Stop at the first step at which this many tokens (trained or masked) have been read."""
     max_time: str | None = None
     """Stop, to be started again, after the step in which this time since the start has passed: minutes, or H:MM:SS."""
+    start_timeout: int = 600
+    """End the run when not all ranks have come to its start after this many seconds. Who is missing is reported every
+    30 seconds."""
     hang_timeout: int = 600
     """End the run, with every rank's stacks in output-dir/errors, when a rank gives no sign of life or does not move on
     for this many seconds. Must be more than the longest step takes; the first step, loading and saving have an hour."""
@@ -520,6 +523,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
 IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
+# Options whose values may differ between the ranks of a run: places, whose contents are compared instead or which rank
+# 0 alone reads, and what does not change the numbers. (--resume may name different places.)
+MAY_DIFFER = (
+    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter"),
+    *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
+    *("labels_from", "data_cache_dir", "output_dir", "config", "preset", "logging_level", "num_proc", "resume"),
+)
 # Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
 UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
 

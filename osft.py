@@ -92,6 +92,10 @@ class OSFT:
         own = [] if self.calibration_data is None else [hash_file(self.calibration_data.path)["sha256"]]
         return sorted({*known, *own})
 
+    def list_read_files(self) -> dict[str, Path]:
+        data = self.calibration_data
+        return {} if data is None else {"--osft-calibration-data": data.path}
+
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         if self.needs_statistics:
             self.statistics = prepare_statistics(

@@ -57,7 +57,7 @@ from corpus.split import SIDES, SideWriter, describe_split, mark_place
 from corpus.survey import describe_repeats, survey_rows
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
-from disk import written_aside
+from disk import hash_file, written_aside
 from model.files import find_model
 from options import ProcessDataOptions, RowOptions
 from ranks.ending import ExitCode, exit_with_message
@@ -244,8 +244,8 @@ def write_companions(
         other = outputs.data_sets[1 - i].data if outputs.is_split else None
         split = None if other is None else describe_split(SIDES[i], share=options.rows.validation_share, other=other)
         tokenizer_dir = files.tokenizer.name if changes_tokenizer(options) else None
-        sidecar = describe(totals) | {"tokenizer_dir": tokenizer_dir, "split": split}
-        aside[files.sidecar].write_text(json.dumps(sidecar, indent=2) + "\n")
+        made = {"tokenizer_dir": tokenizer_dir, "split": split, "file": hash_file(aside[files.data])}
+        aside[files.sidecar].write_text(json.dumps(describe(totals) | made, indent=2) + "\n")
 
 
 def write_data(

@@ -31,6 +31,7 @@ import time
 
 import torch.distributed as dist
 
+from lifecycle.agreement import describe_inputs, describe_start
 from lifecycle.due import what_is_due
 from lifecycle.metrics import StepMeter
 from lifecycle.raw_rows import tokenize_rows
@@ -43,9 +44,10 @@ from model.flops import count_flops
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
 from plan.auto_settings import settle_auto_options
+from ranks.agreement import compare_ranks
 from ranks.devices import peak_flops
 from ranks.ending import ExitCode, log
-from ranks.world import World, call_on_rank0, connect_lifeline, init_world, setup_logging
+from ranks.world import World, call_on_rank0, connect_lifeline, divide_world, init_world, setup_logging
 from sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
 
 
@@ -58,6 +60,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     for warning in inputs.warnings:
         log.warning(f"warning: {warning}")
     inputs.errors.raise_all()
+    compare_ranks(world, lambda: describe_inputs(inputs, options))
     call_on_rank0(world, lambda: find_weights(options.model.model_name_or_path, inputs.model_dir))
     run.claim(inputs)
 
@@ -133,8 +136,10 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
 if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
-        world = init_world(options.sharding, hang_timeout=options.end.hang_timeout)
+        world = init_world(hang_timeout=options.end.hang_timeout, start_timeout=options.end.start_timeout)
         connect_lifeline(world, control)
+        compare_ranks(world, lambda: describe_start(options, world))
+        world = divide_world(world, options.sharding)
         options = tokenize_rows(options, world, control)
         code, message = train(options, world, control)
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ from tiny_models import build, load_source
 from lifecycle.start import RunInputs, choose_method
 from objectives.causal_lm import CausalLM
 from optim.optimizers import build_optimizer
-from options import ShardingOptions, TrainOptions, group_options
+from options import TrainOptions, group_options
 from plan.simulation import Load, Ranks, lay_out_model, simulate_step
 from ranks.memory import MemoryCounter
 from ranks.world import World, init_world
@@ -119,7 +119,7 @@ def main() -> None:
             plan_shape(args.model, num_tokens, args.ranks)
         return
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        world = init_world(ShardingOptions())
+        world = init_world()
         for num_tokens in args.tokens:
             compare(num_tokens, world, pool)
 

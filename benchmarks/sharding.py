@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import build_state, describe_versions, make_batch, make_options, read_status, watch_memory
 
 from lifecycle.step import train_step
-from ranks.world import init_world
+from ranks.world import divide_world, init_world
 
 OPTIONS = {
     "defaults": {},
@@ -105,7 +105,7 @@ class CommunicationCounter(torch.utils._python_dispatch.TorchDispatchMode):
 def run_worker(model_dir: str, name: str) -> None:
     """One rank's steps; rank 0 writes what they took."""
     options = make_options(**OPTIONS[name], compute_dtype="float32", learning_rate=1e-4)
-    world = init_world(options.sharding)
+    world = divide_world(init_world(), options.sharding)
     before = read_status("RssAnon")
     state = build_state(model_dir, options, world)
     ids = np.random.default_rng(world.rank).integers(0, SHAPE["vocab_size"], NUM_TOKENS)

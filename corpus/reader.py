@@ -61,6 +61,7 @@ class TokenizedData:
                 " row out, or tokenize the data again with process_data.py"
             )
         self.sidecar = check_sidecar(recorded, path, num_samples=len(self.lengths))
+        check_size(recorded, self.path)
         self.release_pages()
 
     @property
@@ -294,3 +295,19 @@ def check_sidecar(sidecar: dict[str, Any] | None, data_path: str | Path, *, num_
             f" {data_path} has {num_samples:,}; tokenize the data again with process_data.py"
         )
     return sidecar
+
+
+def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:
+    """ValueError if the data set is not as long as its sidecar says; data sets of older versions do not say it."""
+    recorded, size = find_recorded_file(sidecar).get("size", path.stat().st_size), path.stat().st_size
+    if recorded != size:
+        raise ValueError(
+            f"{path}: {size:,} bytes, and {path}.meta.json says {recorded:,}: it was changed later, or copied only in"
+            " part; copy both again, or tokenize the data again with process_data.py"
+        )
+
+
+def find_recorded_file(sidecar: dict[str, Any] | None) -> dict[str, Any]:
+    """Size and SHA-256 of the data set's file, as its sidecar has them; empty where an older version wrote it."""
+    recorded = (sidecar or {}).get("file")
+    return recorded if isinstance(recorded, dict) else {}

@@ -32,6 +32,9 @@ class Full:
     def list_data_hashes(self) -> list[str]:
         return []
 
+    def list_read_files(self) -> dict[str, Path]:
+        return {}
+
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         pass
 

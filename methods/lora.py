@@ -79,6 +79,11 @@ class LoRA:
         directory = Path(self.options.lora_adapter)
         return [hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
+    def list_read_files(self) -> dict[str, Path]:
+        if self.options.lora_adapter is None:
+            return {}
+        return {f"--lora-adapter, {ADAPTER_CONFIG}": Path(self.options.lora_adapter, ADAPTER_CONFIG)}
+
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         pass
 

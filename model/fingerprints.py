@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from disk import hash_json
 
+# Files beside the weights and the tokenizer that decide what a model computes, or how its images are prepared.
+CONFIG_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024  # read of every large file
 
@@ -34,6 +38,24 @@ def fingerprint_model(model_name_or_path: str) -> str:
     config.pop("transformers_version", None)
     weights = {path.name: fingerprint_file(path) for path in config_path.parent.glob("*.safetensors")}
     return hash_json([config, weights])
+
+
+def fingerprint_config_files(model_dir: Path, *, with_code: bool) -> dict[str, str]:
+    """`fingerprint_file` of each of `CONFIG_FILES` that is there, by name, and of the model's code."""
+    paths = [path for name in CONFIG_FILES if (path := model_dir / name).is_file()]
+    paths += sorted(model_dir.rglob("*.py")) if with_code else []
+    return {str(path.relative_to(model_dir)): fingerprint_file(path) for path in paths}
+
+
+def fingerprint_tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of vocabulary, splitting, chat template and special tokens."""
+    return hash_json(
+        [
+            fingerprint_tokenizer(tokenizer),
+            fingerprint_chat_template(tokenizer),
+            {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        ]
+    )
 
 
 def fingerprint_data(path: Path, *, source: Any, lengths: np.ndarray, kept: np.ndarray) -> str:

@@ -66,6 +66,10 @@ class Method(Protocol):
         """SHA-256, in a fixed order, of whatever it reads that decides what the run computes. On rank 0."""
         ...
 
+    def list_read_files(self) -> dict[str, Path]:
+        """Files beside model and data that every rank reads itself, by the option that names them."""
+        ...
+
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         """Before the model is built: whatever has to be found out with one that trains as a whole."""
         ...

@@ -33,8 +33,9 @@ from plan.speed import NUM_TIMED, Speed, measure_speed
 from ranks.devices import PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
 from ranks.ending import ExitCode
 from ranks.memory import GIB, MARGIN, memory_limit
+from ranks.open_files import count_open_files, find_missing_files, list_group_sizes
 from ranks.row_group import check_sharing
-from ranks.world import call_on_rank0, count_shards, init_world, setup_logging
+from ranks.world import call_on_rank0, count_shards, divide_world, init_world, setup_logging
 from sampler import RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
@@ -63,13 +64,15 @@ def plan_run(options: TrainOptions) -> ExitCode:
     speed = None
     if is_here:
         try:
-            world = init_world(options.sharding)
+            world = divide_world(init_world(), options.sharding)
             options = replace_options(options, **call_on_rank0(world, lambda: list_settled(options)))
             if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
                 speed = measure_speed(options, world)
-            dist.destroy_process_group()
         except (ValueError, OSError) as error:  # of the model itself, on every rank
             findings.problems.append(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
     if is_rank0:
         plan_time(target, run, packing, speed, findings)
         findings.print()
@@ -101,6 +104,9 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
     num_sharing = options.sharding.context_parallel
     if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
         num_sharing = None
+    if not is_here and world_size > 1:
+        needed = count_open_files(world_size, list_group_sizes(world_size, num_shards, num_sharing))
+        findings.warnings += filter(None, [find_missing_files(needed, world_size)])
     offloads = options.sharding.cpu_offload and device.type == "cuda"
     gives_back = keeps_to_budget(options) or "MALLOC_MMAP_THRESHOLD_" in os.environ
     return Target(

@@ -216,7 +216,7 @@ def fake_world(ranks: Ranks) -> Iterator[World]:
     try:
         mesh = make_mesh("cpu", ranks.world_size, ranks.num_shards)
         row_group = make_row_group(0, ranks.world_size, ranks.num_sharing)
-        yield World(0, ranks.world_size, torch.device("cpu"), mesh, dist.group.WORLD, row_group)
+        yield World(0, ranks.world_size, torch.device("cpu"), mesh, row_group)
     finally:
         dist.destroy_process_group()
 

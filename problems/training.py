@@ -20,7 +20,7 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     for name in ("batch_size", "max_tokens_per_gpu", "max_image_tokens_per_gpu",
                  "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
-                 "hang_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
+                 "hang_timeout", "start_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
                  "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     sharing = values["context_parallel"]

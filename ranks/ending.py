@@ -49,6 +49,13 @@ class RunError(ValueError):
         self.code = code
 
 
+class RanksDiffer(RunError):
+    """Ranks that would not do the same: all of them raise it, and print it."""
+
+    def __init__(self, message: str):
+        super().__init__(ExitCode.BAD_INPUT, message)
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why the run ends, as it travels over the lifeline and stands in exit.json."""
@@ -60,6 +67,7 @@ class Cause:
     step: int  # steps completed
     details: str = ""  # the traceback, if there is one
     died: bool = False  # True if others have seen it die: then this is their report, not its own.
+    is_printed_by_all: bool = False  # not by rank 0 and the first rank of every other node alone
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntFlag
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +24,7 @@ from ranks.ending import (
     SECONDS_TO_BE_ENDED,
     Cause,
     ExitCode,
+    RanksDiffer,
     RunError,
     choose_cause,
     describe_error,
@@ -65,6 +66,7 @@ class Flag(IntFlag):
 BY_USER = Flag.SIGINT | Flag.STOP_FILE
 STOPS = BY_USER | Flag.SIGTERM | Flag.SIGUSR1 | Flag.SIGHUP | Flag.MAX_TIME
 FLAG_NAMES = {Flag.SIGINT: "Ctrl-C (SIGINT)", Flag.STOP_FILE: "the stop file", Flag.MAX_TIME: "--max-time"}
+ERRORS = set(ExitCode) - {ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER}
 SIGNALS = {getattr(signal, flag.name): flag for flag in Flag if flag.name.startswith("SIG")}
 
 
@@ -196,7 +198,8 @@ class RunControl:
     def fail(self, error: BaseException) -> NoReturn:
         """This rank's own end; every process ends once rank 0 has told the first cause."""
         code, message, details = describe_error(error, self.marks.where)
-        self.lifeline.call(lambda: self._report(self._cause(code, message, details)))
+        cause = replace(self._cause(code, message, details), is_printed_by_all=isinstance(error, RanksDiffer))
+        self.lifeline.call(lambda: self._report(cause))
         wait_forever()
 
     # The monitor.
@@ -293,7 +296,9 @@ class RunControl:
                 peer.said_goodbye = True
                 self._end_together()
             case "end":
-                # Rank 0 has told the user why.
+                # Rank 0 has printed why; another node has logs of its own.
+                if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
+                    print(f"[rank {self.rank}] {message['reason']}", file=sys.stderr, flush=True)
                 if message["code"] == ExitCode.HANG:
                     self._dump_stacks()
                 leave(message["code"])
@@ -350,7 +355,11 @@ class RunControl:
     def _end(self, cause: Cause) -> NoReturn:
         """Tells the others, the user and exit.json, and ends this process."""
         if self.rank == 0:
-            self.lifeline.send_to_all({"kind": "end", "code": cause.code})
+            reason = replace(cause, details="").text if cause.code in ERRORS else ""
+            printed = cause.is_printed_by_all
+            self.lifeline.send_to_all(
+                {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": printed}
+            )
         within(SECONDS_TO_TELL, lambda: self._tell(cause))
         if cause.code == ExitCode.HANG:
             self._dump_stacks()

@@ -1,11 +1,13 @@
 """What this rank knows of every rank of the run, itself included, and whether the run hangs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ranks.lock import ERRORS_DIR
 
 SLOW_LIMIT = 3600.0  # seconds without progress while loading, saving, or compiling in the first step
 SECONDS_PER_HEARTBEAT = 1.0
+MOST_RUNS = 20  # of consecutive ranks in a message
 
 
 @dataclass
@@ -58,3 +60,16 @@ def describe_hang(peers: dict[int, Peer], clock: float) -> str:
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {where}" for where, ranks in places.items()
     )
     return f"every rank is alive, and for {seconds:.0f} s not all have moved on (--hang-timeout): {found}; {stacks}"
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks as a message names them: rank 3, or ranks 0-7, 9."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:MOST_RUNS]]
+    more = f" and {sum(map(len, runs[MOST_RUNS:]))} more" if len(runs) > MOST_RUNS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}{more}"

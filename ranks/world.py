@@ -4,7 +4,7 @@ import datetime
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import torch
@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
 from ranks.ending import ExitCode, RunError, describe_error, exit_with_message
+from ranks.meeting import START_TIMEOUT, meet
 from ranks.monitor import RunControl
+from ranks.open_files import check_open_files, list_group_sizes, raise_open_file_limit
 from ranks.peers import SLOW_LIMIT
-from ranks.row_group import RowGroup, make_row_group
+from ranks.row_group import RowGroup, check_sharing, make_row_group
 from ranks.terminal import LinesAboveBars, shows_progress
 
 Result = TypeVar("Result")
@@ -35,8 +37,13 @@ class World:
     world_size: int
     device: torch.device
     mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
-    control: dist.ProcessGroup  # gloo, on the CPU: for waiting on rank 0
     row_group: RowGroup | None = None  # the ranks that share packed rows; None: each has rows of its own
+    timeout: datetime.timedelta | None = None  # of the collectives of further groups; None: torch's
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """All ranks, for collectives of CPU tensors, which gloo carries on every device."""
+        return dist.group.WORLD
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -49,16 +56,15 @@ class World:
         return self.shard_mesh.size()
 
 
-def init_world(sharding: ShardingOptions | None = None, *, hang_timeout: float = 0.0) -> World:
+def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOUT) -> World:
     """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
 
-    With hybrid sharding each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
-    if there are not several, or if the ranks cannot be divided into groups that share rows.
+    All ranks hold one copy of the model, until `divide_world`. RunError if not all ranks come within `start_timeout`
+    seconds; ValueError if this process may not open as many files as they need.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    num_shards = world_size
-    if sharding is not None and sharding.sharding == "hybrid":
-        num_shards = count_shards(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), sharding.shard_size)
+    raise_open_file_limit()
+    check_open_files(world_size)
     timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -68,13 +74,31 @@ def init_world(sharding: ShardingOptions | None = None, *, hang_timeout: float =
         device = torch.device("cpu")
         backend = "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store = meet(rank, world_size, timeout=start_timeout)
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    mesh = make_mesh(device.type, world_size, num_shards, timeout)
-    num_sharing = None if sharding is None else sharding.context_parallel
-    return World(rank, world_size, device, mesh, control, make_row_group(rank, world_size, num_sharing, timeout))
+    return World(rank, world_size, device, make_mesh(device.type, world_size, world_size), timeout=timeout)
+
+
+def divide_world(world: World, sharding: ShardingOptions) -> World:
+    """The world with the groups of ranks that `sharding` asks for; all ranks call this with the same options.
+
+    With hybrid sharding each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
+    if there are not several, or if the ranks cannot be divided into groups that share rows.
+    """
+    num_shards, num_sharing = world.world_size, sharding.context_parallel
+    if sharding.sharding == "hybrid":
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        num_shards = count_shards(world.world_size, ranks_per_node, sharding.shard_size)
+    check_sharing(world.world_size, num_sharing)
+    check_open_files(world.world_size, list_group_sizes(world.world_size, num_shards, num_sharing))
+    mesh = world.mesh
+    if num_shards < world.world_size:
+        mesh = make_mesh(world.device.type, world.world_size, num_shards, world.timeout)
+    row_group = make_row_group(world.rank, world.world_size, num_sharing, world.timeout)
+    return replace(world, mesh=mesh, row_group=row_group)
 
 
 def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -> int:

@@ -14,8 +14,8 @@ from model.blocks import find_blocks
 from model.sharding import set_gradient_sync
 from objectives.micro_batch import pack_samples
 from optim.optimizers import build_optimizer, local_gradients
-from options import OptimizationOptions, ShardingOptions
-from ranks.world import init_world
+from options import OptimizationOptions
+from ranks.world import count_shards
 
 WHERE = dict(reshard_after_forward="never", cpu_offload=True)
 
@@ -116,9 +116,7 @@ def test_offloaded_weights_are_offloaded_in_every_part_of_the_model(world, tmp_p
         (4, 4, 1, "4 ranks into several copies of the model on 1 ranks each"),
     ],
 )
-def test_ranks_that_cannot_hold_several_copies_are_refused(num_ranks, local, shard_size, message, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+def test_ranks_that_cannot_hold_several_copies_are_refused(num_ranks, local, shard_size, message):
     with pytest.raises(ValueError) as error:
-        init_world(ShardingOptions(sharding="hybrid", shard_size=shard_size))
+        count_shards(num_ranks, local, shard_size)
     assert message in str(error.value)
