@@ -155,7 +155,9 @@ def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int
     from disk import identify_file
     from options import TrainOptions
     from ranks.ending import EXIT_FILE
+    from ranks.open_files import raise_open_file_limit
 
+    raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank
     sys.argv = [str(FOLDER / SCRIPTS["train"][0]), *argv]
     options = parse_options(TrainOptions)  # what cannot be used is refused once, and not by every rank
     exit_file = Path(options.output_dir) / EXIT_FILE

@@ -27,6 +27,8 @@ from evaluation.tasks import Task, collect_task, measure_task, open_task
 from inference.choice import open_engine
 from inference.engine import require
 from inference.models import FoundModel, check_answering, find_answering_model
+from ranks.agreement import compare_ranks
+from ranks.program import describe_program
 from ranks.world import World, call_with_world
 
 
@@ -34,6 +36,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     """Measures all models, and writes what was found; ValueError or OSError for what cannot be done."""
     # What can be refused is refused before any model is loaded.
     require("scipy", flag="evaluate_model.py")
+    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "output_dir")))
     models = list_models(options.model, options.run)
     names = name_files([*options.task, *options.data])
     tasks = [open_task(path, names[path], options) for path in options.task]

@@ -23,6 +23,8 @@ from inference.engine import Engine
 from inference.models import find_answering_model
 from inference.prompts import read_prompts
 from inference.terminal import chat
+from ranks.agreement import compare_ranks
+from ranks.program import describe_program
 from ranks.world import World, call_with_world
 
 
@@ -30,6 +32,7 @@ def generate(options: GenerateOptions, world: World) -> None:
     """Writes the answers, or chats; ValueError or OSError for what cannot be done."""
     if world.world_size > 1 and options.engines.engine != "hf":
         raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")
+    compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "output")))
     if not options.prompts:
         chat(open_model(options, world))
         return

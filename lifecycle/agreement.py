@@ -4,11 +4,6 @@ Each rank describes what it reads itself. Weights, checkpoints and rows are not 
 their hashes are verified while they are read.
 """
 
-import hashlib
-import os
-import platform
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from corpus.mixture import Mixture
@@ -16,37 +11,18 @@ from corpus.reader import TokenizedData, find_recorded_file
 from disk import hash_json
 from lifecycle.start import RunInputs
 from model.fingerprints import fingerprint_config_files, fingerprint_data, fingerprint_file, fingerprint_tokenizer_state
-from options import MAY_DIFFER, TrainOptions, flag_name, flatten_options
-from ranks.agreement import Groups, Items
+from options import MAY_DIFFER, TrainOptions
+from ranks.agreement import DIGITS, Groups, Items
+from ranks.program import describe_program
 from ranks.world import World
 
-DIGITS = 16  # of a hash in a message
-# Packages whose releases compute, tokenize or lay out data differently.
-PACKAGES = (
-    "torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "numba", "safetensors", "peft",
-    "bitsandbytes", "torchao", "liger-kernel", "flash-attn", "compressed-tensors", "triton",
-)  # fmt: skip
-# Variables by which libraries choose how exactly they multiply.
-VARIABLES = (
-    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY",
-    "MKL_CBWR", "TORCHDYNAMO_DISABLE",
-)  # fmt: skip
 UNREAD_KEYS = ("versions", "sources", "options", "split", "file")  # of a sidecar: training does not depend on them
 
 
 def describe_start(options: TrainOptions, world: World) -> Groups:
-    """What is known before any file is read: options, code and libraries, and the kind of device."""
-    values = flatten_options(options)
-    compared = {flag_name(name): str(value) for name, value in values.items() if name not in MAY_DIFFER}
-    compared["--resume"] = describe_resume(options.checkpoints.resume)
-    return {
-        "options": compared,
-        "code": {"mini_trainer": fingerprint_code(), "python": platform.python_version()} | dict(list_versions()),
-        "environment": {
-            "device": world.device.type,
-            **{name: os.environ.get(name, "not set") for name in VARIABLES},
-        },
-    }
+    """What a run knows before any file is read: options, code and libraries, and the kind of device."""
+    groups = describe_program(options, world, may_differ=MAY_DIFFER)
+    return groups | {"options": groups["options"] | {"--resume": describe_resume(options.checkpoints.resume)}}
 
 
 def describe_resume(resume: str) -> str:
@@ -89,6 +65,7 @@ def describe_data(data: TokenizedData) -> Items:
     """
     sidecar = data.sidecar or {}
     known = {key: value for key, value in sidecar.items() if key not in UNREAD_KEYS}
+    known["tokenizer_dir"] = sidecar.get("tokenizer_dir") is not None  # its name follows the data set's
     found = fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.kept)
     return {
         "samples": f"{len(data.kept):,} of {len(data.lengths):,}",
@@ -101,21 +78,3 @@ def describe_data(data: TokenizedData) -> Items:
 
 def describe_file(path: Path) -> str:
     return f"{path.stat().st_size:,} bytes, {fingerprint_file(path)[:DIGITS]}"
-
-
-def fingerprint_code() -> str:
-    """SHA-256, shortened, of this program's modules: a checkout can differ from its commit."""
-    root = Path(__file__).parent.parent
-    rooms = sorted(path.parent for path in root.glob("*/__init__.py"))
-    digest = hashlib.sha256()
-    for path in (path for folder in (root, *rooms) for path in sorted(folder.glob("*.py"))):
-        digest.update(f"{path.relative_to(root)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:DIGITS]
-
-
-def list_versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            yield name, "not installed"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from disk import SPARE_BYTES, read_json
+from lifecycle.agreement import describe_start
 from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import check_state
 from lifecycle.due import is_export_due
@@ -30,10 +31,12 @@ from plan.memory import plan_memory, simulated_compute
 from plan.packing import Packing
 from plan.simulation import Ranks, lay_out_model
 from plan.speed import NUM_TIMED, Speed, measure_speed
+from ranks.agreement import compare_ranks
 from ranks.devices import PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
 from ranks.ending import ExitCode
 from ranks.memory import GIB, MARGIN, memory_limit
 from ranks.open_files import count_open_files, find_missing_files, list_group_sizes
+from ranks.peers import SLOW_LIMIT
 from ranks.row_group import check_sharing
 from ranks.world import call_on_rank0, count_shards, divide_world, init_world, setup_logging
 from sampler import RunPosition
@@ -49,7 +52,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
     world_size = options.plan.plan_world_size or num_here
     is_here = world_size == num_here and options.plan.plan_device is None
     is_rank0 = os.environ.get("RANK", "0") == "0"
-    findings = Findings()
+    findings, given = Findings(), options
     if is_rank0:
         found = findings.problems.attempt(lambda: find_data(options))
         if found is None:
@@ -64,7 +67,9 @@ def plan_run(options: TrainOptions) -> ExitCode:
     speed = None
     if is_here:
         try:
-            world = divide_world(init_world(), options.sharding)
+            world = init_world(start_timeout=SLOW_LIMIT)  # rank 0 comes last, when it has made the rest of the plan
+            compare_ranks(world, lambda: describe_start(given, world))
+            world = divide_world(world, options.sharding)
             options = replace_options(options, **call_on_rank0(world, lambda: list_settled(options)))
             if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
                 speed = measure_speed(options, world)

@@ -22,6 +22,7 @@ Groups = Mapping[str, Items]  # such as options, code, data; all ranks have the 
 
 MOST_KINDS = 4  # of ranks that differ from each other, whose values are printed
 MOST_CHARACTERS = 300  # of a value in a message
+DIGITS = 16  # of a hash in a message
 ABSENT = "not there"
 
 

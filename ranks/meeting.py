@@ -41,7 +41,7 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
             missing = describe_missing(store.get(ARRIVED).decode(), world_size, count_local_ranks())
             if time.monotonic() >= deadline:
                 raise RunError(
-                    ExitCode.HANG,
+                    ExitCode.PEER_DIED,
                     f"{missing} did not come to the start within {timeout:g} s (--start-timeout): never started, or"
                     " ended before: see its own output",
                 )
@@ -49,7 +49,7 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
     except dist.DistError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(
-            ExitCode.HANG, f"no rendezvous at {host}, port {port} (--start-timeout {timeout:g}): {reason}"
+            ExitCode.PEER_DIED, f"no rendezvous at {host}, port {port} (--start-timeout {timeout:g}): {reason}"
         ) from None
     return store
 

@@ -36,7 +36,7 @@ def find_missing_files(needed: int, world_size: int) -> str | None:
     return (
         f"{world_size:,} ranks need up to {needed:,} open files in a process, and the hard limit is {hard:,}"
         f" (ulimit -Hn): raise it to at least {needed:,}, by limits.conf, systemd's LimitNOFILE or the container's"
-        " --ulimit nofile"
+        " nofile limit"
     )
 
 

@@ -1,0 +1,55 @@
+"""What a script is about to do, described for `compare_ranks`: its options, its code and libraries, its environment."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Collection, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from options import flag_name, flatten_options
+from ranks.agreement import DIGITS, Groups
+from ranks.world import World
+
+# Packages whose releases compute, tokenize or lay out data differently.
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "numba", "safetensors", "peft",
+    "bitsandbytes", "torchao", "liger-kernel", "flash-attn", "compressed-tensors", "triton",
+)  # fmt: skip
+# Variables by which libraries choose how exactly they multiply.
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR", "TORCHDYNAMO_DISABLE",
+)  # fmt: skip
+
+
+def describe_program(options: Any, world: World, *, may_differ: Collection[str]) -> Groups:
+    """A script's options, apart from those that may differ, its code and libraries, and the kind of device."""
+    values = flatten_options(options)
+    return {
+        "options": {flag_name(name): str(value) for name, value in values.items() if name not in may_differ},
+        "code": {"mini_trainer": fingerprint_code(), "python": platform.python_version()} | dict(list_versions()),
+        "environment": {
+            "device": world.device.type,
+            **{name: os.environ.get(name, "not set") for name in VARIABLES},
+        },
+    }
+
+
+def fingerprint_code() -> str:
+    """SHA-256, shortened, of this program's modules: a checkout can differ from its commit."""
+    root = Path(__file__).parent.parent
+    rooms = sorted(path.parent for path in root.glob("*/__init__.py"))
+    digest = hashlib.sha256()
+    for path in (path for folder in (root, *rooms) for path in sorted(folder.glob("*.py"))):
+        digest.update(f"{path.relative_to(root)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:DIGITS]
+
+
+def list_versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
