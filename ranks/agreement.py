@@ -41,9 +41,9 @@ def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
         return
     groups = describe()
     own = torch.frombuffer(bytearray(hash_groups(groups)), dtype=torch.uint8)
-    hashes = torch.empty(world.world_size * len(own), dtype=torch.uint8)
-    dist.all_gather_into_tensor(hashes, own, group=world.control)
-    kinds = find_kinds([row.tobytes() for row in hashes.view(world.world_size, -1).numpy()])
+    hashes = torch.empty(world.world_size, len(own), dtype=torch.uint8)
+    dist.all_gather(list(hashes.unbind()), own, group=world.control)
+    kinds = find_kinds([row.tobytes() for row in hashes.numpy()])
     if len(kinds) == 1:
         return
     accounts = []

@@ -298,7 +298,7 @@ class RunControl:
             case "end":
                 # Rank 0 has printed why; another node has logs of its own.
                 if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
-                    print(f"[rank {self.rank}] {message['reason']}", file=sys.stderr, flush=True)
+                    print(f"[rank {self.rank}] {message['reason']}\n", end="", file=sys.stderr, flush=True)
                 if message["code"] == ExitCode.HANG:
                     self._dump_stacks()
                 leave(message["code"])
@@ -377,7 +377,8 @@ class RunControl:
             except OSError as error:
                 print(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", file=sys.stderr)
         if is_first and cause.code != ExitCode.DONE:
-            print(leave_bars() + cause.text, file=sys.stderr, flush=True)
+            # One write, the line's end included: several ranks may print at once.
+            print(f"{leave_bars()}{cause.text}\n", end="", file=sys.stderr, flush=True)
 
     def _is_untouched(self, cause: Cause) -> bool:
         """Whether the run is refused before it has written anything into a directory that it made."""
