@@ -352,3 +352,22 @@ def test_ranks_start_under_a_low_soft_limit_of_open_files_and_not_under_a_low_ha
     assert f"error: 4 ranks need up to {count_open_files(4)} open files in a process, and the hard limit is 60" in (
         result.stderr
     )
+
+
+@pytest.mark.slow
+def test_a_plan_warns_where_the_hard_limit_of_open_files_is_too_low(root, tmp_path):
+    words = flags(model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run")
+    plan = ["train.py", *words, "--max-steps", "1", "--dry-run", "--plan-world-size"]
+    for num_ranks, is_too_many in ((NUM_RANKS, True), (100, False)):
+        result = run_forked(0, "tests/workers/few_files.py", "300", "400", *plan, str(num_ranks), timeout=120)
+        warning = f"warning: {num_ranks:,} ranks need up to {count_open_files(num_ranks):,} open files in a process"
+        assert (f"{warning}, and the hard limit is 400" in result.stdout) == is_too_many, result.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_of_ranks_with_other_options_says_so(root, tmp_path):
+    words = flags(model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run")
+    own = [",", "--batch-size", "8", ",", "--batch-size", "4"]
+    result = run_forked(2, "tests/workers/by_rank.py", "train.py", *words, "--max-steps", "1", "--dry-run", *own)
+    assert result.returncode != 0
+    assert "options: --batch-size: 8 on rank 0" in result.stdout, result.stderr
