@@ -235,7 +235,7 @@ FLAGS_OF_OTHERS = {
     *("standalone", "master-addr", "master-port", "local-addr", "signals-to-handle", "log-dir"),  # torchrun
     *("revision", "logdir"),  # hf upload, tensorboard
     *("enable-lora", "lora-modules"),  # vllm serve
-    *("find-links", "no-index"),  # pip
+    *("no-deps", "only-binary", "python-version"),  # pip
     *("nodes", "time", "kill-on-bad-exit"),  # SLURM's sbatch and srun
 }
 
