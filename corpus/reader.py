@@ -123,6 +123,25 @@ class TokenizedData:
         self.release_pages()
         return None
 
+    def count_labels(self) -> np.ndarray:  # (classes,) int64
+        """Number of targets of each class in the kept rows of a classifier's data set."""
+        num_labels = self.task.num_labels
+        is_kept, counts = np.zeros(len(self.lengths), bool), np.zeros(num_labels, np.int64)
+        is_kept[self.kept] = True
+        for (offsets, values), first_row in zip(self._targets, self._starts.tolist(), strict=False):
+            lengths = np.diff(offsets)
+            chosen = np.repeat(is_kept[first_row : first_row + len(lengths)], lengths)
+            targets = values[offsets[0] : offsets[-1]]
+            if self.task.label_type == "multi":  # a 0 or 1 for each class
+                classes = (np.arange(len(targets)) - np.repeat(offsets[:-1] - offsets[0], lengths))[targets == 1]
+                chosen = chosen[targets == 1]
+            else:
+                classes = targets.astype(np.int64)
+            # `read` refuses classes that do not exist.
+            counts += np.bincount(classes[chosen & (classes >= 0) & (classes < num_labels)], minlength=num_labels)
+        self.release_pages()
+        return counts
+
     def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
         """Takes samples longer than `max_tokens_per_gpu` on each of the `num_sharing` ranks that share one out of the
         stream, and counts them; refuses unless told to."""

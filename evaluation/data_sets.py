@@ -34,8 +34,7 @@ MAX_TOKENS_SHOWN = 2000  # of a sample
 def open_set(path: str) -> Mixture:
     """A tokenized data set; ValueError where nothing of it has a loss."""
     data = Mixture([TokenizedData(path, option="--data")])
-    if data.num_loss_tokens.sum() == 0:
-        raise ValueError(f"--data {path}: no token of it is trained, so it has no loss")
+    data.check_trained("--data")
     return data
 
 
@@ -45,7 +44,7 @@ def choose_objective(data: Mixture, *, begins_anew: bool = False) -> Objective:
         return CausalLM()
     options = ClassificationOptions(objective=data.task.objective)
     objective = Classification(options, seed=0 if begins_anew else None)
-    objective.open_data(data.task, [data.sources[0].sidecar])
+    objective.open_data(data.task, data.count_labels)
     return objective
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -139,7 +139,7 @@ class TensorReader:
         """Fills `target`, which is the box of the whole tensor `name` that begins at `offset`."""
         layout, num_shards = self.manifest["tensors"][name], self.manifest["num_shards"]
         dim, shape = layout["dim"], layout["shape"]
-        for shard in range(1 if dim is None else num_shards):
+        for shard in find_shards(layout, num_shards, offset, target.shape):
             start, stop = [0] * len(shape), list(shape)
             if dim is not None:
                 start[dim], stop[dim] = chunk_range(shape[dim], shard, num_shards)
@@ -155,6 +155,15 @@ class TensorReader:
                 target[slices(low, high, offset)].copy_(part)
             except (OSError, SafetensorError, RuntimeError, IndexError) as error:
                 raise ValueError(f"{self.directory / shard_name(shard)}: {name} cannot be read: {error}") from None
+
+
+def find_shards(layout: dict[str, Any], num_shards: int, offset: Sequence[int], shape: Sequence[int]) -> range:
+    """The shards that a box of a tensor can be in; a look at every rank's would take ranks x tensors."""
+    dim = layout["dim"]
+    if dim is None:
+        return range(1)
+    length = max(1, -(-layout["shape"][dim] // num_shards))
+    return range(offset[dim] // length, min(-(-(offset[dim] + shape[dim]) // length), num_shards))
 
 
 def slices(low: list[int], high: list[int], origin: Iterable[int]) -> tuple[slice, ...]:

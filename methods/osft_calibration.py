@@ -4,7 +4,7 @@ After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file, written_aside
 from methods.osft_subspaces import find_targets, weight_shape
-from model.blocks import find_blocks
+from model.blocks import find_blocks, iterate_owners
 from objectives.objective import Objective, PackedModel
 from objectives.text_tower import text_config
 from options import DataOptions
@@ -69,6 +69,11 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
     return data
 
 
+def find_block(layer: str, blocks: Container[str]) -> str | None:
+    """Which of the `blocks`, by name, a layer is in."""
+    return next((owner for owner in iterate_owners(layer) if owner in blocks), None)
+
+
 def check_statistics(
     statistics: Statistics, targets: dict[str, nn.Linear | Conv1D], *, needs_covariances: bool
 ) -> None:
@@ -81,7 +86,7 @@ def check_statistics(
                 f"--osft-statistics: nothing there about the {in_features} inputs of {name}: these are statistics of"
                 " another model, or of fewer layers"
             )
-        if not any(name.startswith(f"{block}.") for block in statistics.similarities):
+        if find_block(name, statistics.similarities) is None:
             raise ValueError(
                 f"--osft-statistics: nothing there about the block of {name}: these are statistics of another model"
             )
