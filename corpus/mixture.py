@@ -141,7 +141,7 @@ class Mixture:
             if not source.num_loss_tokens[source.kept].any():
                 whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
                 raise ValueError(
-                    f"{option} {source.path}: no token of its{kept or ' samples'} is trained, so it has no loss"
+                    f"{option} {source.path}: no token of its{whose} samples is trained, so it has no loss"
                 )
 
     def count_labels(self) -> tuple[np.ndarray, float]:  # (classes,) float64
