@@ -49,11 +49,15 @@ def remove(path: Path) -> None:
 
 
 def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
-    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room."""
+    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room.
+
+    Makes the directory that `target` is in, but none above it: a run's that is missing was moved or removed.
+    """
     aside = target.parent / f"{ASIDE[0]}{target.name}"
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
+        target.parent.mkdir(exist_ok=True)
+        aside.mkdir()
     except OSError as error:
         raise OSError(f"cannot write {what} {target}: {error}") from None
     free = shutil.disk_usage(aside).free
@@ -144,8 +148,11 @@ def read_json(path: Path) -> Any:
 
 def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:
     """The message for a write that the disk refused, before the part in `aside` is removed."""
-    free = shutil.disk_usage(aside.parent).free
-    return f"cannot write {what}: {error}; it needs {needed_bytes:,} bytes, the disk has {free:,} free"
+    try:
+        free = f"; it needs {needed_bytes:,} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
+    except OSError:
+        free = ""  # the directory itself is gone
+    return f"cannot write {what}: {error}{free}"
 
 
 def sync_file(file: Path) -> None:

@@ -162,11 +162,10 @@ def name_in_identity(option: str) -> str:
 
 
 def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, Any], start: dict[str, Any]) -> None:
-    """Makes the run's directory and writes training_params.json: the options of this start, and each start.
+    """Writes training_params.json: the options of this start, and each start.
 
     `start` is what `describe_start` says of this one; where it goes on from nothing, earlier ones are not its run's.
     """
-    output_dir.mkdir(parents=True, exist_ok=True)
     try:
         starts = json.loads((output_dir / PARAMS_FILE).read_text())["starts"] if start["resumed_from"] else []
     except (OSError, ValueError, KeyError):

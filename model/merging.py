@@ -99,6 +99,7 @@ def merge_into(
     first = models[0]
     shards = plan_shards(first)
     needed_bytes = sum(size for shard in shards for size in shard.values())
+    output_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
     aside = make_aside(output_dir, needed_bytes, what="the model")
     try:
         copy_companions(first.directory, aside)
