@@ -1,7 +1,6 @@
 """A tokenized data set on disk, read back: mapped into memory, checked row by row as it is read."""
 
 import io
-import json
 import math
 import mmap
 import os
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from corpus.sample_checks import check_targets
+from disk import read_object
 from objectives.columns import (
     IMAGES_COLUMN,
     OPTIONAL_COLUMNS,
@@ -28,6 +28,9 @@ from objectives.columns import (
 )
 
 SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
+# What a sidecar's entries are that training reads.
+SIDECAR_TYPES = {"num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str, "stop_token_id": int,
+                 "sources": list}  # fmt: skip
 INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and of which types
 
 
@@ -294,14 +297,16 @@ def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:
 def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
     """What process_data.py recorded beside a data set; None where there is no such file."""
     path = Path(f"{data_path}.meta.json")
-    try:
-        sidecar = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(sidecar, dict):
-        raise ValueError(f"{path}: cannot be read: it holds no object")
+    sidecar = read_object(path)
+    for key, kind in SIDECAR_TYPES.items():
+        if not isinstance(sidecar.get(key), kind | None):
+            raise ValueError(
+                f"{path}: {key} is {sidecar[key]!r:.80}, which process_data.py does not write: tokenize the data again"
+            )
+    if not all(isinstance(made, dict) and {"file", "sha256"} <= made.keys() for made in sidecar.get("sources") or []):
+        raise ValueError(f"{path}: sources does not list files with their sha256: tokenize the data again")
     return sidecar
 
 

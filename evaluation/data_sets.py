@@ -52,7 +52,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
     """ValueError if the set is not for this model: its tokenizer, its kind, its labels, the length of its samples."""
     path = data.sources[0].path
     sidecar = data.sources[0].sidecar
-    if sidecar is not None and sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(found.tokenizer):
+    if sidecar is not None and sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(
             f"--data {path}: was made with another tokenizer than that of {found.name}: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"

@@ -84,6 +84,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
     ValueError, naming the file, if anything is missing, of another size, or too much.
     """
+    if (directory / MANIFEST).is_symlink():
+        raise ValueError(f"{MANIFEST} is no regular file")
     manifest = read_json(directory / MANIFEST)
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != hash_json(manifest):
         raise ValueError(f"{MANIFEST} is damaged")
@@ -193,6 +195,16 @@ def find_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in `directory`, newest first."""
     paths = directory.iterdir() if directory.is_dir() else []
     return sorted((path for path in paths if re.fullmatch(STEP_NAME, path.name)), key=step_of, reverse=True)
+
+
+def check_links(directory: Path) -> None:
+    """ValueError for a link in the place of a checkpoint: what it leads to could be changed, or removed, unseen."""
+    for path in find_checkpoints(directory):
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a symbolic link to {os.readlink(path)}, where a checkpoint is a directory of its own: move"
+                " the directory here, or remove the link and name it by --resume with a new --output-dir"
+            )
 
 
 def has_checkpoints(directory: Path) -> bool:

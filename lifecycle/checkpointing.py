@@ -21,6 +21,7 @@ from lifecycle.checkpoint_files import (
     STEP_NAME,
     TensorReader,
     check_hash,
+    check_links,
     chunk_range,
     find_checkpoints,
     read_manifest,
@@ -32,6 +33,7 @@ from lifecycle.checkpoint_files import (
     write_tensors,
 )
 from lifecycle.step import TrainState
+from model.finite import check_finite
 from optim.optimizers import state_keys
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
@@ -156,6 +158,7 @@ class Checkpointer:
 
     def choose(self, resume: str) -> Checkpoint | None:
         """What `--resume` asks for: auto, strict, none, or a checkpoint's path."""
+        call_on_rank0(self.world, lambda: check_links(self.directory))
         call_on_rank0(self.world, lambda: remove_leftovers(self.directory))
         if resume == "none":
             return None
@@ -305,6 +308,7 @@ def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
         offset[dim], _ = chunk_range(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
         tensor = tensor.to_local()
     reader.read(tensor, name, offset)
+    check_finite(tensor, name, where=reader.directory)
 
 
 def check_state(state: Any, name: str) -> None:

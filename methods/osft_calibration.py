@@ -60,7 +60,7 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
     data = TokenizedData(path, option="--osft-calibration-data")
     if data.sidecar is None:
         log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
-    elif data.sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+    elif data.sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
         raise ValueError(
             f"--osft-calibration-data {path} was made with another tokenizer than --data-path: tokenize both with"
             " process_data.py and the same one"
@@ -98,7 +98,7 @@ def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
     try:
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["about"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"--osft-statistics {path}: not a file of statistics: {error!r}") from None
 
 

@@ -20,6 +20,7 @@ from chat.templates import load_tokenizer
 from disk import commit, describe_failed_write, hash_json, make_aside, sync_dir, sync_file
 from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights, read_json
 from model.fingerprints import fingerprint_model
+from model.finite import check_finite
 from model.quantized import find_quantization
 from model.stored import Stored, find_stored
 from ranks.ending import log
@@ -133,10 +134,13 @@ def write_shard(
 def plan_shards(model: StoredModel) -> list[dict[str, int]]:
     """The bytes of each tensor by its name, for each file that is written; in the order of the model's own files."""
     shards: list[dict[str, int]] = [{}]
+    num_bytes = 0  # of the last one
     for name, size in list_sizes(model):
-        if shards[-1] and sum(shards[-1].values()) + size > SHARD_BYTES:
+        if shards[-1] and num_bytes + size > SHARD_BYTES:
             shards.append({})
+            num_bytes = 0
         shards[-1][name] = size
+        num_bytes += size
     return shards
 
 
@@ -174,7 +178,7 @@ def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float
 def read_rows(model: StoredModel, name: str, start: int, end: int) -> Tensor:
     """Some rows of a tensor, as they are stored; a number is a row."""
     tensor = model.tensors[name].read()
-    return tensor[start:end] if tensor.ndim else tensor
+    return check_finite(tensor[start:end] if tensor.ndim else tensor, name, where=model.name)
 
 
 def copy_equal(name: str, models: Sequence[StoredModel]) -> Tensor:

@@ -151,9 +151,10 @@ def read_holder(path: Path) -> dict[str, Any] | None:
     """Who wrote the lock; None for an empty one, which nobody has held, and {} for one that cannot be read."""
     try:
         text = path.read_text()
-        return json.loads(text) if text else None
-    except (OSError, ValueError):
+        holder = json.loads(text) if text else None
+    except (OSError, ValueError, RecursionError):
         return {}
+    return holder if isinstance(holder, dict | None) else {}
 
 
 def describe_holder(holder: dict[str, Any] | None) -> str:
