@@ -17,8 +17,8 @@ from torch import Tensor
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
-from disk import commit, describe_failed_write, hash_json, make_aside, sync_dir, sync_file
-from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights, read_json
+from disk import commit, describe_failed_write, hash_json, make_aside, read_object, sync_dir, sync_file
+from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights
 from model.fingerprints import fingerprint_model
 from model.finite import check_finite
 from model.quantized import find_quantization
@@ -66,7 +66,7 @@ def open_model(name: str, *, flag: str) -> StoredModel:
 
 def check_same_model(first: StoredModel, other: StoredModel) -> None:
     """ValueError for another architecture, other tensors, or other shapes."""
-    configs = [read_json(model.directory / "config.json") for model in (first, other)]
+    configs = [read_object(model.directory / "config.json") for model in (first, other)]
     mine, its = ({key: value for key, value in config.items() if key not in OF_NO_MATTER} for config in configs)
     changed = sorted(key for key in mine.keys() | its.keys() if mine.get(key) != its.get(key))
     if changed:
