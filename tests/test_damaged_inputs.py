@@ -12,10 +12,10 @@ import yaml
 from forked import ForkedJob
 from in_process import train_here
 from processes import flags
+from refusals import refuse
 from safetensors.torch import load_file, save_file
 from sklearn.utils.class_weight import compute_class_weight
 from small_runs import OPTIONS, make_inputs
-from test_options import refuse
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from refusals import refuse
 
 import options
 from command_line import parse_options
@@ -22,23 +23,6 @@ REQUIRED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir
 
 def run_script(*argv: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def refuse(argv: list[str], capfd: pytest.CaptureFixture) -> str:
-    """What is printed of a command line that cannot be used, in a process that ends by it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            parse_options(TrainOptions, argv)
-        except SystemExit as end:
-            os._exit(end.code)
-        finally:
-            os._exit(ExitCode.DONE)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == ExitCode.BAD_INPUT
-    message = capfd.readouterr().err
-    assert "Traceback" not in message
-    return message
 
 
 def test_flags_win_over_the_config_file(tmp_path):
