@@ -12,8 +12,10 @@ import math
 import os
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
 from options import (
     PRESETS,
@@ -28,6 +30,11 @@ from options import (
 )
 from problems.finding import find_problems
 from ranks.ending import exit_with_message
+
+if TYPE_CHECKING:
+    import yaml
+
+MOST_NODES = 100_000  # of a YAML file, once its aliases are replaced by what they stand for
 
 # Whose one required option is given as words without a flag.
 WITHOUT_FLAG = (PlotOptions, ImportConfigOptions)
@@ -52,7 +59,9 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         markers.append(tyro.conf.PositionalRequiredArgs)
     try:
         refuse_repeated_flags(argv, options_class)
+        check_unicode([os.getcwd(), *argv])
         words = read_configs_as_flags(find_configs(argv, options_class), options_class) + argv
+        check_unicode(words)
         options = tyro.cli(
             options_class,
             config=markers,
@@ -71,6 +80,16 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             print(describe_options(TrainOptions, values), end="")
         sys.exit()
     return options
+
+
+def check_unicode(words: list[str]) -> None:
+    """ValueError for bytes that are not UTF-8: reports, JSON files and trackers could not name such a path."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = word.encode("utf-8", "backslashreplace").decode()
+            raise ValueError(f"{shown}: is not UTF-8 text; rename that file or directory") from None
 
 
 def find_preset_words(words: list[str], options_class: type) -> list[str]:
@@ -148,29 +167,111 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
 
 
 def read_yaml(path: Path, *, named: str) -> dict[Any, Any]:
-    """The keys and values of a YAML file; ValueError, which calls the file `named`, for anything else."""
+    """The keys and values of a YAML file; ValueError, which calls the file `named`, for anything else.
+
+    Dates stay texts, and so do times: YAML 1.1 reads 1:30:00 as the number 5400.
+    """
     import yaml
 
-    class UniqueKeyLoader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            if len(set(keys)) < len(keys):
-                raise yaml.YAMLError(f"a key is there twice among {', '.join(keys)}")
-            return super().construct_mapping(node, deep)
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, OverflowError) as error:  # such as a number of more digits than Python converts
+                raise yaml.MarkedYAMLError(None, None, f"{node.value!r:.80}: {error}", node.start_mark) from None
 
-    # YAML 1.1 reads 1:30:00 as the number 5400
     times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
-    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
-    UniqueKeyLoader.yaml_implicit_resolvers = resolvers | {d: [times, *resolvers[d]] for d in "0123456789"}
-    try:
-        content = yaml.load(path.read_text(), Loader=UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{named}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{named}: not valid YAML: {error}") from None
+    dates = "tag:yaml.org,2002:timestamp"
+    Loader.yaml_implicit_resolvers = {
+        first: [*([times] if first in "0123456789" else []), *(rule for rule in rules if rule[0] != dates)]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    with describing_yaml(named):
+        loader = Loader(path.read_text(encoding="utf-8"))
+        with naming_depth(loader):
+            node = loader.get_single_node()
+            if node is not None:
+                check_node(node)
+            content = None if node is None else loader.construct_document(node)
     if not isinstance(content, dict):
         raise ValueError(f"{named}: expected 'option: value' lines, got {type(content).__name__}")
     return content
+
+
+def check_yaml(path: Path, *, named: str) -> None:
+    """ValueError, which calls the file `named`, for a YAML file that another program, with tags of its own, reads."""
+    import yaml
+
+    with describing_yaml(named):
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        with naming_depth(loader):
+            node = loader.get_single_node()
+            if not isinstance(node, yaml.MappingNode):
+                raise yaml.YAMLError("expected 'key: value' lines")
+            check_node(node)
+
+
+@contextlib.contextmanager
+def naming_depth(loader: "yaml.SafeLoader") -> Iterator[None]:
+    """Names the line at which brackets are nested more deeply than Python calls functions."""
+    import yaml
+
+    try:
+        yield
+    except RecursionError:
+        raise yaml.YAMLError(f"line {loader.line + 1}: brackets or lists are nested too deeply") from None
+
+
+@contextlib.contextmanager
+def describing_yaml(named: str) -> Iterator[None]:
+    """Makes one line of what is wrong with a YAML file."""
+    import yaml
+
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{named}: cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = ": ".join(filter(None, (error.context, error.problem)))
+        raise ValueError(f"{named}: {f'line {mark.line + 1}: ' if mark else ''}not valid YAML: {what}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{named}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def check_node(root: "yaml.Node") -> None:
+    """MarkedYAMLError for a mapping with a key that is no single value or is there twice, for an alias inside of what
+    it stands for, and for aliases that multiply: `MOST_NODES` are the most that a file may stand for."""
+    import yaml
+
+    sizes: dict[int, int | None] = {}  # nodes that a node stands for, by its id; None while it is being counted
+
+    def refuse(what: str, node: yaml.Node) -> NoReturn:
+        raise yaml.MarkedYAMLError(None, None, what, node.start_mark)
+
+    def count(node: yaml.Node) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) in sizes:
+            if sizes[id(node)] is None:
+                refuse("an anchor holds an alias of itself", node)
+            return sizes[id(node)]
+        sizes[id(node)] = None
+        if isinstance(node, yaml.MappingNode):
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    refuse(f"a key is a {'list' if isinstance(key, yaml.SequenceNode) else 'mapping'}", key)
+            counts = Counter(key.value for key, _ in node.value)
+            for key, _ in reversed(node.value):
+                if counts[key.value] > 1:
+                    refuse(f"a key is there twice: {key.value}", key)
+        children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+        sizes[id(node)] = size = 1 + sum(map(count, children))
+        if size > MOST_NODES:
+            refuse(f"its aliases stand for more than {MOST_NODES:,} values", node)
+        return size
+
+    count(root)
 
 
 def parse_value(name: str, value: Any, options_class: type) -> Any:

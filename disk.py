@@ -2,23 +2,29 @@
 
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
+JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
 SPARE_BYTES = 64 << 20  # to leave free on the disk
 
 
 @contextmanager
 def written_aside(*targets: Path) -> Iterator[list[Path]]:
     """Hidden names beside `targets` to write to. They take the targets' places, in order, when the block ends well;
-    a target that was not written is removed, as it would belong to an older run. Otherwise nothing is left."""
+    a target that was not written is removed, as it would belong to an older run. Otherwise nothing is left.
+
+    Parts that killed processes have left of the same targets are removed first."""
+    for target in targets:
+        remove_parts(target)
     asides = [target.with_name(f".{target.name}.{os.getpid()}.part") for target in targets]
     try:
         yield asides
@@ -30,6 +36,25 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
     finally:
         for aside in asides:
             remove(aside)
+
+
+def remove_parts(target: Path) -> None:
+    """Removes what processes of this machine that are gone have left of `target`, as `written_aside` names it."""
+    for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        pid = part.name.removeprefix(f".{target.name}.").removesuffix(".part")
+        if pid.isascii() and pid.isdecimal() and not is_running(int(pid)):
+            with suppress(OSError):
+                remove(part)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def identify_file(path: Path) -> tuple[int, int] | None:
@@ -49,11 +74,15 @@ def remove(path: Path) -> None:
 
 
 def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
-    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room."""
+    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room.
+
+    Makes the directory that `target` is in, but none above it: a run's that is missing was moved or removed.
+    """
     aside = target.parent / f"{ASIDE[0]}{target.name}"
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_quietly(aside)
     try:
-        aside.mkdir(parents=True)
+        target.parent.mkdir(exist_ok=True)
+        aside.mkdir()
     except OSError as error:
         raise OSError(f"cannot write {what} {target}: {error}") from None
     free = shutil.disk_usage(aside).free
@@ -109,9 +138,17 @@ def sync_dir(directory: Path) -> None:
 def remove_directory(directory: Path) -> None:
     """Removes a checkpoint or an export; its name goes first, so that no half of it can be taken for one."""
     aside = directory.parent / f"{ASIDE[1]}{directory.name}"
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_quietly(aside)
     os.rename(directory, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_quietly(aside)
+
+
+def remove_quietly(path: Path) -> None:
+    """Removes a directory as far as it can be, and of a link the link alone: what it leads to is someone else's."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -119,7 +156,7 @@ def remove_leftovers(directory: Path) -> None:
     if directory.is_dir():
         for path in directory.iterdir():
             if path.name.startswith(ASIDE):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_quietly(path)
 
 
 def hash_file(path: Path) -> dict[str, Any]:
@@ -142,10 +179,26 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path.name} is damaged: {error}") from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object; ValueError naming the file if it cannot be read, or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path}: cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object, but {JSON_TYPES[type(content)]}")
+    return content
+
+
 def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:
     """The message for a write that the disk refused, before the part in `aside` is removed."""
-    free = shutil.disk_usage(aside.parent).free
-    return f"cannot write {what}: {error}; it needs {needed_bytes:,} bytes, the disk has {free:,} free"
+    try:
+        free = f"; it needs {needed_bytes:,} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
+    except OSError:
+        free = ""  # the directory itself is gone
+    return f"cannot write {what}: {error}{free}"
 
 
 def sync_file(file: Path) -> None:

@@ -27,7 +27,7 @@ from objectives.causal_lm import CausalLM
 from objectives.text_tower import is_multimodal, text_config
 from objectives.vision import VisionLanguage
 from options import LoRAOptions, MergeAdapterOptions, VisionOptions
-from ranks.world import World, call_with_world
+from ranks.world import World, call_on_rank0, call_with_world
 
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
@@ -75,6 +75,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     method.prepare(meta, readers, world=world, progress=lambda where: None)
     trained = {own_name: readers[own_name]().float() for own_name in method.saved_names.values()}
     dtype = getattr(torch, options.export_dtype)
+    call_on_rank0(world, lambda: output_dir.absolute().parent.mkdir(parents=True, exist_ok=True))
     write_export(
         method.merger.list_groups(trained, dtype),
         output_dir,

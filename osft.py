@@ -24,6 +24,7 @@ from methods.full import gather_one, gather_parameters
 from methods.osft_calibration import (
     Statistics,
     check_statistics,
+    find_block,
     open_calibration_data,
     prepare_statistics,
     read_data_hashes,
@@ -199,7 +200,7 @@ class OSFT:
         """
         if self.options.osft_rank_allocation == "uniform":
             return self.options.osft_unfreeze_rank_ratio
-        block = next(block for block in self.statistics.similarities if name.startswith(f"{block}."))
+        block = find_block(name, self.statistics.similarities)
         target = 1 - self.options.osft_unfreeze_rank_ratio
         least = min(MIN_RETENTION, target)
         kept = least + self.statistics.importance(block) * (target - least)

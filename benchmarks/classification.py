@@ -90,7 +90,7 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
         learning_rate=LEARNING_RATE, activation_checkpointing="none",
     )  # fmt: skip
     data, objective = Mixture([TokenizedData(data_path)]), choose_objective(options)
-    objective.open_data(data.task, [data.sources[0].sidecar])
+    objective.open_data(data.task, data.count_labels)
     config = load_config(model_dir, objective)
     model = build_model(
         ModelSource(model_dir, config), options.compute, options.sharding, objective=objective, method=Full(),

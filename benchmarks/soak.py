@@ -2,12 +2,14 @@
 
     python benchmarks/soak.py --minutes 60 --seed 1
     python benchmarks/soak.py --starts forked --kills 1000 --minutes 120
+    python benchmarks/soak.py --starts forked --kills 200 --minutes 120 --ranks 4
 
 Every run is the real program on a tiny model: a fresh directory, kills of all ranks, one rank or torchrun (SIGKILL),
 most of them aimed at the moment in which a checkpoint or an export is being written, until the run comes to its end.
 After each kill the metrics so far, and at its end these, the last checkpoint and the last export are compared, bit for
-bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS` gets as many kills. Prints a line for
-each run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
+bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS`, or those of `--ranks`, gets as many
+kills: a text model with all its weights, one with DoRA adapters, and one that sees. Prints a line for each run and a
+table; exits with 1 if anything was not as promised, and keeps the directory then.
 
 With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
 ranks are forked from a process that has imported everything (tests/forked.py), and there is no torchrun: when a rank is
@@ -31,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
@@ -39,31 +42,52 @@ from forked import ForkedJob
 from processes import ENV, Job, flags, is_alive, list_children, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_seeing import make_rows, save_seeing, tokenize
 
 NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 25
 SECONDS_TO_BE_GONE = 10
 SECONDS_TO_MOMENT = 180  # for a start to come to the moment at which it is to be killed, on a busy machine
-LAYOUTS = [  # ranks, and whether checkpoints are written in the background
-    (1, False),
-    (1, True),
-    (2, False),
-    (2, True),
-    (4, True),
+
+
+class Layout(NamedTuple):
+    num_ranks: int
+    is_async: bool  # whether checkpoints are written in the background
+    kind: str = "text"  # of KINDS
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} ranks, {self.kind}{', async' * self.is_async}"
+
+
+LAYOUTS = [
+    Layout(1, False),
+    Layout(1, True),
+    Layout(2, False),
+    Layout(2, True),
+    Layout(4, True),
+    Layout(4, True, "dora"),
+    Layout(4, False, "dora"),
+    Layout(4, True, "vision"),
+    Layout(4, False, "vision"),
 ]
+KINDS = {  # what a kind of run has beside the options of all
+    "text": {"max_tokens_per_gpu": 128},
+    "dora": {"max_tokens_per_gpu": 128, "lora": True, "lora_rank": 4, "lora_use_dora": True, "lora_export": "both"},
+    "vision": {"max_tokens_per_gpu": 256},
+}
 TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
 TIED = r"^(resuming from .*step_(\d+):|starting from step 0)"  # what a start says once every rank knows the others
 HEAD = (
-    "ranks", "kills", "of all", "of one rank", "of torchrun", "in a save", "in start-up", "resumes",
+    "ranks, kind", "kills", "of all", "of one rank", "of torchrun", "in a save", "in start-up", "resumes",
     "steps lost: median, most", "s until all were gone: median, most", "runs", "mismatches", "bad",
 )  # fmt: skip
 
 
-def make_arguments(inputs: dict[str, Path], output_dir: Path, is_async: bool) -> list[str]:
+def make_arguments(inputs: dict[str, Path], output_dir: Path, layout: Layout) -> list[str]:
     """One run, of two data sets: a checkpoint every 5 steps, a validation every 8, an export about every 16."""
     argv = flags(
-        **inputs, output_dir=output_dir, batch_size=BATCH_SIZE, max_tokens_per_gpu=128, max_steps=NUM_STEPS,
+        **inputs, **KINDS[layout.kind], output_dir=output_dir, batch_size=BATCH_SIZE, max_steps=NUM_STEPS,
         learning_rate=1e-3, checkpoint_every_steps=5, min_samples_per_checkpoint=16 * BATCH_SIZE,
-        async_checkpoint=is_async, activation_checkpointing="none", data_weights=(2, 1), validate_every_steps=8,
+        async_checkpoint=layout.is_async, activation_checkpointing="none", data_weights=(2, 1), validate_every_steps=8,
     )  # fmt: skip
     return [str(ROOT / "train.py"), *argv]
 
@@ -90,9 +114,10 @@ def hashes(output_dir: Path) -> dict[str, str]:
     (checkpoint,) = output_dir.glob(f"checkpoints/step_{NUM_STEPS}")
     (export,) = output_dir.glob(f"hf_format/samples_{NUM_STEPS * BATCH_SIZE}")
     found = {}
-    for directory in (checkpoint, export, output_dir / "hf_format" / "best"):
+    exports = (export, output_dir / "hf_format" / "best")
+    for directory in (checkpoint, *(path.parent for one in exports for path in sorted(one.rglob("manifest.json")))):
         files = json.loads((directory / "manifest.json").read_text())["files"]
-        hashed = {f"{directory.name}/{name}": entry["sha256"] for name, entry in files.items()}
+        hashed = {f"{directory.relative_to(output_dir)}/{name}": entry["sha256"] for name, entry in files.items()}
         found |= {name: digest for name, digest in hashed.items() if name.endswith(".safetensors")}
     rows = map(json.loads, (output_dir / "validation_metrics_0.jsonl").read_text().splitlines())
     return found | {"validations": json.dumps([row | {"seconds": None} for row in rows])}
@@ -140,24 +165,21 @@ class Reference:
 
 
 class Soak:
-    def __init__(self, root: Path, seed: int, *, is_forked: bool):
+    def __init__(self, root: Path, seed: int, *, is_forked: bool, layouts: Sequence[Layout] = LAYOUTS):
         self.root, self.random, self.is_forked = root, random.Random(seed), is_forked
-        model = save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))
-        paths = [
-            write_samples(root / f"{name}.arrow", make_samples(size, vocab_size=VOCAB_SIZE, seed=size))
-            for name, size in (("data", 37), ("other", 11), ("held_out", 9))
-        ]
-        self.inputs = dict(model_name_or_path=model, data_path=tuple(paths[:2]), validation_data_path=paths[2])
-        self.references: dict[int, Reference] = {}
-        self.tallies = {num_ranks: Tally() for num_ranks, _ in LAYOUTS}
-        self.kills = dict.fromkeys(LAYOUTS, 0)
+        text = make_text_inputs(root)
+        sees = any(layout.kind == "vision" for layout in layouts)
+        self.inputs = {"text": text, "dora": text, "vision": make_vision_inputs(root) if sees else {}}
+        self.references: dict[tuple[int, str], Reference] = {}
+        self.tallies = {(layout.num_ranks, layout.kind): Tally() for layout in layouts}
+        self.kills = dict.fromkeys(layouts, 0)
         self.endings: collections.Counter[str] = collections.Counter()  # exit.json after a rank or torchrun was killed
 
-    def reference(self, num_ranks: int) -> Reference:
+    def reference(self, num_ranks: int, kind: str) -> Reference:
         """What the undisturbed run leaves; written synchronously, which must make no difference."""
-        if num_ranks not in self.references:
-            output_dir = self.root / f"reference_{num_ranks}"
-            argv = make_arguments(self.inputs, output_dir, False)
+        if (num_ranks, kind) not in self.references:
+            output_dir = self.root / f"reference_{num_ranks}_{kind}"
+            argv = make_arguments(self.inputs[kind], output_dir, Layout(num_ranks, False, kind))
             job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
             begin = time.monotonic()
             if not wait_until(job, lambda: read_steps(output_dir)):
@@ -165,19 +187,19 @@ class Soak:
             first = time.monotonic()
             job.process.wait()
             seconds = first - begin, (time.monotonic() - first) / NUM_STEPS
-            self.references[num_ranks] = Reference(read_steps(output_dir), hashes(output_dir), *seconds)
-        return self.references[num_ranks]
+            self.references[num_ranks, kind] = Reference(read_steps(output_dir), hashes(output_dir), *seconds)
+        return self.references[num_ranks, kind]
 
-    def run_once(self, number: int, layout: tuple[int, bool], may_kill: Callable[[], bool]) -> None:
+    def run_once(self, number: int, layout: Layout, may_kill: Callable[[], bool]) -> None:
         """One run from zero to its end, killed again and again while it may be."""
-        num_ranks, is_async = layout
-        reference, tally = self.reference(num_ranks), self.tallies[num_ranks]
+        num_ranks, _, kind = layout
+        reference, tally = self.reference(num_ranks, kind), self.tallies[num_ranks, kind]
         output_dir = self.root / f"run_{number}"
-        argv = make_arguments(self.inputs, output_dir, is_async)
+        argv = make_arguments(self.inputs[kind], output_dir, layout)
         kills, expected, begun, is_same = 0, 0, 0, True
         while True:
             job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
-            is_killed = kills < KILLS_PER_RUN and may_kill() and self.kill(job, num_ranks)
+            is_killed = kills < KILLS_PER_RUN and may_kill() and self.kill(job, layout)
             job.process.wait(timeout=600)
             self.check_start(job, tally, expected=expected, begun=begun)
             rows = read_steps(output_dir)
@@ -196,18 +218,17 @@ class Soak:
             self.bad(tally, job, "not the checkpoint and the export of the undisturbed run")
         tally.counts["runs"] += 1
         tally.counts["mismatches"] += not is_same
-        name = f"{num_ranks} ranks{', async' if is_async else ''}"
         verdict = "the same bit for bit" if is_same else "DIFFERENT"
-        print(f"{time.strftime('%H:%M:%S')} run {number}: {name}, {kills} kills, {verdict};", end=" ")
+        print(f"{time.strftime('%H:%M:%S')} run {number}: {layout}, {kills} kills, {verdict};", end=" ")
         print(f"{self.total().counts['kills']} kills so far", flush=True)
         if is_same and job.process.returncode == 0:
             shutil.rmtree(output_dir)
 
-    def kill(self, job: Job | ForkedJob, num_ranks: int) -> bool:
+    def kill(self, job: Job | ForkedJob, layout: Layout) -> bool:
         """Kills what is chosen at the instant that is chosen; False if the run was over before."""
-        tally, output_dir = self.tallies[num_ranks], job.output_dir
+        num_ranks, tally, output_dir = layout.num_ranks, self.tallies[layout.num_ranks, layout.kind], job.output_dir
         moment = self.random.choices(["a save", "the loop", "start-up"], [0.65, 0.2, 0.15])[0]
-        if not self.wait_for(moment, job, num_ranks):
+        if not self.wait_for(moment, job, self.reference(num_ranks, layout.kind)):
             if job.process.poll() is None:
                 self.bad(tally, job, f"{moment} never came")
                 job.kill()
@@ -242,15 +263,15 @@ class Soak:
                 self.check_ending(job, tally)
         return True
 
-    def wait_for(self, moment: str, job: Job | ForkedJob, num_ranks: int) -> bool:
+    def wait_for(self, moment: str, job: Job | ForkedJob, reference: Reference) -> bool:
         """Waits until a start is where it is to be killed; False if it has ended, or does not get there."""
         if moment == "start-up":
-            seconds = self.random.uniform(0, 1.1 * self.reference(num_ranks).seconds_to_first_step)
+            seconds = self.random.uniform(0, 1.1 * reference.seconds_to_first_step)
             return not wait_until(job, lambda: False, seconds=seconds) and job.process.poll() is None
         if not wait_until(job, lambda: re.search(r"^step \d+/", job.log.read_text(), re.MULTILINE)):
             return False
         if moment == "the loop":
-            seconds = self.random.uniform(0, 12 * self.reference(num_ranks).seconds_per_step)
+            seconds = self.random.uniform(0, 12 * reference.seconds_per_step)
             wait_until(job, lambda: False, seconds=seconds)
         else:
             for _ in range(self.random.choice([0, 0, 1, 2])):  # let pass, or no run would get past its next save
@@ -298,13 +319,31 @@ class Soak:
 
     def print_table(self) -> None:
         print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
-        for num_ranks, tally in self.tallies.items():
-            print(tally.format_row(str(num_ranks)))
+        for (num_ranks, kind), tally in self.tallies.items():
+            print(tally.format_row(f"{num_ranks}, {kind}"))
         print(self.total().format_row("all"))
-        print("kills by layout:", ", ".join(f"{ranks}{' async' * is_async}: {count}"
-                                            for (ranks, is_async), count in self.kills.items()))  # fmt: skip
+        print("kills by layout:", "; ".join(f"{layout}: {count}" for layout, count in self.kills.items()))
         print("exit.json after one rank or torchrun was killed in the loop:",
               ", ".join(f"{name} {count}" for name, count in self.endings.items()) or "-", flush=True)  # fmt: skip
+
+
+def make_text_inputs(root: Path) -> dict[str, object]:
+    model = save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))
+    paths = [
+        write_samples(root / f"{name}.arrow", make_samples(size, vocab_size=VOCAB_SIZE, seed=size))
+        for name, size in (("data", 37), ("other", 11), ("held_out", 9))
+    ]
+    return dict(model_name_or_path=model, data_path=tuple(paths[:2]), validation_data_path=paths[2])
+
+
+def make_vision_inputs(root: Path) -> dict[str, object]:
+    """As the text's: two data sets and a held-out one, of rows with and without images."""
+    model, paths = save_seeing(root, "llava"), []
+    for name, times in (("data", 5), ("other", 2), ("held_out", 1)):
+        (directory := root / f"seen_{name}").mkdir()
+        paths.append(tokenize(times * make_rows(directory), model, directory).rename(directory / f"{name}.arrow"))
+        (directory / "data.arrow.meta.json").rename(directory / f"{name}.arrow.meta.json")
+    return dict(model_name_or_path=model, data_path=tuple(paths[:2]), validation_data_path=paths[2])
 
 
 def wait_until(
@@ -329,17 +368,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, required=True, help="no kill after them; the last run ends by itself")
     parser.add_argument("--kills", type=int, default=1000, help="so many, rounded up to an equal share of each layout")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="only layouts on so many")
     parser.add_argument("--starts", choices=("torchrun", "forked"), default="torchrun")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ |= ENV  # which forked processes have from this one
     root = Path(tempfile.mkdtemp(prefix="soak_"))
-    soak = Soak(root, options.seed, is_forked=options.starts == "forked")
-    begin, share = time.monotonic(), -(-options.kills // len(LAYOUTS))
+    layouts = [layout for layout in LAYOUTS if layout.num_ranks in options.ranks]
+    soak = Soak(root, options.seed, is_forked=options.starts == "forked", layouts=layouts)
+    begin, share = time.monotonic(), -(-options.kills // len(layouts))
     for number in itertools.count():
-        layout = min(LAYOUTS, key=soak.kills.__getitem__)
+        layout = min(layouts, key=soak.kills.__getitem__)
 
-        def may_kill(layout: tuple[int, bool] = layout) -> bool:
+        def may_kill(layout: Layout = layout) -> bool:
             return soak.kills[layout] < share and time.monotonic() < begin + 60 * options.minutes
 
         if not may_kill():

@@ -84,7 +84,7 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
     )  # fmt: skip
     data = Mixture([TokenizedData(data_path)])
     objective = choose_objective(options)
-    objective.open_data(data.task, [data.sources[0].sidecar])
+    objective.open_data(data.task, data.count_labels)
     config = load_config(model_dir, objective)
     objective.use_tokenizer(None)
     model = build_model(

@@ -65,7 +65,7 @@ def read_processors_template(model_dir: Path) -> str | None:
     for name in ("chat_template.json", "processor_config.json"):
         try:
             template = json.loads((model_dir / name).read_text(encoding="utf-8")).get("chat_template")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue
         if isinstance(template, str):
             return template

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from chat.labels import IGNORED
 from corpus.files import Source
 from corpus.labelled import FieldNames, Label, Labelled, Words, is_ignored
+from disk import read_object
 from objectives.columns import SEQUENCES, TOKENS, LabelType, Task, describe_names, read_task
 
 INTEGER = re.compile(r"[+-]?\d{1,18}")
@@ -241,9 +242,10 @@ def read_known_labels(path: str) -> Task:
     """The labels of a data set that process_data.py wrote, named by its file or by its sidecar."""
     sidecar = Path(path if path.endswith(".meta.json") else f"{path}.meta.json")
     try:
-        task = read_task(json.loads(sidecar.read_text()), named=str(sidecar))
-    except (OSError, json.JSONDecodeError, AttributeError) as error:
+        known = read_object(sidecar)
+    except ValueError as error:
         raise ValueError(f"--labels-from {path}: no sidecar of a data set: {error}") from None
+    task = read_task(known, named=str(sidecar))
     if task.label_type is None:
         raise ValueError(f"--labels-from {path}: is a data set for {task.describe()}, without labels")
     return task
@@ -272,7 +274,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         metadata = pq.read_schema(path).metadata or {}
         return json.loads(metadata[b"huggingface"])["info"]["features"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

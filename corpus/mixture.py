@@ -135,6 +135,25 @@ class Mixture:
             source.kept = np.sort(chosen)
         self._find_kept()
 
+    def check_trained(self, option: str) -> None:
+        """ValueError for a set none of whose kept samples has a trained token; `option` names the sets in it."""
+        for source in self.sources:
+            if not source.num_loss_tokens[source.kept].any():
+                whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
+                raise ValueError(
+                    f"{option} {source.path}: no token of its{whose} samples is trained, so it has no loss"
+                )
+
+    def count_labels(self) -> tuple[np.ndarray, float]:  # (classes,) float64
+        """Number of targets of each class, and of all, in as many samples as are kept, drawn by the sets' shares."""
+        drawn = self.shares * len(self.kept) if self.weights else np.array([len(kept) for kept in self.kept_of])
+        counts, num_targets = np.zeros(self.task.num_labels), 0.0
+        for source, num_drawn in zip(self.sources, drawn, strict=True):
+            times = num_drawn / len(source.kept)  # that each of the set's samples is drawn
+            counts += times * source.count_labels()
+            num_targets += times * source.num_loss_tokens[source.kept].sum(dtype=np.int64)
+        return counts, num_targets
+
     def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
         """Which data set each row is from."""
         return np.searchsorted(self._first_rows, rows, side="right") - 1

@@ -32,7 +32,7 @@ class DataSetFiles:
         try:
             split = json.loads(self.sidecar.read_bytes())["split"]
             return split["other_side"] == data.name
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
 

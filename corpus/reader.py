@@ -1,7 +1,6 @@
 """A tokenized data set on disk, read back: mapped into memory, checked row by row as it is read."""
 
 import io
-import json
 import math
 import mmap
 import os
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from corpus.sample_checks import check_targets
+from disk import read_object
 from objectives.columns import (
     IMAGES_COLUMN,
     OPTIONAL_COLUMNS,
@@ -28,6 +28,9 @@ from objectives.columns import (
 )
 
 SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
+# What a sidecar's entries are that training reads.
+SIDECAR_TYPES = {"num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str, "stop_token_id": int,
+                 "sources": list}  # fmt: skip
 INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and of which types
 
 
@@ -123,6 +126,25 @@ class TokenizedData:
                         return row, int(part[place])
         self.release_pages()
         return None
+
+    def count_labels(self) -> np.ndarray:  # (classes,) int64
+        """Number of targets of each class in the kept rows of a classifier's data set."""
+        num_labels = self.task.num_labels
+        is_kept, counts = np.zeros(len(self.lengths), bool), np.zeros(num_labels, np.int64)
+        is_kept[self.kept] = True
+        for (offsets, values), first_row in zip(self._targets, self._starts.tolist(), strict=False):
+            lengths = np.diff(offsets)
+            chosen = np.repeat(is_kept[first_row : first_row + len(lengths)], lengths)
+            targets = values[offsets[0] : offsets[-1]]
+            if self.task.label_type == "multi":  # a 0 or 1 for each class
+                classes = (np.arange(len(targets)) - np.repeat(offsets[:-1] - offsets[0], lengths))[targets == 1]
+                chosen = chosen[targets == 1]
+            else:
+                classes = targets.astype(np.int64)
+            # `read` refuses classes that do not exist.
+            counts += np.bincount(classes[chosen & (classes >= 0) & (classes < num_labels)], minlength=num_labels)
+        self.release_pages()
+        return counts
 
     def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
         """Takes samples longer than `max_tokens_per_gpu` on each of the `num_sharing` ranks that share one out of the
@@ -276,14 +298,16 @@ def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:
 def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
     """What process_data.py recorded beside a data set; None where there is no such file."""
     path = Path(f"{data_path}.meta.json")
-    try:
-        sidecar = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(sidecar, dict):
-        raise ValueError(f"{path}: cannot be read: it holds no object")
+    sidecar = read_object(path)
+    for key, kind in SIDECAR_TYPES.items():
+        if not isinstance(sidecar.get(key), kind | None):
+            raise ValueError(
+                f"{path}: {key} is {sidecar[key]!r:.80}, which process_data.py does not write: tokenize the data again"
+            )
+    if not all(isinstance(made, dict) and {"file", "sha256"} <= made.keys() for made in sidecar.get("sources") or []):
+        raise ValueError(f"{path}: sources does not list files with their sha256: tokenize the data again")
     return sidecar
 
 

@@ -1,7 +1,6 @@
 """Classifiers on tokenized sets: N targets in n samples, C classes (or values), K numbers of a target."""
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from evaluation.comparison import Folded, Scores
+from evaluation.kept import read_lines
 from evaluation.results import Measured, Sample
 from lifecycle.validation import gather_rows
 from objectives.class_scores import describe_prediction, predict_classes, summarize_classes
@@ -46,7 +46,7 @@ def describe_predictions(predictions: np.ndarray, objective: Classification) -> 
 
 
 def read_predictions(path: Path) -> np.ndarray:  # (N, 2 + K + C)
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    lines = read_lines(path)
     return np.array([[line["index"], line["token"], *line["target"], *line["logits"]] for line in lines])
 
 

@@ -34,8 +34,7 @@ MAX_TOKENS_SHOWN = 2000  # of a sample
 def open_set(path: str) -> Mixture:
     """A tokenized data set; ValueError where nothing of it has a loss."""
     data = Mixture([TokenizedData(path, option="--data")])
-    if data.num_loss_tokens.sum() == 0:
-        raise ValueError(f"--data {path}: no token of it is trained, so it has no loss")
+    data.check_trained("--data")
     return data
 
 
@@ -45,7 +44,7 @@ def choose_objective(data: Mixture, *, begins_anew: bool = False) -> Objective:
         return CausalLM()
     options = ClassificationOptions(objective=data.task.objective)
     objective = Classification(options, seed=0 if begins_anew else None)
-    objective.open_data(data.task, [data.sources[0].sidecar])
+    objective.open_data(data.task, data.count_labels)
     return objective
 
 
@@ -53,7 +52,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
     """ValueError if the set is not for this model: its tokenizer, its kind, its labels, the length of its samples."""
     path = data.sources[0].path
     sidecar = data.sources[0].sidecar
-    if sidecar is not None and sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(found.tokenizer):
+    if sidecar is not None and sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(
             f"--data {path}: was made with another tokenizer than that of {found.name}: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from command_line import check_yaml
 from evaluation.comparison import Scores
 from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
@@ -51,6 +52,8 @@ def call_harness(engine: HFEngine, tasks: Sequence[str]) -> dict[str, list[dict[
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    for task in filter(is_file, tasks):
+        check_yaml(Path(task), named=f"--lm-eval {task}")
     folders = sorted({str(Path(task).absolute().parent) for task in tasks if is_file(task)})
     names = [Path(task).stem if is_file(task) else task for task in tasks]
     model = HFLM(pretrained=engine.model, tokenizer=engine.tokenizer, batch_size=engine.batch_size)

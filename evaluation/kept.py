@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from disk import written_aside
+from disk import read_object, written_aside
 
 
 def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
@@ -12,11 +12,19 @@ def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
     beside = name_beside(path)
     if not beside.is_file() or not path.is_file():
         return False
-    if json.loads(beside.read_text(encoding="utf-8")) != json.loads(json.dumps(made_by)):
+    if read_object(beside) != json.loads(json.dumps(made_by)):
         raise ValueError(
             f"{path}: was measured otherwise before (see {beside.name}): name another --output-dir, or remove it"
         )
     return True
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The values of a JSONL file; ValueError naming it if it was damaged since it was written."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is damaged: {error}; remove it to have it measured again") from None
 
 
 def write_made(path: Path, text: str, made_by: dict[str, Any]) -> None:

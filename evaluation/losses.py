@@ -1,6 +1,5 @@
 """Losses of language models on tokenized sets, a sample at a time."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from corpus.mixture import Mixture
 from evaluation.comparison import Scores
+from evaluation.kept import read_lines
 from evaluation.results import Measured
 from objectives.causal_lm import MAX_EXPONENT
 from objectives.objective import Scores as BatchScores
@@ -39,7 +39,7 @@ def describe_losses(sums: np.ndarray) -> list[dict[str, float]]:
 
 
 def read_losses(path: Path) -> np.ndarray:  # (samples, 3)
-    return np.array([[line[name] for name in SUMS] for line in map(json.loads, path.read_text().splitlines())])
+    return np.array([[line[name] for name in SUMS] for line in read_lines(path)])
 
 
 def collect_losses(name: str, sums: Sequence[np.ndarray], show: Callable[[int], str]) -> Measured:

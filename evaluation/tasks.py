@@ -10,7 +10,7 @@ import numpy as np
 
 from disk import written_aside
 from evaluation.comparison import Scores
-from evaluation.kept import is_made_by, write_made
+from evaluation.kept import is_made_by, read_lines, write_made
 from evaluation.likelihood import score_choices
 from evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
 from evaluation.results import Measured, Sample
@@ -133,7 +133,7 @@ def answer_choices(task: Task, engine: Engine, folder: Path, world: World) -> li
             write_made(path, "".join(json.dumps(found[i]) + "\n" for i in range(len(found))), made_by)
     if world.rank != 0:
         return None
-    values = [json.loads(line) for line in path.read_text().splitlines()]
+    values = read_lines(path)
     return [choose(prompt, own) for prompt, own in zip(task.prompts, values, strict=True)]
 
 

@@ -91,7 +91,7 @@ class AnswerFile:
                 line = json.loads(text)
                 key = (line["index"], line["sample"])
                 problem = self.find_difference(line)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{path}:{number}: is no answer of this program: name another file") from None
             if problem is not None:
                 raise ValueError(f"{path}:{number}: {problem}: name another --output, or remove it")

@@ -1,6 +1,5 @@
 """Which model answers: a directory, a name on the hub, or a model with a LoRA adapter; found first, loaded later."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from chat.templates import load_tokenizer
-from disk import hash_file
+from disk import hash_file, read_object
 from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, add_adapter
 from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
+from model.finite import check_finite
 from objectives.causal_lm import CausalLM
 from objectives.columns import SEQUENCES, TOKENS
 from ranks.terminal import shows_progress
@@ -37,7 +37,7 @@ class FoundModel:
     def classifies(self) -> str | None:
         """Which objective a classifier is for, as its config or its adapter's says; None: it is none."""
         if self.adapter is not None:
-            task = json.loads((self.adapter / ADAPTER_CONFIG).read_text()).get("task_type")
+            task = read_object(self.adapter / ADAPTER_CONFIG).get("task_type")
             return {"SEQ_CLS": SEQUENCES, "TOKEN_CLS": TOKENS}.get(task)
         endings = {"ForSequenceClassification": SEQUENCES, "ForTokenClassification": TOKENS}
         found = [endings[end] for name in self.config.architectures or () for end in endings if name.endswith(end)]
@@ -85,10 +85,10 @@ def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:
     """Name and revision of the model that an adapter was trained on, as its files say."""
     try:
         if (adapter / BASE_FILE).is_file():
-            known = json.loads((adapter / BASE_FILE).read_text())
+            known = read_object(adapter / BASE_FILE)
             return known["name"], known.get("revision")
-        known = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    except (OSError, ValueError, KeyError) as error:
+        known = read_object(adapter / ADAPTER_CONFIG)
+    except (ValueError, KeyError) as error:
         raise ValueError(f"{flag} {adapter}: cannot read which model the adapter belongs to: {error}") from None
     name = known.get("base_model_name_or_path")
     if not name:
@@ -148,4 +148,6 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             problem = f"--adapter {found.adapter}: does not fit the model: {str(error).splitlines()[0]}"
             raise ValueError(problem) from None
+    for name, param in model.named_parameters():
+        check_finite(param.detach(), name, where=f"--model {found.name}")
     return model.to(device).eval()

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,6 +84,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
     ValueError, naming the file, if anything is missing, of another size, or too much.
     """
+    if (directory / MANIFEST).is_symlink():
+        raise ValueError(f"{MANIFEST} is no regular file")
     manifest = read_json(directory / MANIFEST)
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != hash_json(manifest):
         raise ValueError(f"{MANIFEST} is damaged")
@@ -139,7 +141,7 @@ class TensorReader:
         """Fills `target`, which is the box of the whole tensor `name` that begins at `offset`."""
         layout, num_shards = self.manifest["tensors"][name], self.manifest["num_shards"]
         dim, shape = layout["dim"], layout["shape"]
-        for shard in range(1 if dim is None else num_shards):
+        for shard in find_shards(layout, num_shards, offset, target.shape):
             start, stop = [0] * len(shape), list(shape)
             if dim is not None:
                 start[dim], stop[dim] = chunk_range(shape[dim], shard, num_shards)
@@ -155,6 +157,15 @@ class TensorReader:
                 target[slices(low, high, offset)].copy_(part)
             except (OSError, SafetensorError, RuntimeError, IndexError) as error:
                 raise ValueError(f"{self.directory / shard_name(shard)}: {name} cannot be read: {error}") from None
+
+
+def find_shards(layout: dict[str, Any], num_shards: int, offset: Sequence[int], shape: Sequence[int]) -> range:
+    """The shards that a box of a tensor can be in; a look at every rank's would take ranks x tensors."""
+    dim = layout["dim"]
+    if dim is None:
+        return range(1)
+    length = max(1, -(-layout["shape"][dim] // num_shards))
+    return range(offset[dim] // length, min(-(-(offset[dim] + shape[dim]) // length), num_shards))
 
 
 def slices(low: list[int], high: list[int], origin: Iterable[int]) -> tuple[slice, ...]:
@@ -184,6 +195,16 @@ def find_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in `directory`, newest first."""
     paths = directory.iterdir() if directory.is_dir() else []
     return sorted((path for path in paths if re.fullmatch(STEP_NAME, path.name)), key=step_of, reverse=True)
+
+
+def check_links(directory: Path) -> None:
+    """ValueError for a link in the place of a checkpoint: what it leads to could be changed, or removed, unseen."""
+    for path in find_checkpoints(directory):
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a symbolic link to {os.readlink(path)}, where a checkpoint is a directory of its own: move"
+                " the directory here, or remove the link and name it by --resume with a new --output-dir"
+            )
 
 
 def has_checkpoints(directory: Path) -> bool:

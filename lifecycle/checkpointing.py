@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from lifecycle.checkpoint_files import (
     STEP_NAME,
     TensorReader,
     check_hash,
+    check_links,
     chunk_range,
     find_checkpoints,
     read_manifest,
@@ -31,9 +33,12 @@ from lifecycle.checkpoint_files import (
     write_tensors,
 )
 from lifecycle.step import TrainState
+from model.finite import check_finite
 from optim.optimizers import state_keys
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
+
+OPTIMIZER = "optimizer"  # tensors are named optimizer/<key of the state>/<parameter>
 
 
 class NoValidCheckpoint(RunError):
@@ -153,6 +158,7 @@ class Checkpointer:
 
     def choose(self, resume: str) -> Checkpoint | None:
         """What `--resume` asks for: auto, strict, none, or a checkpoint's path."""
+        call_on_rank0(self.world, lambda: check_links(self.directory))
         call_on_rank0(self.world, lambda: remove_leftovers(self.directory))
         if resume == "none":
             return None
@@ -228,18 +234,18 @@ class Checkpointer:
             if found is None or (found["shape"], found["dtype"]) != (wanted["shape"], wanted["dtype"]):
                 raise ValueError(f"{checkpoint.path}: the model's {name} is {wanted}, the checkpoint's {found}")
             fill(tensor, name, reader)
+        saved_keys = group_state(layouts)
         for param_name, param in train_state.model.named_parameters():
-            prefix, suffix = "optimizer/", f"/{param_name}"
-            names = [name for name in layouts if name.startswith(prefix) and name.endswith(suffix)]
-            keys = [name.removeprefix(prefix).removesuffix(suffix) for name in names]  # in the order they were saved
+            keys = saved_keys.get(param_name, [])
             if keys and set(keys) != state_keys(optimizer, param):
                 raise ValueError(
                     f"{checkpoint.path}: was written by another --optimizer: of {param_name} it holds"
                     f" {', '.join(sorted(keys))}, and not {', '.join(sorted(state_keys(optimizer, param)))}"
                 )
             for key in keys:
-                value = make_state(param, layouts[f"{prefix}{key}{suffix}"])
-                fill(value, f"{prefix}{key}{suffix}", reader)
+                name = f"{OPTIMIZER}/{key}/{param_name}"
+                value = make_state(param, layouts[name])
+                fill(value, name, reader)
                 optimizer.state[param][key] = value
 
 
@@ -248,8 +254,19 @@ def collect_tensors(state: TrainState) -> dict[str, Tensor]:
     tensors, optimizer = collect_weights(state), state.optimizer
     for name, param in state.model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
-            tensors[f"optimizer/{key}/{name}"] = value
+            tensors[f"{OPTIMIZER}/{key}/{name}"] = value
     return tensors
+
+
+def group_state(names: Iterable[str]) -> dict[str, list[str]]:
+    """The keys of the optimizer's state by parameter, in the order of the saved `names`."""
+    keys: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, rest = name.partition("/")
+        if kind == OPTIMIZER:
+            key, _, param_name = rest.partition("/")
+            keys.setdefault(param_name, []).append(key)
+    return keys
 
 
 def collect_weights(state: TrainState) -> dict[str, Tensor]:
@@ -291,6 +308,7 @@ def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
         offset[dim], _ = chunk_range(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
         tensor = tensor.to_local()
     reader.read(tensor, name, offset)
+    check_finite(tensor, name, where=reader.directory)
 
 
 def check_state(state: Any, name: str) -> None:

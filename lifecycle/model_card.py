@@ -14,7 +14,7 @@ import numpy as np
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
-from lifecycle.record import PARAMS_FILE
+from lifecycle.record import read_params
 from lifecycle.start import RunInputs
 from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
 from objectives.text_tower import is_multimodal
@@ -35,7 +35,7 @@ NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "dat
 
 def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, position: RunPosition) -> dict[str, str]:
     """README.md and the curve's file, as texts by name, of the model at `position`."""
-    params = json.loads((output_dir / PARAMS_FILE).read_text())
+    params = read_params(output_dir)
     steps = list(read_rows(output_dir / METRICS_FILE, position.step))
     validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
     parts = [

@@ -36,7 +36,7 @@ def profile_steps(batches: Iterator[Batch], steps: str, directory: Path, *, rank
 def write_profile(profiler: torch.profiler.profile, directory: Path, *, rank: int) -> None:
     """Ends the recording."""
     profiler.stop()
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
     trace = directory / f"rank_{rank}.json"
     profiler.export_chrome_trace(str(trace))
     on_gpu = torch.cuda.is_available()

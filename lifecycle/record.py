@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.mixture import Mixture
-from disk import hash_json, written_aside
+from disk import hash_json, read_object, written_aside
 from lifecycle.file_names import PARAMS_FILE
 from model.fingerprints import fingerprint_data, fingerprint_model
 from options import (
@@ -28,7 +28,7 @@ from options import (
     list_unchangeable_options,
 )
 from ranks.devices import describe_device
-from ranks.ending import EXIT_FILE
+from ranks.ending import EXIT_FILE, log
 from ranks.lock import OWN_FILES
 from ranks.world import World
 
@@ -91,11 +91,13 @@ def check_unused(output_dir: Path, identity: dict[str, Any], *, resume: str) -> 
     if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
         return
     advice = "name a new one, or remove that run"
+    if not (output_dir / PARAMS_FILE).exists():
+        raise ValueError(f"--output-dir {output_dir} is not an empty directory: {advice}")
     try:
-        params = json.loads((output_dir / PARAMS_FILE).read_text())
-        changes = find_changes(params["identity"], identity)
-    except (OSError, ValueError, KeyError):
-        raise ValueError(f"--output-dir {output_dir} is not an empty directory: {advice}") from None
+        params = read_params(output_dir)
+    except ValueError as error:
+        raise ValueError(f"--output-dir {output_dir} is not an empty directory, and {error}; {advice}") from None
+    changes = find_changes(params["identity"], identity)
     if resume == "none" or params["finished"]:
         state = "a finished run" if params["finished"] else "a run, which --resume none does not go on with"
         raise ValueError(f"--output-dir {output_dir} is not an empty directory: it holds {state}: {advice}")
@@ -104,6 +106,17 @@ def check_unused(output_dir: Path, identity: dict[str, Any], *, resume: str) -> 
             f"--output-dir {output_dir} is not an empty directory: it holds a run without a checkpoint, and other"
             f" {', '.join(changes.values())}: {advice}"
         )
+
+
+def read_params(output_dir: Path) -> dict[str, Any]:
+    """training_params.json; ValueError naming it if it is not of the form that train.py writes."""
+    path = output_dir / PARAMS_FILE
+    params = read_object(path)
+    kinds = {"options": dict, "identity": dict, "starts": list, "versions": dict, "finished": str | None}
+    wrong = [name for name, kind in kinds.items() if name not in params or not isinstance(params[name], kind)]
+    if wrong:
+        raise ValueError(f"{path}: not of the form that train.py writes (see {', '.join(wrong)})")
+    return params
 
 
 def is_own_file(path: Path) -> bool:
@@ -162,15 +175,16 @@ def name_in_identity(option: str) -> str:
 
 
 def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, Any], start: dict[str, Any]) -> None:
-    """Makes the run's directory and writes training_params.json: the options of this start, and each start.
+    """Writes training_params.json: the options of this start, and each start.
 
     `start` is what `describe_start` says of this one; where it goes on from nothing, earlier ones are not its run's.
     """
-    output_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        starts = json.loads((output_dir / PARAMS_FILE).read_text())["starts"] if start["resumed_from"] else []
-    except (OSError, ValueError, KeyError):
-        starts = []  # the checkpoint is from another directory
+    starts = []
+    if start["resumed_from"] and (output_dir / PARAMS_FILE).exists():  # else the checkpoint is from another directory
+        try:
+            starts = read_params(output_dir)["starts"]
+        except ValueError as error:
+            log.warning(f"warning: {error}; it is written anew, without the earlier starts")
     starts.append(start)
     options = flatten_options(options)
     write_params(output_dir, {"options": options, "identity": identity, "finished": None, **start, "starts": starts})
@@ -204,7 +218,7 @@ def describe_start(
 
 def record_end(output_dir: Path) -> None:
     """Notes in training_params.json that the run has come to its end."""
-    params = json.loads((output_dir / PARAMS_FILE).read_text())
+    params = read_params(output_dir)
     write_params(output_dir, params | {"finished": timestamp()})
 
 

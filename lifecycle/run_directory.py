@@ -214,6 +214,7 @@ class RunDirectory:
 
     def save(self, state: TrainState, position: RunPosition, log: TrainingLog) -> None:
         """Writes the checkpoint of `position`."""
+        call_on_rank0(self.world, self.control.check_directory)
         log.flush_to_disk()
         content = {
             "position": asdict(position),
@@ -251,6 +252,7 @@ class RunDirectory:
         self, state: TrainState, position: RunPosition, inputs: RunInputs, *, best: dict[str, Any] | None = None
     ) -> None:
         """Writes the model as it is at `position`; with the metrics that make it the `best`, as that one."""
+        call_on_rank0(self.world, self.control.check_directory)
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
         if best is None and self.options.exports.export_name is not None:
             notes[POSITION_FILE] = json.dumps(asdict(position)) + "\n"
@@ -294,4 +296,5 @@ class RunDirectory:
             if self.uploads is not None:
                 self.uploads.close(is_done=is_done)
         if is_done:
+            call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))

@@ -163,7 +163,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     num_dropped = open_data(inputs, options, num_sharing=num_sharing)
     open_validation_data(inputs, options)
     if inputs.data is not None:
-        inputs.errors.attempt(lambda: inputs.objective.open_data(inputs.data.task, inputs.sidecars))
+        inputs.errors.attempt(lambda: inputs.objective.open_data(inputs.data.task, inputs.data.count_labels))
         inputs.errors.attempt(lambda: check_validation(inputs, options.validation))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
@@ -176,6 +176,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
     if inputs.data is not None:
+        inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
         describe_data(inputs, num_dropped=num_dropped or 0, start=start)
     find_oddities(inputs, options, num_rows=world_size // num_sharing)
@@ -213,9 +214,7 @@ def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
         data = Mixture([TokenizedData(path, option="--validation-data-path") for path in paths])
         if o.subset is not None:
             data.take_subset(parse_subset(o.subset), seed=o.seed)
-        for source in data.sources:
-            if source.num_loss_tokens.sum() == 0:
-                raise ValueError(f"--validation-data-path {source.path}: no token of it is trained, so it has no loss")
+        data.check_trained("--validation-data-path")
         return data
 
     if paths:

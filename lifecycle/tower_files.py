@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disk import read_object
 from lifecycle.tensor_files import METADATA, encode_header, lay_out, write_into
-from model.files import INDEX, WEIGHTS, list_weights, read_json
+from model.files import INDEX, WEIGHTS, list_weights
 from model.stored import Stored
 
 DEQUANTIZED = "dequantized.safetensors"  # until it has its number
@@ -79,7 +80,7 @@ def add_tensors(
         header.pop("__metadata__", None)
         weight_map |= dict.fromkeys(header, name)
         total_size += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
-    known = read_json(directory / INDEX).get("metadata", {}) if (directory / INDEX).exists() else {}
+    known = read_object(directory / INDEX).get("metadata", {}) if (directory / INDEX).exists() else {}
     index = {"metadata": known | {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     assert not (directory / WEIGHTS).exists(), "a file of weights that the index does not name would be read alone"

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lifecycle.record import PARAMS_FILE
+from lifecycle.record import read_params
 from lifecycle.trackers import EarlierSteps, Entry, KnownRuns, TrackedRun, Tracker, Trackers
 from options import TrackingOptions, TrainOptions, flatten_options
 from ranks.ending import log
@@ -214,7 +214,7 @@ def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
     """The sink of --track, or none, once training_params.json says what this start is."""
     if not options.tracking.track:
         return []
-    start = json.loads((output_dir / PARAMS_FILE).read_text())
+    start = read_params(output_dir)
     known, earlier = KnownRuns(output_dir), EarlierSteps(output_dir)
     facts = {"host": socket.gethostname(), "output_dir": str(output_dir.absolute())} | {
         key: start[key] for key in FACTS

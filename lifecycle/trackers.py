@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from disk import written_aside
+from disk import read_object, written_aside
 from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
 from ranks.ending import log
 
@@ -254,11 +254,11 @@ class KnownRuns:
     def __init__(self, output_dir: Path):
         self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()
         try:
-            self.runs: dict[str, dict[str, str]] = json.loads(self.path.read_text())
-        except FileNotFoundError:
-            self.runs = {}
-        except (OSError, ValueError, RecursionError) as error:
-            log.warning(f"warning: {self.path} cannot be read ({error}): trackers begin new runs")
+            self.runs: dict[str, dict[str, str]] = read_object(self.path) if self.path.exists() else {}
+            if not all(isinstance(known, dict) for known in self.runs.values()):
+                raise ValueError(f"{self.path}: its entries are not those that trackers keep")
+        except ValueError as error:
+            log.warning(f"warning: {error}: trackers begin new runs")
             self.runs = {}
 
     def keep(self, title: str, known: dict[str, str]) -> None:

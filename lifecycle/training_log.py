@@ -153,7 +153,7 @@ def keep_steps(path: Path, num_steps: int) -> int:
             for line in file:
                 try:
                     step = json.loads(line)["step"] if line.endswith(b"\n") else None
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     step = None
                 if step != last_step + 1 or step > num_steps:
                     break

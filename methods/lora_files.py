@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from disk import read_object
+from model.finite import check_finite
 from model.stored import Reader, read_tensor
 from ranks.ending import log
 
@@ -58,7 +60,11 @@ def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
 def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> None:
     """ValueError if the adapter belongs to another model than `base`; a warning if all that is known are names."""
     path = directory / BASE_FILE
-    known = json.loads(path.read_text()) if path.is_file() else {}
+    known = read_object(path) if path.is_file() else {}
+    if known and not {"name", "fingerprint"} <= known.keys():
+        raise ValueError(
+            f"{path}: does not say which model the adapter was trained on: remove the file, or copy it again"
+        )
     if known and known["fingerprint"] != base["fingerprint"]:
         raise ValueError(
             f"--lora-adapter {directory}: was trained on another model ({known['name']}, by its config and weights)"
@@ -91,7 +97,11 @@ def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str,
     ]  # fmt: skip
     if problems:
         raise ValueError(f"--lora-adapter {directory}: does not fit --model-name-or-path: {'; '.join(problems)}")
-    return {name: functools.partial(read_tensor, path, saved) for saved, name in saved_names.items()}
+    return {name: functools.partial(read_finite, path, saved) for saved, name in saved_names.items()}
+
+
+def read_finite(path: Path, saved: str) -> Tensor:
+    return check_finite(read_tensor(path, saved), saved, where=f"--lora-adapter {path}")
 
 
 def write_adapter(directory: Path, config: "LoraConfig", tensors: dict[str, Tensor], base: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from model.blocks import find_linear_layers
+from model.blocks import find_linear_layers, iterate_owners
 from model.method import MetaModel
 from model.weights import Reader
 from objectives.text_tower import text_config
@@ -64,13 +64,10 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
         flag = f"{flag} (beside what --freeze names)"
     default = [*(name for name in layers if name in in_blocks), *experts]
     chosen = choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
-    others = [
-        name
-        for name, module in model.named_modules()
-        if name and not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in chosen)
-    ]
+    others = list_others(model, chosen) if whole_names else []
     whole = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
-    targets = Targets([n for n in layers if n in chosen], [n for n in experts if n in chosen], whole)
+    adapted = set(chosen)
+    targets = Targets([n for n in layers if n in adapted], [n for n in experts if n in adapted], whole)
     if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):
         flag = "--lora-use-dora" if options.lora_use_dora else f"--lora-dropout {options.lora_dropout}"
         raise ValueError(
@@ -90,6 +87,13 @@ def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
     always = meta.objective.find_head(meta.model)
     has_new = text_config(meta.source.config).vocab_size > stored
     return (*options.lora_modules_to_save, *always, *(names if has_new else ()))
+
+
+def list_others(model: PreTrainedModel, chosen: list[str]) -> list[str]:
+    """The modules that neither hold one of the `chosen` nor are in one."""
+    adapted, holders = set(chosen), {owner for name in chosen for owner in iterate_owners(name)}
+    names = (name for name, _ in model.named_modules() if name and name not in holders)
+    return [name for name in names if adapted.isdisjoint(iterate_owners(name))]
 
 
 def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[str]:

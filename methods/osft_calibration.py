@@ -4,7 +4,7 @@ After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file, written_aside
 from methods.osft_subspaces import find_targets, weight_shape
-from model.blocks import find_blocks
+from model.blocks import find_blocks, iterate_owners
 from objectives.objective import Objective, PackedModel
 from objectives.text_tower import text_config
 from options import DataOptions
@@ -60,13 +60,18 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
     data = TokenizedData(path, option="--osft-calibration-data")
     if data.sidecar is None:
         log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
-    elif data.sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+    elif data.sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
         raise ValueError(
             f"--osft-calibration-data {path} was made with another tokenizer than --data-path: tokenize both with"
             " process_data.py and the same one"
         )
     data.fit_to(max_tokens_per_gpu, drop_overlong=True)
     return data
+
+
+def find_block(layer: str, blocks: Container[str]) -> str | None:
+    """Which of the `blocks`, by name, a layer is in."""
+    return next((owner for owner in iterate_owners(layer) if owner in blocks), None)
 
 
 def check_statistics(
@@ -81,7 +86,7 @@ def check_statistics(
                 f"--osft-statistics: nothing there about the {in_features} inputs of {name}: these are statistics of"
                 " another model, or of fewer layers"
             )
-        if not any(name.startswith(f"{block}.") for block in statistics.similarities):
+        if find_block(name, statistics.similarities) is None:
             raise ValueError(
                 f"--osft-statistics: nothing there about the block of {name}: these are statistics of another model"
             )
@@ -93,7 +98,7 @@ def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
     try:
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["about"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"--osft-statistics {path}: not a file of statistics: {error!r}") from None
 
 

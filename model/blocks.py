@@ -3,7 +3,7 @@
 import dis
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,12 @@ def find_keywords(module: nn.Module) -> str | None:
     """How the module's forward calls its other keyword arguments (kwargs); None if it takes none."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+def iterate_owners(name: str) -> Iterator[str]:
+    """The modules that the module or parameter `name` is in, from the outermost to itself: a, a.b, a.b.c."""
+    parts = name.split(".")
+    return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
 
 
 def find_linear_layers(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Linear | Conv1D]:

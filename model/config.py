@@ -97,13 +97,13 @@ def choose_tokenizer(
             vocab_size = grown
     # It has to be the one that the sidecar names, and the model has to have an embedding for every token.
     extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
-    if not extends or sidecar["tokenizer_fingerprint"] != fingerprint_tokenizer(tokenizer):
+    if not extends or sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
         raise ValueError(
             f"--data-path {data_path} was made with another tokenizer than --model-name-or-path's:"
             " tokenize the data again with process_data.py and this model"
         )
     for path, other in known.items():
-        if other["tokenizer_fingerprint"] != sidecar["tokenizer_fingerprint"]:
+        if other.get("tokenizer_fingerprint") != sidecar.get("tokenizer_fingerprint"):
             raise ValueError(
                 f"{path} was made with another tokenizer than {data_path}: tokenize both with process_data.py and this"
                 " model, with the same --chat-template and --add-special-tokens"

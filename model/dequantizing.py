@@ -123,10 +123,14 @@ def read_fp8(quantized: Stored, scale: Stored, block: tuple[int, int], dtype: to
 
 def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
     """nf4 and fp4, also with scales that are quantized themselves, and 8 bit with a scale a row."""
-    for key in [key for key in parts if ".quant_state.bitsandbytes__" in key]:
-        name = key.partition(".quant_state.")[0]
-        own = {part: parts.pop(part) for part in [part for part in parts if part.startswith(f"{name}.")]}
-        open_4bit(parts, name, {part.removeprefix(f"{name}."): stored for part, stored in own.items()}, dtype)
+    names = {key.partition(".quant_state.")[0] for key in parts if ".quant_state.bitsandbytes__" in key}
+    states: dict[str, dict[str, Stored]] = {name: {} for name in sorted(names)}
+    for key in list(parts):
+        name, kind = split_state(key)
+        if name in states:
+            states[name][kind] = parts.pop(key)
+    for name, own in states.items():
+        open_4bit(parts, name, own, dtype)
     for key in [key for key in parts if key.endswith(".SCB")]:
         name = f"{key.removesuffix('.SCB')}.weight"
         scale, layout = take_part(parts, key, of=name), parts.pop(f"{name}_format", None)
@@ -141,6 +145,12 @@ def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch
         if tensor.dtype in ("U8", "I8"):
             raise ValueError(f"{key} is quantized, and {key}.quant_state or its SCB is missing")
     return parts
+
+
+def split_state(key: str) -> tuple[str, str]:
+    """The weight that a tensor of bitsandbytes' state belongs to, and what it is: (layer.weight, quant_state.x)."""
+    name, _, kind = key.partition(".quant_state.") if ".quant_state." in key else key.rpartition(".")
+    return name, f"quant_state.{kind}" if ".quant_state." in key else kind
 
 
 def open_4bit(parts: dict[str, Stored], name: str, own: dict[str, Stored], dtype: torch.dtype) -> None:

@@ -4,13 +4,13 @@ A model directory is someone else's. What could run code, leads out of it, or is
 """
 
 import functools
-import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from disk import read_object
 from ranks.ending import log
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,7 +89,7 @@ def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
     code = []
     for name in READ_FILES:
         if (path / name).exists():
-            config = read_json(path / name)
+            config = read_object(path / name)
             found = [f"{name} ({reference})" for reference in find_code(config, path / name)]
             if found and not trust_remote_code and has_stock_class(config, name):
                 log.warning(f"warning: {path}: {', '.join(found)}: not run; transformers has the class itself")
@@ -198,7 +198,7 @@ def list_weights(path: Path) -> list[str]:
 
 def read_index(index: Path) -> list[str]:
     """The files that an index of weights names; ValueError unless they are beside it."""
-    content = read_json(index)
+    content = read_object(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(content.get("metadata"), dict):
         raise ValueError(f"{index}: no index of weights: it has no weight_map or no metadata")
@@ -209,16 +209,6 @@ def read_index(index: Path) -> list[str]:
         if not (index.parent / name).is_file():
             raise ValueError(f"{index}: names {name}, which is missing")
     return names
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: not a JSON object")
-    return content
 
 
 def check_model_path(path: str, *, flag: str) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
-from disk import commit, describe_failed_write, hash_json, make_aside, sync_dir, sync_file
-from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights, read_json
+from disk import commit, describe_failed_write, hash_json, make_aside, read_object, sync_dir, sync_file
+from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights
 from model.fingerprints import fingerprint_model
+from model.finite import check_finite
 from model.quantized import find_quantization
 from model.stored import Stored, find_stored
 from ranks.ending import log
@@ -65,7 +66,7 @@ def open_model(name: str, *, flag: str) -> StoredModel:
 
 def check_same_model(first: StoredModel, other: StoredModel) -> None:
     """ValueError for another architecture, other tensors, or other shapes."""
-    configs = [read_json(model.directory / "config.json") for model in (first, other)]
+    configs = [read_object(model.directory / "config.json") for model in (first, other)]
     mine, its = ({key: value for key, value in config.items() if key not in OF_NO_MATTER} for config in configs)
     changed = sorted(key for key in mine.keys() | its.keys() if mine.get(key) != its.get(key))
     if changed:
@@ -99,6 +100,7 @@ def merge_into(
     first = models[0]
     shards = plan_shards(first)
     needed_bytes = sum(size for shard in shards for size in shard.values())
+    output_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
     aside = make_aside(output_dir, needed_bytes, what="the model")
     try:
         copy_companions(first.directory, aside)
@@ -132,10 +134,13 @@ def write_shard(
 def plan_shards(model: StoredModel) -> list[dict[str, int]]:
     """The bytes of each tensor by its name, for each file that is written; in the order of the model's own files."""
     shards: list[dict[str, int]] = [{}]
+    num_bytes = 0  # of the last one
     for name, size in list_sizes(model):
-        if shards[-1] and sum(shards[-1].values()) + size > SHARD_BYTES:
+        if shards[-1] and num_bytes + size > SHARD_BYTES:
             shards.append({})
+            num_bytes = 0
         shards[-1][name] = size
+        num_bytes += size
     return shards
 
 
@@ -173,7 +178,7 @@ def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float
 def read_rows(model: StoredModel, name: str, start: int, end: int) -> Tensor:
     """Some rows of a tensor, as they are stored; a number is a row."""
     tensor = model.tensors[name].read()
-    return tensor[start:end] if tensor.ndim else tensor
+    return check_finite(tensor[start:end] if tensor.ndim else tensor, name, where=model.name)
 
 
 def copy_equal(name: str, models: Sequence[StoredModel]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from disk import read_object
 from model.dequantizing import (
     FP8,
     Settings,
@@ -24,7 +25,6 @@ from model.dequantizing import (
     open_mxfp4,
     read_compression,
 )
-from model.files import read_json
 from model.stored import Stored
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # that no weight is stored as which has not been quantized
@@ -55,7 +55,7 @@ PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_te
 
 def find_quantization(model_dir: str | Path) -> Settings | None:
     """What a model's config says of its quantization; ValueError if that is nothing that can be understood."""
-    config = read_json(Path(model_dir) / "config.json")
+    config = read_object(Path(model_dir) / "config.json")
     texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
     if not found:

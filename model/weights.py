@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from model.config import ModelSource
+from model.finite import check_finite
 from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
 from model.stored import Reader, Stored, StoredFiles, find_stored
 from objectives.objective import Objective
@@ -71,11 +72,20 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
     objective.leave_out(model)
     kept = {name for tensors in (model.named_parameters, model.named_buffers)
             for name, _ in tensors(remove_duplicate=False)}  # fmt: skip
-    readers = {name: read for name, read in readers.items() if name in kept}
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    readers = {
+        name: functools.partial(read_finite, read, name, model_dir) if name in params else read
+        for name, read in readers.items()
+        if name in kept
+    }
     vocab_size = text_config(source.config).vocab_size
     if vocab_size > text_config(model.config).vocab_size:
         grow_vocabulary(model, readers, vocab_size)
     return readers
+
+
+def read_finite(read: Reader, name: str, model_dir: str) -> Tensor:
+    return check_finite(read(), name, where=f"--model-name-or-path {model_dir}")
 
 
 def begin_anew(

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from chat.labels import IGNORED
-from objectives.columns import Task, check_task
+from objectives.columns import CountLabels, Task, check_task
 from objectives.embedding_noise import EmbeddingNoise
 from objectives.micro_batch import MicroBatch, Sample, chunk_sequences, make_idle_sample, pack_samples
 from objectives.objective import Scores
@@ -66,7 +66,7 @@ class CausalLM:
         self.router_aux_loss, self.label_smoothing, self.noise = router_aux_loss, label_smoothing, noise
         self.row_group: RowGroup | None = None
 
-    def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
+    def open_data(self, task: Task, count_labels: CountLabels) -> None:
         check_task(task, self.name)
 
     def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,13 +1,12 @@
 """Losses of classifiers: N targets, C classes (or values, for regression)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from objectives.columns import Task
+from objectives.columns import CountLabels, Task
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,19 @@ def make_weights(weights: tuple[float, ...], device: torch.device) -> Tensor:  #
     return torch.tensor(weights, dtype=torch.float32).to(device, non_blocking=True)
 
 
-def choose_class_weights(
-    given: tuple[str, ...], task: Task, *, counts: Sequence[int], num_targets: int
-) -> tuple[float, ...] | None:
+def choose_class_weights(given: tuple[str, ...], task: Task, count_labels: CountLabels) -> tuple[float, ...] | None:
     """The classes' weights by --class-weights: none, balanced, or a number for each class. ValueError for others.
 
-    `counts`: of each class, how many of the `num_targets` have it. balanced: targets / (classes x targets of the
-    class), as in scikit-learn; where a target has several classes, the targets without the class / those with it.
+    balanced: targets / (classes x targets of the class), as in scikit-learn; where a target has several classes, the
+    targets without the class / those with it.
     """
     if not given:
         return None
     flag = f"--class-weights {' '.join(given)}"
     if task.label_type == "regression":
         raise ValueError(f"{flag}: this data has numbers to predict, and no classes: leave it out")
+    counts, num_targets = count_labels()
+    counts = counts.tolist()
     if given == ("balanced",):
         absent = [name for name, count in zip(task.label_names, counts, strict=True) if count == 0]
         if absent:
@@ -76,4 +75,6 @@ def choose_class_weights(
             f"{flag}: give balanced, or a number of at least 0 for each of the {task.num_labels} classes, in the order"
             f" {', '.join(task.label_names)}"
         )
+    if task.label_type == "single" and not any(n * weight for n, weight in zip(counts, weights, strict=True)):
+        raise ValueError(f"{flag}: every class that the data has counts 0, so nothing is trained")
     return weights

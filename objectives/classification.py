@@ -20,7 +20,7 @@ from chat.labels import IGNORED
 from objectives.class_loss import ClassLoss, choose_class_weights
 from objectives.class_packing import cut_lengths, make_idle_classified, pack_classified
 from objectives.class_scores import METRICS, describe_prediction, summarize_classes
-from objectives.columns import Sample, Task, check_task
+from objectives.columns import CountLabels, Sample, Task, check_task
 from objectives.embedding_noise import EmbeddingNoise
 from objectives.micro_batch import MicroBatch
 from objectives.packed_classifier import PackedClassifier
@@ -53,7 +53,7 @@ class Classification:
 
     # What is trained on.
 
-    def open_data(self, task: Task, sidecars: Sequence[dict[str, Any]]) -> None:
+    def open_data(self, task: Task, count_labels: CountLabels) -> None:
         check_task(task, self.name)
         self.task, smoothing = task, self.options.label_smoothing
         if smoothing and task.label_type != "single":
@@ -61,9 +61,7 @@ class Classification:
                 f"--label-smoothing {smoothing} has no effect on this data: its targets are not one class of several"
                 f" each ({task.label_type}): leave it out"
             )
-        counts = [sum(sidecar["label_counts"].get(name, 0) for sidecar in sidecars) for name in task.label_names]
-        num_targets = sum(sidecar["num_loss_counted_tokens"] for sidecar in sidecars)
-        weights = choose_class_weights(self.options.class_weights, task, counts=counts, num_targets=num_targets)
+        weights = choose_class_weights(self.options.class_weights, task, count_labels)
         self.loss = ClassLoss(task.label_type, weights, smoothing)
 
     def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,6 +1,6 @@
 """The columns of a tokenized data set, by the objective it is for: what process_data.py writes and training reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -61,6 +61,9 @@ VISION_SCHEMA = pa.schema(
 )
 SCHEMAS = {CAUSAL_LM: SCHEMA, VISION: VISION_SCHEMA, SEQUENCES: SEQUENCE_SCHEMA, TOKENS: TOKEN_SCHEMA}
 REQUIRED_COLUMNS = tuple(name for name in SCHEMA.names if name not in OPTIONAL_COLUMNS)
+
+# Number of targets of each class, (classes,), and of all, in the samples that are trained.
+CountLabels = Callable[[], tuple[np.ndarray, float]]
 
 # input_ids (len,); labels (len,), or a sequence's target (num_labels,) or (1,); weights, or of classifiers
 # token_type_ids (len,), or the paths or data: URLs of the images

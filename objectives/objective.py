@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from objectives.columns import Task
+from objectives.columns import CountLabels, Task
 from objectives.micro_batch import MicroBatch, Sample
 from objectives.text_tower import LeftOut
 from ranks.row_group import RowGroup
@@ -63,7 +63,7 @@ class Objective(Protocol):
         RowGroup | None
     )  # the ranks that share a packed row, of which `pack` and `make_probe` give this one's part
 
-    def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
+    def open_data(self, task: Task, count_labels: CountLabels) -> None:
         """Learns what the data is for; ValueError where that is something else. Before any of the following."""
         ...
 

@@ -24,7 +24,7 @@ from transformers import (
 from chat.labels import IGNORED
 from chat.pictures import as_data_url, load_processor, open_image
 from objectives.causal_lm import CausalLM, PackedCausalLM
-from objectives.columns import VISION, Sample, Task, check_task
+from objectives.columns import VISION, CountLabels, Sample, Task, check_task
 from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
 from objectives.sight import Sight, list_parts
 from objectives.text_tower import LeftOut, find_placeholders, is_multimodal, text_config
@@ -60,7 +60,7 @@ class VisionLanguage:
 
     # What is trained on.
 
-    def open_data(self, task: Task, sidecars: Sequence[dict[str, Any] | None]) -> None:
+    def open_data(self, task: Task, count_labels: CountLabels) -> None:
         check_task(task, self.name)
 
     def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

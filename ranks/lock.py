@@ -1,5 +1,7 @@
 """One run at a time in an output directory, and the file that says how the last one ended."""
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -15,6 +17,39 @@ SECONDS_TO_WATCH = 20  # without a touch after which the lock of another host co
 
 LOCK_FILE, STOP_FILE, ERRORS_DIR = ".lock", "stop", "errors"
 OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # a directory that holds only these holds no run
+
+
+class HeldDirectory:
+    """A run's directory, held open: its path may be given to another directory while the run goes on."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # open, or its inode's number could be reused
+
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to the directory; True where the file system does not say."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            return error.errno != errno.ESTALE  # removed by another host
+
+    def describe_loss(self) -> str:
+        """What has become of a directory that is no longer in its place."""
+        found = ""
+        with contextlib.suppress(OSError):
+            found = os.readlink(f"/proc/self/fd/{self.descriptor}")
+        is_moved = bool(found) and not found.endswith(" (deleted)") and os.path.isdir(found)
+        return (
+            f"--output-dir {self.path} was {f'moved to {found}' if is_moved else 'removed'} while the run was writing"
+            " to it; nothing more is written. Start again"
+            + (
+                " with the directory where it was, or with --output-dir at its new place"
+                if is_moved
+                else " from another directory's checkpoint (--resume), or from the beginning"
+            )
+        )
 
 
 class RunLock:
@@ -58,12 +93,17 @@ class RunLock:
     def beat(self) -> None:
         os.utime(self.file)
 
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to this lock, and not to that of a run in a directory made anew."""
+        return is_same_file(self.file, self.path)
+
     def is_alone_in_its_directory(self) -> bool:
         """Whether this lock made the directory, and nothing else has been written to it since."""
-        return self.made_directory and os.listdir(self.path.parent) == [LOCK_FILE]
+        return self.made_directory and self.is_in_place() and os.listdir(self.path.parent) == [LOCK_FILE]
 
     def release(self) -> None:
-        self.path.unlink(missing_ok=True)
+        if self.is_in_place():
+            self.path.unlink(missing_ok=True)
         file, self.file = self.file, -1  # A late beat then touches nothing.
         os.close(file)
 
@@ -83,7 +123,7 @@ def try_flock(file: int, path: Path) -> bool:
 def is_same_file(file: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -111,9 +151,10 @@ def read_holder(path: Path) -> dict[str, Any] | None:
     """Who wrote the lock; None for an empty one, which nobody has held, and {} for one that cannot be read."""
     try:
         text = path.read_text()
-        return json.loads(text) if text else None
-    except (OSError, ValueError):
+        holder = json.loads(text) if text else None
+    except (OSError, ValueError, RecursionError):
         return {}
+    return holder if isinstance(holder, dict | None) else {}
 
 
 def describe_holder(holder: dict[str, Any] | None) -> str:

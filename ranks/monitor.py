@@ -34,7 +34,7 @@ from ranks.ending import (
     within,
 )
 from ranks.lifeline import Lifeline, Message, make_socket_pair
-from ranks.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
+from ranks.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, HeldDirectory, RunLock, write_exit_file
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 from ranks.terminal import leave_bars
 
@@ -104,6 +104,7 @@ class RunControl:
         self.marks = Marks()
         self.output_dir: Path | None = None  # It stays None until the directory is this run's.
         self.run_lock: RunLock | None = None
+        self.held: HeldDirectory | None = None  # the output directory, where this host has it
         self.lifeline = Lifeline(
             self.rank, self.world_size, on_met=self._on_met, on_message=self._on_message, on_lost=self._on_lost
         )
@@ -153,6 +154,13 @@ class RunControl:
         if self.rank == 0:
             (output_dir / EXIT_FILE).unlink(missing_ok=True)
         self.output_dir = output_dir
+        with contextlib.suppress(FileNotFoundError):
+            self.held = HeldDirectory(output_dir)
+
+    def check_directory(self) -> None:
+        """RunError if the output directory was moved or removed: what is made anew at its path is not this run's."""
+        if self.held is not None and not self.held.is_in_place():
+            raise RunError(ExitCode.IO, self.held.describe_loss())
 
     def progress(self, where: str) -> None:
         """A sign that the training thread moves on; `where` stands in messages. Costs next to nothing."""
@@ -198,6 +206,8 @@ class RunControl:
     def fail(self, error: BaseException) -> NoReturn:
         """This rank's own end; every process ends once rank 0 has told the first cause."""
         code, message, details = describe_error(error, self.marks.where)
+        if code == ExitCode.IO and self.held is not None and not self.held.is_in_place():
+            message = self.held.describe_loss()  # the cause of whatever could not be written
         cause = replace(self._cause(code, message, details), is_printed_by_all=isinstance(error, RanksDiffer))
         self.lifeline.call(lambda: self._report(cause))
         wait_forever()
@@ -266,10 +276,13 @@ class RunControl:
             self.marks_seen, own.moved = self.marks.count, clock
 
     def _watch_files(self, output_dir: Path) -> None:
-        """Rank 0, in a thread of its own, since a file system can keep one waiting: the stop file and the lock."""
+        """Rank 0, in a thread of its own, since a file system can keep one waiting: the stop file, the lock, the
+        directory itself."""
         beats = 0.0
         while True:
             time.sleep(1)
+            if self.held is not None and not self.held.is_in_place():
+                return self.lifeline.call(lambda: self._report(self._cause(ExitCode.IO, self.held.describe_loss())))
             with contextlib.suppress(OSError):
                 if (output_dir / STOP_FILE).exists():
                     self.lifeline.call(lambda: self._raise_flag(Flag.STOP_FILE))
@@ -371,7 +384,8 @@ class RunControl:
     def _tell(self, cause: Cause) -> None:
         """Prints the cause, and writes it to exit.json; only the first rank to do so speaks."""
         is_first = not self._others_know(cause)
-        if self.output_dir is not None and not self._is_untouched(cause):
+        is_in_place = self.held is None or self.held.is_in_place()
+        if self.output_dir is not None and is_in_place and not self._is_untouched(cause):
             try:
                 is_first = write_exit_file(self.output_dir, cause.record)
             except OSError as error:
@@ -394,7 +408,7 @@ class RunControl:
             return
         output_dir, is_untouched = self.run_lock.path.parent, self._is_untouched(cause)
         with contextlib.suppress(OSError):
-            if self.marks.flags & Flag.STOP_FILE:
+            if self.marks.flags & Flag.STOP_FILE and self.run_lock.is_in_place():
                 (output_dir / STOP_FILE).unlink(missing_ok=True)
             self.run_lock.release()
             if is_untouched:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import soak
 from processes import ENV
-from soak import Soak, Tally
+from soak import Layout, Soak, Tally
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def run_once(soaking: Soak, number: int, *, num_kills: int) -> Counter[str]:
     """What one more run, with at most so many kills, adds to the counts."""
     before = soaking.total().counts
     last = before["kills"] + num_kills
-    soaking.run_once(number, (1, False), lambda: soaking.total().counts["kills"] < last)
+    soaking.run_once(number, Layout(1, False), lambda: soaking.total().counts["kills"] < last)
     return soaking.total().counts - before
 
 
@@ -33,11 +33,11 @@ def run_once(soaking: Soak, number: int, *, num_kills: int) -> Counter[str]:
 def test_only_a_run_that_is_the_undisturbed_one_is_passed(soaking):
     counts = run_once(soaking, 0, num_kills=2)
     assert counts["runs"] == 1 and counts["kills"] > 0 and counts["bad"] == counts["mismatches"] == 0, counts
-    right = soaking.references[1]
+    right = soaking.references[1, "text"]
     other_rows = [*right.rows[:-1], right.rows[-1] | dict(loss=right.rows[-1]["loss"] + 1e-9)]
-    soaking.references[1] = dataclasses.replace(right, rows=other_rows)
+    soaking.references[1, "text"] = dataclasses.replace(right, rows=other_rows)
     assert run_once(soaking, 1, num_kills=0)["mismatches"] == 1
-    soaking.references[1] = dataclasses.replace(right, files=dict.fromkeys(right.files, "another"))
+    soaking.references[1, "text"] = dataclasses.replace(right, files=dict.fromkeys(right.files, "another"))
     assert run_once(soaking, 2, num_kills=0)["mismatches"] == 1
 
 
@@ -53,6 +53,6 @@ def test_a_start_from_an_older_checkpoint_or_from_none_is_bad(soaking, tmp_path)
         ("step_10 cannot be trusted: a file is missing", True),
     ]:
         Said.log.write_text(text)
-        tally = soaking.tallies[1] = Tally()
+        tally = soaking.tallies[1, "text"] = Tally()
         soaking.check_start(Said, tally, expected=10, begun=12)
         assert tally.counts["bad"] == is_bad, text

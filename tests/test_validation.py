@@ -212,7 +212,7 @@ def test_sets_that_cannot_be_measured_are_named(inputs, world, tmp_path):
     with pytest.raises(ValueError, match=r"--validation-data-path none\.arrow: cannot be read"):
         train_here(world, **options | dict(validation_data_path="none.arrow"))
     masked = write_samples(tmp_path / "masked.arrow", [([5, 6, 7], [-100] * 3)])
-    with pytest.raises(ValueError, match="no token of it is trained, so it has no loss"):
+    with pytest.raises(ValueError, match="no token of its samples is trained, so it has no loss"):
         train_here(world, **options | dict(validation_data_path=str(masked)))
     foreign = write_samples(tmp_path / "foreign.arrow", [([5, 6, 999], [-100, -100, 999])])
     with pytest.raises(ValueError, match=r"foreign\.arrow: row 1: token ids beyond the model's vocabulary"):

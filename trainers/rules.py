@@ -305,7 +305,7 @@ def read_data_sets(path: Path, names: list[str]) -> list[dict[str, Any]]:
     """What LLaMA-Factory's list says of these data sets, empty where it has none; ValueError if that is no data set."""
     try:
         listed = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     entries = [listed.get(name, {}) if isinstance(listed, dict) else None for name in names]
     for entry in entries:

@@ -1,0 +1,26 @@
+"""What a command line that cannot be used ends with."""
+
+import os
+
+import pytest
+
+from command_line import parse_options
+from options import TrainOptions
+from ranks.ending import ExitCode
+
+
+def refuse(argv: list[str], capfd: pytest.CaptureFixture) -> str:
+    """What is printed of a command line that cannot be used, in a process that ends by it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            parse_options(TrainOptions, argv)
+        except SystemExit as end:
+            os._exit(end.code)
+        finally:
+            os._exit(ExitCode.DONE)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == ExitCode.BAD_INPUT
+    message = capfd.readouterr().err
+    assert "Traceback" not in message
+    return message

@@ -1,0 +1,320 @@
+"""Files and directories that are not what they should be: refused by name, in one line, or cleaned up."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from forked import ForkedJob
+from in_process import train_here
+from processes import flags
+from refusals import refuse
+from safetensors.torch import load_file, save_file
+from sklearn.utils.class_weight import compute_class_weight
+from small_runs import OPTIONS, make_inputs
+from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
+from tiny_data import make_samples, write_samples
+from tiny_models import VOCAB_SIZE
+
+from command_line import check_yaml, read_yaml
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData, read_sidecar
+from disk import remove_directory, remove_leftovers, written_aside
+from lifecycle.checkpoint_files import chunk_range, find_shards
+from lifecycle.checkpointing import group_state
+from methods.lora_layers import list_others
+from model.finite import check_finite
+from objectives.class_loss import choose_class_weights
+from objectives.columns import Task
+
+DEEP = "[" * 100_000
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "llama")
+
+
+def train_refused(world, inputs: dict, output_dir: Path, **options: object) -> str:
+    with pytest.raises((ValueError, OSError)) as error:
+        train_here(world, **(OPTIONS | dict(max_steps=1) | inputs | dict(output_dir=str(output_dir)) | options))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# Data.
+
+
+def mask(samples: list, rows: range) -> list:
+    return [(ids, [-100] * len(ids)) if i in rows else (ids, labels) for i, (ids, labels) in enumerate(samples)]
+
+
+def test_data_without_a_trained_token_is_refused(inputs, world, tmp_path):
+    short, long = make_samples(8, vocab_size=VOCAB_SIZE, max_len=20), ([5] * 60, [-100] + [5] * 59)
+    none = write_samples(tmp_path / "none.arrow", mask(short, range(8)))
+    only_long = write_samples(tmp_path / "only_long.arrow", [*mask(short, range(8)), long])
+    for change in (
+        dict(data_path=(str(none),)),
+        dict(data_path=(inputs["data_path"], str(none))),
+        dict(data_path=(str(only_long),), max_tokens_per_gpu=40, drop_overlong=True),
+        dict(data_path=(str(only_long),), subset="2", seed=0),
+    ):
+        message = train_refused(world, inputs, tmp_path / "run", **change)
+        assert f"--data-path {change['data_path'][-1]}: no token of its" in message
+    assert not (tmp_path / "run" / "training_params.json").exists()
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+@pytest.mark.parametrize("weights", [(), (2, 1)])
+def test_balanced_weights_are_scikit_learns_of_the_samples_that_are_drawn(of_tokens, weights, tmp_path):
+    model = save_classifier(CLASSIFIERS["bert"], tmp_path / "model", of_tokens=of_tokens, num_labels=3)
+    sources, targets = [], []
+    for name, count in (("a", 30), ("b", 30)):
+        samples = make_class_samples(count, of_tokens=of_tokens, seed=len(sources))
+        sources.append(TokenizedData(write_classified(tmp_path / f"{name}.arrow", samples, model, of_tokens=of_tokens)))
+        targets.append([own for _, own, _ in samples])
+    data = Mixture(sources, weights=weights)
+    data.fit_to(25, drop_overlong=True)
+    data.take_subset(12, seed=0)
+    times = weights or (1, 1)  # each set keeps 12, so that weights are how often a sample is drawn
+    drawn = [targets[i][row] for i, source in enumerate(sources) for row in source.kept for _ in range(times[i])]
+    classes = np.concatenate(drawn)
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=classes[classes >= 0])
+    found = choose_class_weights(("balanced",), data.task, data.count_labels)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_multi_label_counts_are_those_of_the_kept_rows(tmp_path):
+    model = save_classifier(CLASSIFIERS["bert"], tmp_path / "model", num_labels=4)
+    given = dict(label_type="multi", num_labels=4)
+    samples = make_class_samples(30, **given)
+    data = Mixture([TokenizedData(write_classified(tmp_path / "a.arrow", samples, model, **given))])
+    data.take_subset(9, seed=1)
+    counts, num_targets = data.count_labels()
+    assert counts.tolist() == np.sum([samples[row][1] for row in data.kept], axis=0).tolist() and num_targets == 9
+
+
+def test_class_weights_under_which_nothing_is_trained_are_refused():
+    task = Task("sequence-classification", "single", ("a", "b"), 2)
+    with pytest.raises(ValueError, match="every class that the data has counts 0"):
+        choose_class_weights(("0", "1"), task, lambda: (np.array([5.0, 0.0]), 5))
+
+
+# YAML.
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdef", "bcdefg", strict=True)
+)
+MERGES = "a: &a {k: 1}\n" + "".join(
+    f"{b}: &{b}\n  <<: [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdef", "bcdefg", strict=True)
+)
+BAD_YAML = [
+    ("seed: 1\n? [a, b]\n: 3\n", "line 2: not valid YAML: a key is a list"),
+    ("? {a: b}\n: 3\n", "line 1: not valid YAML: a key is a mapping"),
+    ("seed: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+    ("".join(" " * i + "a:\n" for i in range(1200)), "nested too deeply"),
+    (LAUGHS, "aliases stand for more than 100,000 values"),
+    (MERGES, "aliases stand for more than 100,000 values"),
+    ("a: &a [1, *a]\n", "line 1: not valid YAML: an anchor holds an alias of itself"),
+    ("seed: !!timestamp 2024-13-45\n", "line 1: not valid YAML: '2024-13-45': month must be in 1..12"),
+    ("a: 1\nseed: " + "9" * 5000, "line 2: not valid YAML: '999"),
+    ("seed: *nope\n", "line 1: not valid YAML: found undefined alias 'nope'"),
+    ("a: 1\na: 2\n", "line 2: not valid YAML: a key is there twice: a"),
+    ("a: !!python/object/apply:os.getcwd []\n", "line 1: not valid YAML: could not determine a constructor"),
+    ("- a\n", "expected 'option: value' lines"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD_YAML, ids=range(len(BAD_YAML)))
+def test_bad_yaml_gets_one_line_with_the_file(text, expected, tmp_path, capfd):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_yaml(tmp_path / "run.yaml", named="--config run.yaml")
+    assert str(error.value).startswith("--config run.yaml: ") and "\n" not in str(error.value)
+    assert expected in str(error.value)
+    argv = flags(model_name_or_path="m", data_path="d.arrow", output_dir="o", config=tmp_path / "run.yaml")
+    assert expected in refuse(argv, capfd)
+
+
+def test_good_yaml_is_as_pyyaml_reads_it_and_dates_stay_texts(tmp_path):
+    text = "a: &x {b: [1, 2.5, null, yes, text], c: {d: 1e3}}\nmore:\n  <<: *x\n  b: 3\nagain: *x\n"
+    (tmp_path / "a.yaml").write_text(text + "on: 2024-13-45\nlimit: 1:30:00\n")
+    expected = yaml.safe_load(text) | {True: "2024-13-45", "limit": "1:30:00"}
+    assert read_yaml(tmp_path / "a.yaml", named="a") == expected
+
+
+def test_yaml_of_the_harness_may_have_its_tags_and_is_checked_otherwise(tmp_path):
+    (tmp_path / "task.yaml").write_text("task: x\nprocess_docs: !function utils.process\n")
+    check_yaml(tmp_path / "task.yaml", named="--lm-eval task.yaml")
+    (tmp_path / "task.yaml").write_text(LAUGHS)
+    with pytest.raises(ValueError, match=r"--lm-eval task\.yaml: line"):
+        check_yaml(tmp_path / "task.yaml", named="--lm-eval task.yaml")
+
+
+def test_a_path_that_is_not_utf8_is_refused(capfd):
+    path = os.fsdecode(b"caf\xe9")
+    message = refuse(["--model-name-or-path", "m", "--data-path", path, "--output-dir", "o"], capfd)
+    assert "caf\\udce9: is not UTF-8 text" in message
+
+
+# JSON, links and leftovers.
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"a"', "{}", '{"identity": []}', "{", DEEP])
+def test_a_directory_whose_params_are_of_another_form_gets_one_message(text, inputs, world, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "training_params.json").write_text(text)
+    message = train_refused(world, inputs, tmp_path / "run")
+    assert "is not an empty directory, and" in message and "training_params.json" in message
+    assert (tmp_path / "run" / "training_params.json").read_text() == text
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", DEEP, '{"num_samples": "many"}', '{"sources": [1]}'])
+def test_a_sidecar_of_another_form_is_named(text, tmp_path):
+    (tmp_path / "data.arrow.meta.json").write_text(text)
+    with pytest.raises(ValueError, match=r"data\.arrow\.meta\.json: "):
+        read_sidecar(tmp_path / "data.arrow")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", DEEP])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "training_params.json"])
+def test_damaged_json_of_a_checkpoint_or_its_run(text, name, inputs, world, tmp_path):
+    given = OPTIONS | inputs | dict(output_dir=str(tmp_path / "run"))
+    train_here(world, **given, max_steps=2)
+    path = tmp_path / "run" / name if name.startswith("tr") else tmp_path / "run" / "checkpoints" / "step_2" / name
+    path.write_text(text)
+    train_here(world, **given, max_steps=3)  # from step 1, or with the run's earlier starts left out
+    assert (tmp_path / "run" / "checkpoints" / "step_3").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "damaged_step_2").is_dir() == (not name.startswith("tr"))
+
+
+def test_links_in_place_of_checkpoints_are_refused_and_never_followed(inputs, world, tmp_path):
+    given = OPTIONS | inputs | dict(output_dir=str(tmp_path / "run"))
+    train_here(world, **given, max_steps=2)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
+    shutil.move(checkpoint, tmp_path / "elsewhere")
+    checkpoint.symlink_to(tmp_path / "elsewhere")
+    assert f"{checkpoint} is a symbolic link to" in train_refused(world, given, tmp_path / "run", max_steps=3)
+    checkpoint.unlink()
+    shutil.copytree(tmp_path / "elsewhere", checkpoint)
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "manifest.json").symlink_to(tmp_path / "elsewhere" / "manifest.json")
+    train_here(world, **given, max_steps=3)
+    assert (checkpoint.parent / "damaged_step_2").is_dir()
+
+
+def test_links_are_removed_and_what_they_lead_to_stays(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    for name in (".writing_step_3", "step_1"):
+        (tmp_path / name).symlink_to(tmp_path / "other")
+    remove_leftovers(tmp_path)
+    remove_directory(tmp_path / "step_1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"] and (tmp_path / "other" / "file").exists()
+
+
+def test_parts_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = [f".data[1].arrow.{pid}.part" for pid in (gone.pid, os.getppid(), "x")]
+    for name in (*names, f".other.{gone.pid}.part"):
+        (tmp_path / name).touch()
+    with written_aside(tmp_path / "data[1].arrow") as (aside,):
+        aside.touch()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted([*names[1:], f".other.{gone.pid}.part", "data[1].arrow"])
+
+
+# Weights.
+
+
+def damage(path: Path, value: float) -> str:
+    tensors = load_file(path)
+    name = sorted(name for name, tensor in tensors.items() if tensor.ndim == 2)[-1]
+    tensors[name][1, 1] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value, inputs, world, tmp_path):
+    shutil.copytree(inputs["model_name_or_path"], tmp_path / "model")
+    name = damage(tmp_path / "model" / "model.safetensors", value)
+    message = train_refused(world, inputs | dict(model_name_or_path=str(tmp_path / "model")), tmp_path / "run")
+    assert f"--model-name-or-path {tmp_path / 'model'}: {name} holds 1 " in message
+
+
+def test_an_adapter_that_is_not_finite_is_named(inputs, world, tmp_path):
+    lora = dict(lora=True, lora_rank=2, lora_alpha=4.0, lora_export="adapter")
+    train_here(world, **OPTIONS, **inputs, **lora, max_steps=1, output_dir=str(tmp_path / "run"))
+    (adapter,) = (tmp_path / "run" / "hf_format").rglob("adapter_model.safetensors")
+    name = damage(adapter, float("nan"))
+    message = train_refused(world, inputs, tmp_path / "next", **lora, lora_adapter=str(adapter.parent))
+    assert f"{name} holds 1 NaN" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_only_what_is_not_finite_is_refused(dtype):
+    check_finite(torch.full((70_000,), 400.0).to(dtype), "large", where="here")  # its sum is beyond float16
+    with pytest.raises(ValueError, match="here: x holds 1 NaN of 3 numbers"):
+        check_finite(torch.tensor([1.0, float("nan"), 2.0]).to(dtype), "x", where="here")
+
+
+# Names, looked up once.
+
+
+def test_names_and_shards_are_found_as_by_looking_through_all():
+    params = ["layers.1.q.weight", "q.weight", "layers.11.q.weight", "norm"]
+    names = [f"optimizer/{key}/{name}" for name in params for key in ("step", "exp_avg", "exp_avg_sq")]
+    found = group_state([*(f"model/{name}" for name in params), *names])
+    for name in params:
+        naive = [saved.split("/")[1] for saved in names if saved.endswith(f"/{name}")]
+        assert found[name] == naive
+    for size in (0, 1, 5, 8, 13):
+        for num_shards in (1, 2, 3, 8):
+            for start in range(size):
+                for length in range(1, size - start + 1):
+                    shards = find_shards({"dim": 0, "shape": [size]}, num_shards, [start], [length])
+                    ranges = [chunk_range(size, shard, num_shards) for shard in range(num_shards)]
+                    naive = [i for i, (low, high) in enumerate(ranges) if max(low, start) < min(high, start + length)]
+                    assert [i for i in shards if ranges[i][0] < ranges[i][1]] == naive
+
+
+def test_modules_beside_the_chosen_ones():
+    model = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": torch.nn.Linear(1, 1)}), "ab": torch.nn.Linear(1, 1)})
+    model["c"] = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    names = [name for name, _ in model.named_modules() if name]
+    for chosen in (["a.b"], ["a"], ["ab", "c.1"], []):
+        naive = [
+            n for n in names if not any(f"{c}.".startswith(f"{n}.") or f"{n}.".startswith(f"{c}.") for c in chosen)
+        ]
+        assert list_others(model, chosen) == naive
+
+
+# The output directory.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["moved", "removed", "made anew"])
+def test_a_directory_that_is_moved_or_removed_ends_the_run_and_is_not_made_anew(how, inputs, tmp_path):
+    output_dir = tmp_path / "run"
+    argv = ["train.py", *flags(**inputs, **(OPTIONS | dict(max_steps=100_000)), output_dir=output_dir)]
+    job = ForkedJob(2, argv, output_dir)
+    try:
+        job.wait_for_step(3)
+        os.rename(output_dir, tmp_path / "elsewhere")
+        if how == "removed":
+            shutil.rmtree(tmp_path / "elsewhere")
+        if how == "made anew":
+            output_dir.mkdir()
+        job.wait_until_gone()
+    finally:
+        job.kill()
+    what = "was removed" if how == "removed" else f"was moved to {tmp_path / 'elsewhere'}"
+    assert f"error: --output-dir {output_dir} {what} while the run was writing to it" in job.log.read_text()
+    assert "Traceback" not in job.log.read_text()
+    assert not output_dir.exists() or list(output_dir.iterdir()) == []
