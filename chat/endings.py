@@ -11,7 +11,7 @@ from typing import Protocol
 from chat.examples import ASSISTANT, Chat, Message
 from chat.placeholders import has_calls
 from chat.rendering import catch_error
-from chat.template_check import MISSING_STOP_TOKEN
+from chat.template_check import MISSING_STOP_TOKEN, PROBES, TemplateChecker
 from chat.token_spans import Located
 from chat.turns import Stops
 
@@ -26,24 +26,19 @@ class Weighted(Protocol):
 class StopAppender:
     """Appends what is missing after the last turn of conversations of one chat template.
 
-    `locate` renders a conversation and says what of it is trained; `is_stop`: whether generation stops at a token. In
-    the probes the second message is an assistant's turn that others follow: a text, and calls of tools. Where the
-    template ends no turn with a stop token, `eos_token` is appended.
+    `locate` renders a conversation and says what of it is trained; `stop_token_ids` end turns. Where the template ends
+    no turn with a stop token, the tokenizer's eos token is appended.
     """
 
     def __init__(
-        self,
-        locate: Callable[[Chat], Located],
-        stops: Stops,
-        is_stop: Callable[[str], bool],
-        *,
-        text_probe: Chat,
-        call_probe: Chat,
-        eos_token: str,
+        self, locate: Callable[[Chat], Located], checker: TemplateChecker, stop_token_ids: Collection[int]
     ) -> None:
-        self.stops, self.is_stop = stops, is_stop
-        self.after_text = learn_ending(locate, stops, text_probe) or eos_token
-        self.after_calls = learn_ending(locate, stops, call_probe)
+        self.tokenizer, self.stops, self.stop_token_ids = checker.tokenizer, checker.stops, stop_token_ids
+        after_text = learn_ending(locate, self.stops, checker.choose_probes()[1])
+        self.after_text = self.tokenizer.eos_token if after_text is None else after_text
+        if self.after_text is None:
+            raise ValueError("--append-stop-token: the chat template writes none, and the tokenizer has no eos_token")
+        self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
     def append(self, located: Located, chat: Weighted) -> Located:
         """The rendered conversation with a stop token that is trained, if its last turn is the assistant's, is trained
@@ -52,7 +47,7 @@ class StopAppender:
             return located
         last = located.passages[-1]
         stop = find_last_stop(located.text[last.start : last.end].rstrip(), self.stops)
-        if stop is not None and self.is_stop(stop):
+        if stop is not None and self.tokenizer.convert_tokens_to_ids(stop) in self.stop_token_ids:
             return located
         after = located.text[last.end :]
         if after.strip():

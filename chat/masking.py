@@ -27,7 +27,7 @@ from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_pa
 from chat.placing import check_names
 from chat.rendering import as_parts, catch_error, prepare_messages, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
-from chat.template_check import ANSWER, PROBES, QUESTION, TemplateChecker
+from chat.template_check import ANSWER, QUESTION, TemplateChecker
 from chat.token_bytes import ByteEncoder
 from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
 from chat.turns import find_stops
@@ -113,15 +113,20 @@ class ChatMasker:
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.expander = tokenizer, expander
-        self.appends_stop = append_stop_token
-        may_be_missing = allow_missing_stop_token or append_stop_token
-        self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=may_be_missing)
+        self.allows_missing_stop, self.appends_stop = allow_missing_stop_token, append_stop_token
+        self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
         self.open_turns: set[str] = set()  # that no token ends: set by `check_template`
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
+
+    def let_stops_be_missing(self) -> None:
+        """From now on, turns that no token ends are their contents."""
+        self.stops = replace(self.stops, may_be_missing=True)
+        self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
+        self.skeletons.clear()
 
     @cached_property
     def template_tells_time(self) -> bool:
@@ -182,9 +187,7 @@ class ChatMasker:
             for rendered, chat in zip(self.render_each(prepared), prepared, strict=True)
         ]
         if appends_stop:
-            located = [
-                catch_error(self.append_stop, found, chat) for found, chat in zip(located, prepared, strict=True)
-            ]
+            located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         located = [catch_error(self.put_images, found, chat) for found, chat in zip(located, prepared, strict=True)]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
         return [
@@ -194,20 +197,11 @@ class ChatMasker:
     @cached_property
     def appender(self) -> StopAppender:
         """Of --append-stop-token. ValueError if there is no token to append."""
-        if self.tokenizer.eos_token is None:
-            raise ValueError("--append-stop-token: the tokenizer has no eos_token")
 
         def locate(chat: Chat) -> Located:
             return self.locate(self.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
 
-        return StopAppender(
-            locate,
-            self.stops,
-            lambda token: self.tokenizer.convert_tokens_to_ids(token) in self.stop_token_ids,
-            text_probe=self.make_checker().choose_probes()[1],
-            call_probe=PROBES[-1],
-            eos_token=self.tokenizer.eos_token,
-        )
+        return StopAppender(locate, self.make_checker(), self.stop_token_ids)
 
     def put_images(self, located: Located, chat: PreparedChat) -> Located:
         """The row with what the model's processor makes of its images."""
@@ -428,12 +422,14 @@ class ChatMasker:
 
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
+        if self.appends_stop and isinstance(catch_error(self.make_checker().check, name), ValueError):
+            self.let_stops_be_missing()  # a template that writes none at all; if that is not the reason, it fails again
         checker = self.make_checker()
         notes = checker.check(name)
         self.open_turns = checker.open_turns
-        if not self.stops.may_be_missing:
+        if not (self.allows_missing_stop or self.appends_stop):
             return notes
-        appended = self.tokenizer.convert_ids_to_tokens(self.find_stop_token()) if self.appends_stop else None
+        appended = self.appender.after_text.strip() if self.appends_stop else None
         return [*describe_open_turns(checker.open_turns, name, appended=appended), *notes]
 
 

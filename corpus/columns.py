@@ -84,6 +84,7 @@ def check_columns(
     *,
     read: Collection[str],
     paths: Collection[str] = (),
+    ignored: Collection[str] = (),
     what: str,
     meanings: Collection[str] = tuple(MEANINGS),
     tally: Counter[str],
@@ -94,7 +95,8 @@ def check_columns(
     for name, value in list_unread(row, read, paths):
         if value is None or value in ("", [], {}):
             continue
-        if find_meaning(name.rpartition(".")[2] if name not in row else name) in meanings:
+        own_name = name if name in row else name.rpartition(".")[2]
+        if name not in ignored and find_meaning(own_name) in meanings:
             refused[name] = value
         count_column(tally, name)
     if refused:

@@ -107,7 +107,7 @@ def read_fields(
     replaced = {name for key in given for name in own.get(key, (key,))}
     read = {*READ_BY.get(data_format, ()), *also_read} - replaced
     what = f"The {data_format} format" if data_format else "No format"
-    check_columns(row, read=read, paths=given.values(), what=what, tally=tally)
+    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, what=what, tally=tally)
     return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
 
 
