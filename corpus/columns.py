@@ -93,14 +93,18 @@ def check_columns(
     them has one of the `meanings`. A value that is null or empty says nothing."""
     refused = {}
     for name, value in list_unread(row, read, paths):
-        if value is None or value in ("", [], {}):
+        if says_nothing(value):
             continue
         own_name = name if name in row else name.rpartition(".")[2]
         if name not in ignored and find_meaning(own_name) in meanings:
             refused[name] = value
         count_column(tally, name)
     if refused:
-        raise refuse_columns(refused, what)
+        raise refuse_columns(refused, f"{what} does not read such columns")
+
+
+def says_nothing(value: Any) -> bool:
+    return value is None or value in ("", [], {})
 
 
 def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -115,7 +119,7 @@ def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> I
             yield name, value
 
 
-def refuse_columns(refused: Mapping[str, Any], what: str) -> RefusedColumn:
+def refuse_columns(refused: Mapping[str, Any], why: str) -> RefusedColumn:
     """What to say of columns that are not read and should be."""
     found = [
         f"{name!r} ({reprlib.repr(value)}), which says {find_meaning(name) or find_meaning(name.rpartition('.')[2])}"
@@ -123,8 +127,7 @@ def refuse_columns(refused: Mapping[str, Any], what: str) -> RefusedColumn:
     ]
     hints = "".join(f"; {hint}" for hint in dict.fromkeys(HINTS[name] for name in refused if name in HINTS))
     return RefusedColumn(
-        f"has {', and '.join(found)}. {what} does not read {'it' if len(refused) == 1 else 'them'}, so the file is"
-        f" refused. Remove the rows that should not be trained as they are, and pass --ignore-columns"
+        f"has {', and '.join(found)}. {why}, so the file is refused. Remove the rows that should not be trained as they are, and pass --ignore-columns"
         f" {' '.join(refused)} to train on the others without {'it' if len(refused) == 1 else 'them'}{hints}"
     )
 
@@ -177,11 +180,11 @@ def check_keys(
             continue
         if key == "content" and isinstance(value, list):
             value = [check_part_keys(part, name, ignored, tally) for part in value]
-        elif value is not None and key not in marks and find_meaning(key) in meanings:
+        elif not says_nothing(value) and key not in marks and find_meaning(key) in meanings:
             refused[name] = value
         checked[key] = value
     if refused:
-        raise refuse_columns(refused, "A message")
+        raise refuse_columns(refused, "Such keys of messages are not read")
     return checked
 
 
@@ -195,7 +198,7 @@ def check_part_keys(part: Any, prefix: str, ignored: Collection[str], tally: Cou
     kept = {key: value for key, value in part.items() if names[key] not in ignored}
     refused = {names[key]: value for key, value in kept.items() if value is not None and find_meaning(key) == WEIGHING}
     if refused:
-        raise refuse_columns(refused, "A content's part")
+        raise refuse_columns(refused, "Such keys of a content's parts are not read")
     return kept
 
 

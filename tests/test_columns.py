@@ -188,7 +188,7 @@ def test_labels_and_scores_of_what_is_classified_stay_usable_and_weights_do_not(
     words = [{"tokens": ["12", "and"], "ner_tags": ["a", "b"], "pos_tags": ["c", "d"]}]
     assert len(prepare(model, write_lines(tmp_path / "w.jsonl", words), label_field="ner_tags", **as_classes)) == 1
     weighed = write_lines(tmp_path / "in.jsonl", [*rows, rows[0] | {"weight": 0.5}])
-    with pytest.raises(RefusedColumn, match=r"in.jsonl:7: has 'weight' \(0.5\).*Classification does not read it"):
+    with pytest.raises(RefusedColumn, match=r"in.jsonl:7: has 'weight' \(0.5\).*Classification does not read such"):
         prepare(model, weighed, **as_classes)
     assert len(prepare(model, weighed, ignore_columns=("weight",), **as_classes)) == 7
     chats = [{"messages": [ASK, ANSWER | {"train": False}], "label": label} for label in "ab"]

@@ -223,3 +223,5 @@ def test_rows_with_images(tmp_path):
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 1}
     assert decode_trained(tokenizer, sample) == "42\n<|im_end|>"  # the line break is what the template writes last
     assert len(TokenizedData(tmp_path / "out.jsonl").lengths) == 1
+    with pytest.raises(ValueError, match=r"^in.jsonl:1: has 'rejected_response' \('41'\), which says which of several"):
+        prepare(model, [rows[0] | {"rejected_response": "41"}], tmp_path, **given)
