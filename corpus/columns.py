@@ -126,9 +126,10 @@ def refuse_columns(refused: Mapping[str, Any], why: str) -> RefusedColumn:
         for name, value in refused.items()
     ]
     hints = "".join(f"; {hint}" for hint in dict.fromkeys(HINTS[name] for name in refused if name in HINTS))
+    without = "it" if len(refused) == 1 else "them"
     return RefusedColumn(
-        f"has {', and '.join(found)}. {why}, so the file is refused. Remove the rows that should not be trained as they are, and pass --ignore-columns"
-        f" {' '.join(refused)} to train on the others without {'it' if len(refused) == 1 else 'them'}{hints}"
+        f"has {', and '.join(found)}. {why}, so the file is refused. Remove the rows that should not be trained as they"
+        f" are, and pass --ignore-columns {' '.join(refused)} to train on the others without {without}{hints}"
     )
 
 
