@@ -85,12 +85,13 @@ def check_columns(
     read: Collection[str],
     paths: Collection[str] = (),
     ignored: Collection[str] = (),
-    what: str,
+    why: str,
     meanings: Collection[str] = tuple(MEANINGS),
     tally: Counter[str],
 ) -> None:
     """Counts the row's columns that are neither in `read` nor led to by `paths`, and raises RefusedColumn if one of
-    them has one of the `meanings`. A value that is null or empty says nothing."""
+    them has one of the `meanings`; `why` says that such columns are not read. A value that is null or empty says
+    nothing."""
     refused = {}
     for name, value in list_unread(row, read, paths):
         if says_nothing(value):
@@ -100,7 +101,7 @@ def check_columns(
             refused[name] = value
         count_column(tally, name)
     if refused:
-        raise refuse_columns(refused, f"{what} does not read such columns")
+        raise refuse_columns(refused, why)
 
 
 def says_nothing(value: Any) -> bool:
@@ -236,8 +237,8 @@ def read_switch(key: str, value: Any) -> bool:
 def read_scale(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(
-            f"has 'loss_scale': {value!r}, allowed: numbers from 0 to 1; divide all of them by the largest, and"
-            " multiply the learning rate by it"
+            f"has 'loss_scale': {value!r}, allowed: numbers from 0 to 1; divide those of all messages by the"
+            " largest one"
         )
     return value
 
@@ -251,6 +252,6 @@ def describe_unread(tally: Counter[str], ignored: Collection[str]) -> list[str]:
         raise ValueError(f"--ignore-columns {' '.join(missing)}: no row has a value there{there}")
     if not unread:
         return []
-    shown = [f"{name} ({count:,} rows)" for name, count in unread.items()]
+    shown = [f"{name} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in unread.items()]
     more = f" and {len(shown) - NUM_COLUMNS_SHOWN} more" if len(shown) > NUM_COLUMNS_SHOWN else ""
     return [f"columns that are not read: {', '.join(shown[:NUM_COLUMNS_SHOWN])}{more}"]

@@ -106,8 +106,8 @@ def read_fields(
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (key,))}
     read = {*READ_BY.get(data_format, ()), *also_read} - replaced
-    what = f"The {data_format} format" if data_format else "No format"
-    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, what=what, tally=tally)
+    why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
+    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, tally=tally)
     return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
 
 

@@ -95,8 +95,8 @@ def check_values(values: Fields, fields: FieldNames, tally: Counter[str]) -> Fie
     read |= {"text", "tokens", "messages"} if fields.text is None else {fields.text}
     read |= {"text_pair"} if fields.text_pair is None else {fields.text_pair}
     read |= {"label", "labels"} if fields.label is None else {fields.label}
-    ignored, meanings = fields.ignored, (WEIGHING,)
-    check_columns(values, read=read, paths=read, ignored=ignored, what="Classification", meanings=meanings, tally=tally)
+    ignored, meanings, why = fields.ignored, (WEIGHING,), "Classification does not read such columns"
+    check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
     return check_messages(values, ignored, tally, marks=(), meanings=meanings)
 
 

@@ -150,7 +150,7 @@ def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
     rows[0] |= {"notes": None, "topic": "weather"}
     prepare(model, write_lines(tmp_path / "in.jsonl", rows))
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
-    assert note == "note: columns that are not read: id (5 rows), prompt (5 rows), source (5 rows), topic (1 rows)"
+    assert note == "note: columns that are not read: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
     prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; not read are prompt"):
