@@ -84,6 +84,9 @@ class RowOptions:
     text_field: str | None = None
     """The column or key of the text: of a document, or what is classified, there also the list of words or the
     chat."""
+    ignore_columns: tuple[str, ...] = ()
+    """Columns, or keys of messages (messages.KEY), to pass over although they change what should be learned, such as
+    score, label or rejected; a file that has one which its format does not read is refused otherwise."""
     images: bool = False
     """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
     package pillow; transformers' processors import torch where it is installed."""
@@ -95,8 +98,11 @@ class RowOptions:
     add_special_tokens: tuple[str, ...] = ()
     """Special tokens to add to the vocabulary; saved in the same directory."""
     allow_missing_stop_token: bool = False
-    """Use a chat template that writes no stop token after the assistant's turns: their contents are trained, and the
-    model is not taught to stop."""
+    """Train although less than half of the rows train a stop token, or none: the chat template writes none after a
+    conversation's last turn, or after any, so the model is not taught to stop."""
+    append_stop_token: bool = False
+    """Where the chat template writes no stop token after a conversation's last turn, append the one that ends earlier
+    turns, or else the tokenizer's eos_token, and train it."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
     truncate: bool = False

@@ -24,6 +24,7 @@ from chat.masking import ChatMasker, load_stop_token_ids
 from chat.pictures import ImageExpander, load_processor
 from chat.templates import change_tokenizer, load_tokenizer
 from command_line import parse_options
+from corpus.columns import describe_unread
 from corpus.files import Source, find_sources
 from corpus.formats import OWN_NAMES, FieldPaths
 from corpus.hub_rows import find_dataset
@@ -54,12 +55,13 @@ from corpus.rows import (
 )
 from corpus.sidecar import CLASSIFICATION, describe_data_set
 from corpus.split import SIDES, SideWriter, describe_split, mark_place
+from corpus.stops import check_stops
 from corpus.survey import describe_repeats, survey_rows
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import hash_file, written_aside
 from model.files import find_model
-from options import ProcessDataOptions, RowOptions
+from options import ProcessDataOptions, RowOptions, flag_name
 from ranks.ending import ExitCode, exit_with_message
 
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
@@ -82,7 +84,7 @@ def process_data(options: ProcessDataOptions) -> None:
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
     )
     tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
-    stop_token_id, notes = None, []
+    stop_token_id, open_turns, notes = None, set(), []
     if options.rows.mock_data is not None:
         preparation = prepare_random(tokenizer, options.rows)
     elif options.rows.format == CLASSIFICATION:
@@ -92,11 +94,12 @@ def process_data(options: ProcessDataOptions) -> None:
             tokenizer,
             stop_token_ids=load_stop_token_ids(model_dir),
             allow_missing_stop_token=options.rows.allow_missing_stop_token,
+            append_stop_token=options.rows.append_stop_token,
             expander=open_expander(model_dir, options),
         )
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)
-        stop_token_id = masker.find_stop_token()
+        stop_token_id, open_turns = masker.find_stop_token(), masker.open_turns
     task = preparation.task
     # Everything is written under hidden names, which become the outputs' names when all of it is there.
     start = time.perf_counter()
@@ -116,6 +119,9 @@ def process_data(options: ProcessDataOptions) -> None:
         totals = add_up(sides)
         notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
         check_totals(totals, reasons, sources=sources, skip_invalid=options.rows.skip_invalid)
+        notes += describe_unread(totals.columns, options.rows.ignore_columns)
+        stop = None if stop_token_id is None else tokenizer.convert_ids_to_tokens(stop_token_id)
+        notes += check_stops(totals, options.rows, stop=stop, open_turns=open_turns)
         if outputs.is_split:
             check_sides(sides, share=options.rows.validation_share)
         if not reasons:
@@ -157,7 +163,8 @@ def choose_paths(options: RowOptions) -> FieldPaths:
     """Where rows have what is tokenized; those of classifiers have a reader of their own."""
     if options.format == CLASSIFICATION:
         return OWN_NAMES
-    return FieldPaths(options.messages_field, options.prompt_field, options.completion_field, options.text_field)
+    fields = (options.messages_field, options.prompt_field, options.completion_field, options.text_field)
+    return FieldPaths(*fields, ignored=options.ignore_columns)
 
 
 def changes_tokenizer(options: ProcessDataOptions) -> bool:
@@ -205,7 +212,8 @@ def prepare_classification(
     tokenizer: Any, sources: Sequence[Source], options: RowOptions
 ) -> tuple[Preparation, list[str]]:
     """Reads all rows for their labels; how rows become samples, and what there is to know about them."""
-    fields = FieldNames(options.text_field, options.text_pair_field, options.label_field, options.label_separator)
+    names = (options.text_field, options.text_pair_field, options.label_field, options.label_separator)
+    fields = FieldNames(*names, ignored=options.ignore_columns)
     survey = survey_rows(sources, fields, options, num_workers=count_workers(sources, options))
     labelled_tokenizer = LabelledTokenizer(
         tokenizer, survey.labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
@@ -223,8 +231,9 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
     if masker.tokenizer.chat_template is not None:
         given = options.rows.chat_template
         return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
-    if options.rows.allow_missing_stop_token:
-        raise ValueError("--allow-missing-stop-token has no effect: the tokenizer has no chat template")
+    for name in ("allow_missing_stop_token", "append_stop_token"):
+        if getattr(options.rows, name):
+            raise ValueError(f"{flag_name(name)} has no effect: the tokenizer has no chat template")
     return []
 
 

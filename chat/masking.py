@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from chat.endings import StopAppender, describe_open_turns
 from chat.examples import ASSISTANT, PRETRAIN, SYSTEM_ROLES, Chat, Completion, Document, Example, Message
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from chat.labels import IGNORED
@@ -26,7 +27,7 @@ from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_pa
 from chat.placing import check_names
 from chat.rendering import as_parts, catch_error, prepare_messages, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
-from chat.template_check import ANSWER, MISSING_STOP_TOKEN, QUESTION, TemplateChecker
+from chat.template_check import ANSWER, QUESTION, TemplateChecker
 from chat.token_bytes import ByteEncoder
 from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
 from chat.turns import find_stops
@@ -93,6 +94,7 @@ class ChatMasker:
 
     `stop_token_ids`: which tokens end generation besides the tokenizer's eos token (see `load_stop_token_ids`).
     `allow_missing_stop_token`: where the template writes none after the assistant's turns, train their contents alone.
+    `append_stop_token`: append one after a conversation's last turn where the template writes none there.
     `expander`: of conversations with images.
     """
 
@@ -102,6 +104,7 @@ class ChatMasker:
         *,
         stop_token_ids: Sequence[int] = (),
         allow_missing_stop_token: bool = False,
+        append_stop_token: bool = False,
         expander: ImageExpander | None = None,
     ) -> None:
         if not tokenizer.is_fast:
@@ -110,12 +113,20 @@ class ChatMasker:
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.expander = tokenizer, expander
+        self.allows_missing_stop, self.appends_stop = allow_missing_stop_token, append_stop_token
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
+        self.open_turns: set[str] = set()  # that no token ends: set by `check_template`
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
+
+    def let_stops_be_missing(self) -> None:
+        """From now on, turns that no token ends are their contents."""
+        self.stops = replace(self.stops, may_be_missing=True)
+        self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
+        self.skeletons.clear()
 
     @cached_property
     def template_tells_time(self) -> bool:
@@ -147,7 +158,8 @@ class ChatMasker:
         Raises ValueError where none could be used: no chat template, or no end-of-text token.
         """
         results: dict[int, TokenizedChat | ValueError] = {}
-        for kind, mask in ((Chat, self.mask_chats), (Completion, self.mask_texts), (Document, self.mask_texts)):
+        mask_chats = partial(self.mask_chats, appends_stop=self.appends_stop)
+        for kind, mask in ((Chat, mask_chats), (Completion, self.mask_texts), (Document, self.mask_texts)):
             indices = [i for i, row in enumerate(rows) if isinstance(row, kind)]
             if indices:
                 results.update(zip(indices, mask([rows[i] for i in indices]), strict=True))
@@ -163,7 +175,7 @@ class ChatMasker:
         label = partial(label_encoding, eos_token_id=eos_token_id)
         return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
-    def mask_chats(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
+    def mask_chats(self, chats: Sequence[Chat], *, appends_stop: bool = False) -> list[TokenizedChat | ValueError]:
         """Chats: token ids as `apply_chat_template` gives them, labels by what the template wrote where."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
@@ -174,11 +186,22 @@ class ChatMasker:
             catch_error(self.locate, rendered, chat)
             for rendered, chat in zip(self.render_each(prepared), prepared, strict=True)
         ]
+        if appends_stop:
+            located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         located = [catch_error(self.put_images, found, chat) for found, chat in zip(located, prepared, strict=True)]
         encodings = self.encode([text_of(found) for found in located], add_special_tokens=False)  # the template's own
         return [
             catch_error(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)
         ]
+
+    @cached_property
+    def appender(self) -> StopAppender:
+        """Of --append-stop-token. ValueError if there is no token to append."""
+
+        def locate(chat: Chat) -> Located:
+            return self.locate(self.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
+
+        return StopAppender(locate, self.make_checker(), self.stop_token_ids)
 
     def put_images(self, located: Located, chat: PreparedChat) -> Located:
         """The row with what the model's processor makes of its images."""
@@ -380,9 +403,18 @@ class ChatMasker:
 
     def find_stop_token(self) -> int | None:
         """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
-        if self.tokenizer.chat_template is None or self.stops.may_be_missing:
+        if self.tokenizer.chat_template is None:
             return None
-        return self.make_checker().find_stop_token()
+        found = self.make_checker().find_stop_token()
+        return self.tokenizer.eos_token_id if found is None and self.appends_stop else found
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """All tokens that end turns: those that end generation, and those that the template writes after a turn."""
+        ids = {self.tokenizer.convert_tokens_to_ids(token) for token in self.stops.known}
+        if self.tokenizer.chat_template is not None:
+            ids |= self.make_checker().list_stop_tokens()
+        return frozenset(ids)
 
     def check_template(self, name: str = "the model's chat template") -> list[str]:
         """Raises ValueError, with the template's name, for one that cannot be masked with certainty, by known
@@ -390,12 +422,15 @@ class ChatMasker:
 
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
-        notes = self.make_checker().check(name)
-        if not self.stops.may_be_missing:
+        if self.appends_stop and isinstance(catch_error(self.make_checker().check, name), ValueError):
+            self.let_stops_be_missing()  # a template that writes none at all; if that is not the reason, it fails again
+        checker = self.make_checker()
+        notes = checker.check(name)
+        self.open_turns = checker.open_turns
+        if not (self.allows_missing_stop or self.appends_stop):
             return notes
-        if all(turn.has_stop for skeleton in self.skeletons.values() for turn in skeleton.turns):
-            raise ValueError(f"--allow-missing-stop-token has no effect: {name} writes a stop token")
-        return [MISSING_STOP_TOKEN, *notes]
+        appended = self.appender.after_text.strip() if self.appends_stop else None
+        return [*describe_open_turns(checker.open_turns, name, appended=appended), *notes]
 
 
 def prepare_chat(chat: Chat) -> PreparedChat:

@@ -52,6 +52,7 @@ class TemplateChecker:
     prepare: Callable[[Sequence[Message]], list[Message]]
     takes_parts: Callable[[], bool]  # whether the template gets texts as lists of parts; renders it to find out
     notes: list[str] = field(default_factory=list)
+    open_turns: set[str] = field(default_factory=set)  # turns that no special token ends: inner ones, last ones
 
     def check(self, name: str) -> list[str]:
         """Raises ValueError, with the template's name, if it cannot be masked with certainty. Returns what there is to
@@ -68,6 +69,11 @@ class TemplateChecker:
                 problem = self.find_problem(tokenized, chat)
             if problem is not None:
                 raise ValueError(f"{name} cannot be used: {problem}; tried with {chat.messages}")
+        if "last" in self.open_turns and "inner" not in self.open_turns:
+            self.notes.append(
+                "the chat template writes no end-of-turn token after a conversation's last turn, only where another"
+                " turn follows"
+            )
         if self.takes_parts():
             self.notes.append("the chat template takes contents as lists of parts, so it is given texts as such")
         return list(dict.fromkeys(self.notes))
@@ -93,6 +99,12 @@ class TemplateChecker:
         ends = [ids for ids, is_trained in reversed(stretches) if is_trained and self.ends_with_special_token(ids)]
         return ends[0][-1] if ends else None
 
+    def list_stop_tokens(self) -> set[int]:
+        """The special tokens that end turns of the probes."""
+        probes = [chat for chat in self.mask(self.choose_probes()) if not isinstance(chat, ValueError)]
+        stretches = [stretch for chat in probes for stretch in split_by_training(chat.input_ids, chat.labels)]
+        return {ids[-1] for ids, is_trained in stretches if is_trained and self.ends_with_special_token(ids)}
+
     def render_probes(self) -> None:
         """Raises MemoryError if the template needs too much; other errors are left to be found again."""
         for chat in PROBES:
@@ -117,13 +129,11 @@ class TemplateChecker:
             problem = self.find_problem_of_turn(ids, earlier, message)
             if problem is not None:
                 return problem
-            if not self.ends_with_special_token(ids) and not self.stops.may_be_missing:
-                if message is not chat.messages[-1]:
+            if not self.ends_with_special_token(ids):
+                is_last = message is chat.messages[-1]
+                if not is_last and not self.stops.may_be_missing:
                     return f"{self.decode(ids)!r} is trained, which does not end with a special token"
-                self.notes.append(
-                    "the chat template writes no end-of-turn token after a conversation's last turn, so stopping is"
-                    " trained only where another turn follows"
-                )
+                self.open_turns.add("last" if is_last else "inner")
             if squeeze(message["content"]) not in squeeze(self.decode(ids)):
                 self.notes.append(
                     "the generation prompt's end is one token with the beginning of some answers: that token is not"

@@ -46,6 +46,7 @@ class TokenizedChat:
     spans: list[TrainedSpan]
     is_weighted: bool = False
     pictures: Pictures | None = None
+    is_stop_appended: bool = False  # after what the chat template writes
 
     @property
     def labels(self) -> list[int]:
@@ -101,6 +102,7 @@ class Located:
     passages: list[Passage]
     is_weighted: bool = False
     pictures: Pictures | None = None
+    is_stop_appended: bool = False
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
@@ -125,7 +127,7 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
             spans.append(TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
         raise ValueError("the model's processor makes other tokens of the row than its tokenizer does: no mask is sure")
-    return TokenizedChat(input_ids, spans, located.is_weighted, located.pictures)
+    return TokenizedChat(input_ids, spans, located.is_weighted, located.pictures, located.is_stop_appended)
 
 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:

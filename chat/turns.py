@@ -306,8 +306,9 @@ class TurnLearner:
             raise ValueError(
                 f"the chat template writes no end-of-turn token after an assistant turn: {literal!r} within a"
                 f" conversation, {cut!r} at its end; if a token that begins the next turn ends generation, the model's"
-                " generation_config.json has to name it as eos_token_id; to train without, which does not teach the"
-                " model to stop, add --allow-missing-stop-token"
+                " generation_config.json has to name it as eos_token_id; to append a stop token to conversations, add"
+                " --append-stop-token; to train without, which does not teach the model to stop, add"
+                " --allow-missing-stop-token"
             )
         return end
 

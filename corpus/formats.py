@@ -20,6 +20,14 @@ from typing import Any
 
 from chat.masking import PRETRAIN, Chat, Completion, Document
 from chat.placeholders import IMAGE_PART, is_text_part, list_parts
+from corpus.columns import (
+    Fields,
+    RefusedColumn,
+    check_columns,
+    check_messages,
+    drop_ignored,
+    translate_marks,
+)
 from corpus.files import Chunk, Encoding, iterate_rows
 from corpus.lines import MAX_ROW_BYTES, BadRow, Row, TooLong
 
@@ -32,48 +40,83 @@ SHAREGPT_ROLES = {
 
 MOST_PATHS = 40  # that a message lists
 
-Fields = dict[str, Any]
 Example = Chat | Completion | Document
 
 
 @dataclass(frozen=True)
 class FieldPaths:
-    """Where rows have what their format reads under a name of its own; a path has dots for a key within another."""
+    """Where rows have what their format reads under a name of its own; a path has dots for a key within another.
+
+    `ignored`: the columns that are passed over, also by the format that would read them.
+    """
 
     messages: str | None = None
     prompt: str | None = None
     completion: str | None = None
     text: str | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def given(self) -> dict[str, str]:
         """The paths by those names."""
-        return {name: path for name, path in vars(self).items() if path is not None}
+        return {name: path for name, path in vars(self).items() if path is not None and name != "ignored"}
 
 
 OWN_NAMES = FieldPaths()
 
 
 def read_examples(
-    chunk: Chunk, data_format: str | None, *, is_given: bool, paths: FieldPaths = OWN_NAMES
+    chunk: Chunk,
+    data_format: str | None,
+    *,
+    is_given: bool,
+    paths: FieldPaths = OWN_NAMES,
+    tally: Counter[str] | None = None,
 ) -> Iterator[tuple[Row, Example | ValueError | None]]:
     """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line.
 
-    `data_format` is the file's, None where it is not known yet; `is_given`: by the user, who may know better.
+    `data_format` is the file's, None where it is not known yet; `is_given`: by the user, who may know better. Columns
+    that are not read are counted in `tally`; one that changes what should be learned raises RefusedColumn.
     """
+    tally = Counter() if tally is None else tally
     for row in iterate_rows(chunk):
         try:
-            fields = rename_fields(parse_row(row.value, chunk.encoding), paths)
+            fields = read_fields(parse_row(row.value, chunk.encoding), data_format, paths=paths, tally=tally)
             yield row, None if fields is None else read_example(fields, data_format, is_given=is_given)
+        except RefusedColumn as error:
+            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
         except ValueError as error:
             yield row, error
+
+
+def read_fields(
+    row: Fields | None,
+    data_format: str | None,
+    *,
+    paths: FieldPaths,
+    tally: Counter[str],
+    also_read: tuple[str, ...] = (),
+) -> Fields | None:
+    """The row under the names of its format, without what is ignored. Raises RefusedColumn for what is not read and
+    changes what should be learned."""
+    if row is None:
+        return None
+    row = drop_ignored(row, paths.ignored, tally)
+    given = paths.given
+    own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
+    replaced = {name for key in given for name in own.get(key, (key,))}
+    read = {*READ_BY.get(data_format, ()), *also_read} - replaced
+    why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
+    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, tally=tally)
+    return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
 
 
 def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
     """The format of the first row that has one."""
     for row in iterate_rows(chunk):
         try:
-            fields = rename_fields(parse_row(row.value, chunk.encoding), paths)
+            row = parse_row(row.value, chunk.encoding)
+            fields = None if row is None else rename_fields(drop_ignored(row, paths.ignored, Counter()), paths)
         except ValueError:
             continue  # refused, with its reason, where it is read
         found = None if fields is None else find_format(fields)
@@ -119,8 +162,9 @@ def list_paths(row: Fields) -> list[str]:
     return paths
 
 
-def rename_fields(row: Fields | None, paths: FieldPaths) -> Fields | None:
-    """The row with what `paths` name under the names of its format, and of all else only what this format reads.
+def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields | None:
+    """The row with what `paths` name under the names of its format, and of all else only what this format reads, and
+    `also_read`.
 
     ValueError where the row does not have it.
     """
@@ -136,7 +180,7 @@ def rename_fields(row: Fields | None, paths: FieldPaths) -> Fields | None:
         found["conversations"], beside = found.pop("messages"), BESIDE["conversations"]
     if "completion" in found:
         beside = ("prompt",)
-    return {name: row[name] for name in beside if name in row} | found
+    return {name: row[name] for name in (*beside, *also_read) if name in row} | found
 
 
 def is_sharegpt(turns: Any) -> bool:
@@ -302,6 +346,14 @@ FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...
 }
 
 
+# The columns that a format reads.
+READ_BY = {
+    "messages": ("messages", "tools", "unmask"),
+    "sharegpt": ("conversations", "system", "tools", "unmask"),
+    "alpaca": ("instruction", "input", "output", "history", "system", "tools", "unmask"),
+    "completion": ("prompt", "completion", "generation"),
+    "document": ("document", "text"),
+}
 # What a format reads beside what can be given by a path.
 BESIDE = {
     "messages": ("tools", "unmask"),
@@ -318,7 +370,16 @@ def build_chat(messages: list[Any], row: Fields) -> Chat:
         raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
     for number, message in enumerate(messages, start=1):
         check_message(message, number)
+    messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
     return Chat(messages, unmask=bool(unmask), tools=read_tools(row))
+
+
+def read_marks(message: Fields, number: int) -> Fields:
+    """The message with other trainers' marks as this one's `train` and `weight`."""
+    try:
+        return translate_marks(message)
+    except ValueError as error:
+        raise ValueError(f"message {number} ({message['role']}) {error}") from None
 
 
 def check_message(message: Any, number: int) -> None:

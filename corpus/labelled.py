@@ -12,6 +12,7 @@ What a label means, of which kind it is and which class it has, is found out ove
 
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from chat.examples import Chat
 from chat.labels import IGNORED
 from chat.masking import check_unicode
+from corpus.columns import WEIGHING, RefusedColumn, check_columns, check_messages, drop_ignored
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import Fields, build_chat, look_up, parse_row, quote, require_list
 from corpus.lines import Row
@@ -36,6 +38,7 @@ class FieldNames:
     text_pair: str | None = None
     label: str | None = None
     label_separator: str | None = None  # of several labels in one text
+    ignored: tuple[str, ...] = ()  # columns that are passed over
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,35 @@ class Labelled:
     is_cell: bool = False
 
 
-def read_labelled(chunk: Chunk, fields: FieldNames) -> Iterator[tuple[Row, Labelled | ValueError | None]]:
-    """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line."""
+def read_labelled(
+    chunk: Chunk, fields: FieldNames, tally: Counter[str] | None = None
+) -> Iterator[tuple[Row, Labelled | ValueError | None]]:
+    """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line. Columns that are not
+    read are counted in `tally`; one that weighs the row raises RefusedColumn."""
+    tally = Counter() if tally is None else tally
     for row in iterate_rows(chunk):
         try:
             values = parse_row(row.value, chunk.encoding)
+            if values is not None:
+                values = check_values(values, fields, tally)
             yield row, None if values is None else read_row(values, fields, is_cell=chunk.encoding == "table")
+        except RefusedColumn as error:
+            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
         except ValueError as error:
             yield row, error
+
+
+def check_values(values: Fields, fields: FieldNames, tally: Counter[str]) -> Fields:
+    """The row without what is ignored. Raises RefusedColumn for a column or a message's key that says how much is
+    trained; other labels and scores than the one that is read are columns like any other."""
+    values = drop_ignored(values, fields.ignored, tally)
+    read = {"tools"}
+    read |= {"text", "tokens", "messages"} if fields.text is None else {fields.text}
+    read |= {"text_pair"} if fields.text_pair is None else {fields.text_pair}
+    read |= {"label", "labels"} if fields.label is None else {fields.label}
+    ignored, meanings, why = fields.ignored, (WEIGHING,), "Classification does not read such columns"
+    check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
+    return check_messages(values, ignored, tally, marks=(), meanings=meanings)
 
 
 def read_row(values: Fields, fields: FieldNames, *, is_cell: bool) -> Labelled:

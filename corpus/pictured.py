@@ -10,6 +10,7 @@ X is the path of a file, from the row's own file; a data: URL; an address; {"pat
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +19,19 @@ from typing import Any
 from chat.examples import Chat
 from chat.pictures import as_data_url
 from chat.placeholders import IMAGE_PART
+from corpus.columns import RefusedColumn
 from corpus.files import Chunk, iterate_rows
-from corpus.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, rename_fields
+from corpus.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, read_fields
 from corpus.lines import Row
 
 MARKER = "<image>"  # as LLaVA's rows have it
+COLUMNS = ("images", "image")
 TURNS = {"messages": "content", "conversations": "value"}
 
 
 def read_pictured(
     formatted_chunk: tuple[Chunk, str | None],
+    tally: Counter[str],
     *,
     is_given: bool,
     paths: FieldPaths,
@@ -39,7 +43,8 @@ def read_pictured(
     chunk, data_format = formatted_chunk
     for row in iterate_rows(chunk):
         try:
-            fields = rename_fields(parse_row(row.value, chunk.encoding), paths)
+            parsed = parse_row(row.value, chunk.encoding)
+            fields = read_fields(parsed, data_format, paths=paths, tally=tally, also_read=COLUMNS)
             if fields is None:
                 yield row, None
                 continue
@@ -51,6 +56,8 @@ def read_pictured(
             elif found:
                 raise ValueError("has images and is no conversation: give its text as a user's message")
             yield row, example
+        except RefusedColumn as error:
+            raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
         except ValueError as error:
             yield row, error
 

@@ -1,5 +1,6 @@
 """Samples of random tokens in the place of rows, for trying how fast a model trains without any data."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
     return Preparation(Task(), read_numbers, partial(draw_samples, token_ids=token_ids, length=length))
 
 
-def read_numbers(formatted_chunk: FormattedChunk) -> Iterator[tuple[Row, RandomRow]]:
+def read_numbers(formatted_chunk: FormattedChunk, _: Counter[str]) -> Iterator[tuple[Row, RandomRow]]:
     for number, _ in formatted_chunk[0].lines:
         yield Row(number, number, b""), RandomRow(number)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+from corpus.columns import count_column
 from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
 from corpus.writer import TokenizedSample
@@ -31,6 +32,8 @@ class Totals:
     lengths: Counter[int] = field(default_factory=Counter)  # samples by number of tokens
     trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by who says them
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
+    columns: Counter[str] = field(default_factory=Counter)  # rows by the columns that are not read
+    stops: Counter[str] = field(default_factory=Counter)  # kept rows by what became of their stop tokens
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
     values: "ValueTotals | None" = None  # of the numbers to predict, where labels are numbers
     num_loss_counted_tokens: int = 0
@@ -78,6 +81,9 @@ class Totals:
         self.rows.update(other.rows)
         self.lengths.update(other.lengths)
         self.trained_by_role.update(other.trained_by_role)
+        for name, count in other.columns.items():
+            count_column(self.columns, name, count)
+        self.stops.update(other.stops)
         self.labels.update(other.labels)
         self.values = merge_values(self.values, other.values)
         for kind, count in other.reasons.items():
@@ -171,6 +177,7 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
     if task.is_language:
         share = totals.num_loss_counted_tokens / totals.num_tokens
         print(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
+        print_stops(totals)
     elif rows["truncated"]:
         print(f"  {'truncated':<24}{rows['truncated']:>14,}")
     shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
@@ -178,6 +185,16 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
     print(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
     if not task.is_language:
         print_labels(totals, task)
+
+
+def print_stops(totals: Totals) -> None:
+    """How many rows train a stop token, where that is known."""
+    num_rows = totals.stops["rows"]
+    if num_rows:
+        share = totals.stops["trained"] / num_rows
+        print(f"  {'rows that train a stop':<24}{totals.stops['trained']:>14,}  {share:.1%}")
+    if totals.stops["appended"]:
+        print(f"  {'stop tokens appended':<24}{totals.stops['appended']:>14,}")
 
 
 def print_labels(totals: Totals, task: Task) -> None:

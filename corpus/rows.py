@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from chat.examples import ASSISTANT
 from chat.masking import ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
 from corpus.files import Chunk, Source, iterate_rows, read_chunks
@@ -33,13 +35,16 @@ class Preparation:
     """How rows become samples of a task."""
 
     task: Task
-    read: Callable[[FormattedChunk], Iterator[ReadRow]]  # each row's example, or why it has none; None: a blank line
+    # Each row's example, or why it has none; None: a blank line. Counts the columns that are not read.
+    read: Callable[[FormattedChunk, Counter[str]], Iterator[ReadRow]]
     tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
+    stop_token_ids: frozenset[int] | None = None  # at which generation stops; None: rows are not looked at for them
 
 
 def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
     """Of chats, completions and documents."""
-    return Preparation(Task(), partial(read_formatted, is_given=format_is_given, paths=paths), masker.mask)
+    read = partial(read_formatted, is_given=format_is_given, paths=paths)
+    return Preparation(Task(), read, masker.mask, masker.stop_token_ids)
 
 
 def prepare_pictured(
@@ -47,12 +52,14 @@ def prepare_pictured(
 ) -> Preparation:
     """Of chats with images, and of whatever `prepare_chats` takes."""
     read = partial(read_pictured, is_given=format_is_given, paths=paths, directories=directories, output_dir=output_dir)
-    return Preparation(Task(VISION), read, masker.mask)
+    return Preparation(Task(VISION), read, masker.mask, masker.stop_token_ids)
 
 
-def read_formatted(formatted_chunk: FormattedChunk, *, is_given: bool, paths: FieldPaths) -> Iterator[ReadRow]:
+def read_formatted(
+    formatted_chunk: FormattedChunk, tally: Counter[str], *, is_given: bool, paths: FieldPaths
+) -> Iterator[ReadRow]:
     chunk, data_format = formatted_chunk
-    return read_examples(chunk, data_format, is_given=is_given, paths=paths)
+    return read_examples(chunk, data_format, is_given=is_given, paths=paths, tally=tally)
 
 
 def prepare_labelled(tokenizer: LabelledTokenizer, fields: FieldNames) -> Preparation:
@@ -60,8 +67,10 @@ def prepare_labelled(tokenizer: LabelledTokenizer, fields: FieldNames) -> Prepar
     return Preparation(tokenizer.labels.task, partial(read_labelled_rows, fields=fields), tokenizer.tokenize)
 
 
-def read_labelled_rows(formatted_chunk: FormattedChunk, *, fields: FieldNames) -> Iterator[ReadRow]:
-    return read_labelled(formatted_chunk[0], fields)
+def read_labelled_rows(
+    formatted_chunk: FormattedChunk, tally: Counter[str], *, fields: FieldNames
+) -> Iterator[ReadRow]:
+    return read_labelled(formatted_chunk[0], fields, tally)
 
 
 @dataclass
@@ -111,7 +120,7 @@ def process_chunk(
     training = sides[0]
     # Rows become examples, or are refused.
     rows, examples = [], []
-    for row, example in preparation.read(formatted_chunk):
+    for row, example in preparation.read(formatted_chunk, training.totals.columns):
         if cuts_blocks and not isinstance(example, Document | ValueError | None):
             example = ValueError("no document: --block-size cuts documents, and nothing else")
         if isinstance(example, ValueError):
@@ -138,6 +147,8 @@ def process_chunk(
             sample = TokenizedSample(mark_place(f"{chunk.file}:{row.place}", side.name), tokens)
             side.samples.append(sample)
             count_kept(side.totals, sample)
+            if preparation.stop_token_ids is not None:
+                count_stops(side.totals, tokens, preparation.stop_token_ids)
             if not cuts_blocks:
                 side.totals.add_sample(sample, draw())
     count_rejected(training.totals, rejected)
@@ -158,6 +169,17 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
         totals.add_labels(sample.tokens)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
+
+
+def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset[int]) -> None:
+    """Counts a row that is kept, and whether it trains a stop token: of a chat in which the assistant is trained, in
+    one of the assistant's turns."""
+    roles = {span.role for span in tokens.spans}
+    spans = [span for span in tokens.spans if span.role == ASSISTANT or ASSISTANT not in roles]
+    trained = (token for span in spans for token in tokens.input_ids[max(span.start, 1) : span.end])
+    totals.stops["rows"] += 1
+    totals.stops["trained"] += not stop_token_ids.isdisjoint(trained)
+    totals.stops["appended"] += tokens.is_stop_appended
 
 
 def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:

@@ -43,6 +43,7 @@ def describe_data_set(
         "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
         "added_special_tokens": added_tokens,
+        "stop_tokens": {"rows_that_train_one": totals.stops["trained"], "appended": totals.stops["appended"]},
         **describe_labels(totals, task),
     }
 
@@ -80,6 +81,8 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "skip_invalid": options.rows.skip_invalid,
         **(describe_label_options(options) if options.rows.format == CLASSIFICATION else {}),
         "allow_missing_stop_token": options.rows.allow_missing_stop_token,
+        "append_stop_token": options.rows.append_stop_token,
+        "ignore_columns": list(options.rows.ignore_columns),
     }
 
 

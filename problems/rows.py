@@ -52,6 +52,8 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
+    if o.allow_missing_stop_token and o.append_stop_token:
+        problems.append("--allow-missing-stop-token has no effect with --append-stop-token, which adds what is missing")
     if o.allow_downloads and not o.images:
         problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":
@@ -86,7 +88,7 @@ def find_classification_problems(o: RowOptions) -> list[str]:
         *("label_type", "label_names", "labels_from"),
     )
     is_classification = o.format == "classification"
-    useless = ("allow_missing_stop_token",) if is_classification else only_classification
+    useless = ("allow_missing_stop_token", "append_stop_token") if is_classification else only_classification
     given = [flag_name(name) for name in useless if getattr(o, name)]
     problems = []
     if given:

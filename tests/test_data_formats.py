@@ -164,7 +164,7 @@ def write_list(path: Path) -> None:
 
 
 def write_parquet(path: Path) -> None:
-    rows = [row | {"unmask": None, "score": i} for i, row in enumerate(ROWS)]
+    rows = [row | {"unmask": None, "number": i} for i, row in enumerate(ROWS)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=700)
 
 

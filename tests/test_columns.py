@@ -1,0 +1,310 @@
+"""Columns that change what should be learned: read as their authors mean them, or the file is refused by their name."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from make_tiny_model import train_tokenizer
+
+from chat.labels import IGNORED
+from chat.masking import ChatMasker
+from corpus.columns import RefusedColumn, check_messages, find_meaning
+from corpus.formats import read_marks, read_messages
+from lifecycle.raw_rows import find_data
+from options import ProcessDataOptions, TrainOptions, group_options
+from process_data import process_data
+
+ROOT = Path(__file__).parent.parent
+ASK, ANSWER = {"role": "user", "content": "How many are 12 and 30?"}, {"role": "assistant", "content": "42"}
+HUMAN, GPT = {"from": "human", "value": "How many are 12 and 30?"}, {"from": "gpt", "value": "41"}
+WEATHER = [
+    {"role": "user", "content": "Tell me tomorrow's weather"},
+    {"role": "assistant", "content": "Tomorrow's weather will be sunny"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepare(model: Path, source: Path, **options) -> list[dict]:
+    output = source.with_suffix(".out.jsonl")
+    given = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), num_proc=1)
+    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+# Rows as the documentation of ms-swift, TRL, LLaMA-Factory, Axolotl and OpenAI has them, and the columns to be named.
+OF_OTHERS = {
+    "KTO of ms-swift": ({"messages": WEATHER, "label": False}, ["label"]),
+    "a good answer of KTO": ({"messages": WEATHER, "label": True}, ["label"]),
+    "DPO of ms-swift": ({"messages": WEATHER, "rejected_response": "I don't know"}, ["rejected_response"]),
+    "RM of ms-swift": ({"messages": WEATHER, "rejected_response": "no", "margin": 2}, ["rejected_response", "margin"]),
+    "messages of ms-swift": ({"messages": WEATHER, "rejected_messages": WEATHER}, ["rejected_messages"]),
+    "unpaired preference of TRL": ({"prompt": "The sky is", "completion": " blue.", "label": True}, ["label"]),
+    "preference of TRL": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, ["chosen", "rejected"]),
+    "implicit preference of TRL": ({"chosen": WEATHER, "rejected": WEATHER}, ["chosen", "rejected"]),
+    "KTO of LLaMA-Factory": ({"conversations": [HUMAN, GPT], "kto_tag": False}, ["kto_tag"]),
+    "KTO of LLaMA-Factory, label": ({"instruction": "a", "input": "", "output": "b", "label": False}, ["label"]),
+    "DPO of LLaMA-Factory": ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, ["chosen", "rejected"]),
+    "DPO of OpenAI": (
+        {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]},
+        ["preferred_output", "non_preferred_output"],
+    ),
+    "details of Axolotl": (
+        {"conversations": [HUMAN, GPT | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
+        ["conversations.train_detail"],
+    ),
+    "masks of TRL": ({"messages": WEATHER, "assistant_masks": [0, 1]}, ["assistant_masks"]),
+    "completion masks of TRL": ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, ["completion_mask"]),
+    "a sample's weight": ({"text": "a b", "sample_weight": 0.1}, ["sample_weight"]),
+    "a score": ({"messages": WEATHER, "score": 0.1}, ["score"]),
+    "a label of a message": ({"messages": [ASK, ANSWER | {"label": False}]}, ["messages.label"]),
+    "unmask where no chat is": ({"prompt": "a", "completion": "b", "unmask": True}, ["unmask"]),
+    "images that are not read": ({"messages": WEATHER, "images": ["a.png"]}, ["images"]),
+    "a system prompt that is not read": ({"messages": WEATHER, "system": "Be brief."}, ["system"]),
+    "camel case": ({"messages": WEATHER, "rejectedResponse": "I don't know"}, ["rejectedResponse"]),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_rows_of_other_objectives_refuse_the_file_by_their_columns(name, model, tmp_path):
+    row, columns = OF_OTHERS[name]
+    source = write_lines(tmp_path / "in.jsonl", [{"messages": WEATHER}, row] if "messages" in row else [row])
+    for options in ({}, {"skip_invalid": True}):
+        with pytest.raises(RefusedColumn) as error:
+            prepare(model, source, **options)
+        line = 2 if "messages" in row else 1
+        assert str(error.value).startswith(f"in.jsonl:{line}: has {columns[0]!r}")
+        assert f"pass --ignore-columns {' '.join(columns)} " in str(error.value)
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def without(value: object, paths: list[str]) -> object:
+    """The row without its columns, or its messages' keys, of these paths."""
+    if isinstance(value, list):
+        return [without(item, paths) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without(item, [path.removeprefix(f"{key}.") for path in paths if path.startswith(f"{key}.")])
+        for key, item in value.items()
+        if key not in paths
+    }
+
+
+IN_NO_FORMAT = {"chosen", "preferred_output"}  # columns of rows that have nothing else to train
+
+
+@pytest.mark.parametrize("name", [name for name, (row, _) in OF_OTHERS.items() if IN_NO_FORMAT.isdisjoint(row)])
+def test_ignored_columns_are_as_if_they_were_not_there(name, model, tmp_path, capsys):
+    row, columns = OF_OTHERS[name]
+    ignored = prepare(model, write_lines(tmp_path / "a.jsonl", [row]), ignore_columns=tuple(columns))
+    assert "columns that are not read" not in capsys.readouterr().out
+    assert ignored == prepare(model, write_lines(tmp_path / "b.jsonl", [without(row, columns)]))
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_columns_of_tables_are_refused_and_empty_cells_say_nothing(ending, model, tmp_path):
+    rows = [{"prompt": "12 and 30?", "completion": "42", "label": ""}, {"prompt": "1?", "completion": "2", "label": ""}]
+
+    def write(path: Path) -> Path:
+        if ending == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+            return path
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return path
+
+    assert len(prepare(model, write(tmp_path / f"a{ending}"))) == 2
+    rows[1]["label"] = "False"
+    with pytest.raises(RefusedColumn, match=r"has 'label' \('False'\), which says whether an answer is good or bad"):
+        prepare(model, write(tmp_path / f"b{ending}"))
+
+
+def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
+    rows = [{"messages": WEATHER, "id": i, "source": "x", "prompt": "twice"} for i in range(5)]
+    rows[0] |= {"notes": None, "topic": "weather"}
+    prepare(model, write_lines(tmp_path / "in.jsonl", rows))
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
+    assert note == "note: columns that are not read: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
+    prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
+    assert "not read" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; not read are prompt"):
+        prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "nots"))
+
+
+def test_parts_of_a_content_cannot_be_marked():
+    """As Axolotl's parts can; tried without a template, since that of most models takes no parts."""
+    part = {"type": "text", "text": "41"}
+    row = {"messages": [ASK, {"role": "assistant", "content": [part | {"train": False}, part]}]}
+    with pytest.raises(RefusedColumn, match=r"^has 'messages.content.train' \(False\)"):
+        check_messages(row, (), Counter())
+    tally = Counter()
+    assert check_messages(row, ("messages.content.train",), tally)["messages"][1]["content"] == [part, part]
+    assert tally == {"messages.content.train": 1}
+
+
+def test_columns_beside_those_that_are_named_are_looked_at(model, tmp_path):
+    row = {"chosen": WEATHER, "rejected": WEATHER, "chat": {"turns": WEATHER, "label": False}}
+    source = write_lines(tmp_path / "in.jsonl", [row])
+    with pytest.raises(RefusedColumn, match=r"in.jsonl:1: has 'rejected' "):
+        prepare(model, source, messages_field="chosen")
+    samples = prepare(model, source, messages_field="chosen", ignore_columns=("rejected",))
+    with pytest.raises(RefusedColumn, match=r"'chat.label' \(False\)"):
+        prepare(model, source, messages_field="chat.turns", ignore_columns=("rejected", "chosen"))
+    ignored = ("rejected", "chosen", "chat.label")
+    assert prepare(model, source, messages_field="chat.turns", ignore_columns=ignored) == samples
+
+
+def test_labels_and_scores_of_what_is_classified_stay_usable_and_weights_do_not(model, tmp_path):
+    rows = [{"text": f"12 and {i}", "label": "ab"[i % 2], "label_text": "x", "score": i, "rank": i} for i in range(6)]
+    source, as_classes = write_lines(tmp_path / "in.jsonl", rows), {"format": "classification"}
+    assert len(prepare(model, source, **as_classes)) == 6
+    assert len(prepare(model, source, label_field="score", label_type="regression", **as_classes)) == 6
+    words = [{"tokens": ["12", "and"], "ner_tags": ["a", "b"], "pos_tags": ["c", "d"]}]
+    assert len(prepare(model, write_lines(tmp_path / "w.jsonl", words), label_field="ner_tags", **as_classes)) == 1
+    weighed = write_lines(tmp_path / "in.jsonl", [*rows, rows[0] | {"weight": 0.5}])
+    with pytest.raises(RefusedColumn, match=r"in.jsonl:7: has 'weight' \(0.5\).*Classification does not read such"):
+        prepare(model, weighed, **as_classes)
+    assert len(prepare(model, weighed, ignore_columns=("weight",), **as_classes)) == 7
+    chats = [{"messages": [ASK, ANSWER | {"train": False}], "label": label} for label in "ab"]
+    with pytest.raises(RefusedColumn, match=r"chats.jsonl:1: has 'messages.train' \(False\)"):
+        prepare(model, write_lines(tmp_path / "chats.jsonl", chats), **as_classes)
+
+
+def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "12?", "completion": " 41", "label": False}])
+    paths = [
+        "--input-file",
+        str(source),
+        "--output-file",
+        str(tmp_path / "o.arrow"),
+        "--model-name-or-path",
+        str(model),
+    ]
+    script = [sys.executable, str(ROOT / "process_data.py"), *paths]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    message = "in.jsonl:1: has 'label' (False), which says whether an answer is good or bad."
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+    options = dict(input_file=str(source), output_dir="o", data_cache_dir=str(tmp_path / "cache"), num_proc=1)
+    with pytest.raises(ValueError, match=r"has 'label' \(False\)"):
+        find_data(group_options(TrainOptions, model_name_or_path=str(model), **options))
+    found = find_data(group_options(TrainOptions, model_name_or_path=str(model), ignore_columns=("label",), **options))
+    assert Path(found["data_path"][0]).exists()
+
+
+# --- marks of messages
+
+
+def list_trained_by_hand(tokenizer, messages: list[dict], weights: list[float]) -> tuple[list[int], list[float]]:
+    """Labels and weights where each assistant's turn is what its message adds to the conversation with the prompt:
+    transformers' own rendering of the conversation, cut before and after each message."""
+
+    def render(count: int, *, prompts: bool = False) -> list[int]:
+        bare = [{key: message[key] for key in ("role", "content")} for message in messages[:count]]
+        return tokenizer.apply_chat_template(bare, add_generation_prompt=prompts, return_dict=True)["input_ids"]
+
+    ids = render(len(messages))
+    labels, found = [IGNORED] * len(ids), [0.0] * len(ids)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for i, (message, weight) in enumerate(zip(messages, weights, strict=True)):
+        if message["role"] == "assistant" and weight > 0:
+            start, end = len(render(i, prompts=True)), len(render(i + 1))
+            end = max(at for at in range(start, end) if ids[at] == stop) + 1
+            labels[start:end], found[start:end] = ids[start:end], [weight] * (end - start)
+    return labels, found
+
+
+MARKS = st.fixed_dictionaries(
+    {}, optional={"loss": st.sampled_from([True, False, None]), "loss_scale": st.sampled_from([None, 0.0, 0.25, 1.0])}
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(marks=st.lists(MARKS, min_size=2, max_size=6).filter(lambda marks: len(marks) % 2 == 0))
+def test_loss_and_loss_scale_are_those_of_ms_swift(tokenizer, marks):
+    """`loss` says whether an assistant's answer is trained, `loss_scale` how much; neither says anything of others."""
+    messages = [(ASK, ANSWER)[i % 2] | mark for i, mark in enumerate(marks)]
+    weights = [
+        0.0 if mark.get("loss") is False else 1.0 if mark.get("loss_scale") is None else mark["loss_scale"]
+        for mark in marks
+    ]
+    labels, expected = list_trained_by_hand(tokenizer, messages, weights)
+    (masked,) = ChatMasker(tokenizer).mask([read_messages({"messages": messages})])
+    assert masked.labels == labels
+    assert (masked.loss_weights or [float(label != IGNORED) for label in labels]) == expected
+
+
+def test_the_documented_rows_of_ms_swift_and_axolotl(model, tokenizer, tmp_path):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "Hello!"},
+                {"role": "assistant", "content": "Hi, how can I help you?", "loss": False},
+                {"role": "user", "content": "What is 1+1?"},
+                {"role": "assistant", "content": "It equals 2", "loss": True},
+            ]
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello", "training": False},
+                {"from": "assistant", "value": "Hello", "training": True},
+                {"from": "human", "value": "How are you?", "training": True},
+                {"from": "assistant", "value": "I'm doing very well, thank you!", "training": False},
+            ]
+        },
+    ]
+    texts = []
+    for row in rows:
+        (sample,) = prepare(model, write_lines(tmp_path / "in.jsonl", [row]))
+        texts.append(tokenizer.decode([label for label in sample["labels"] if label != IGNORED]))
+    assert texts == ["It equals 2<|im_end|>", "Hello<|im_end|>How are you?<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "reason"),
+    [
+        ({"loss": "false"}, "has 'loss': 'false', allowed: true, false"),
+        ({"loss": [True, False]}, "has 'loss': [True, False], allowed: true, false"),
+        ({"loss_scale": 2.0}, "has 'loss_scale': 2.0, allowed: numbers from 0 to 1"),
+        ({"loss_scale": -1}, "has 'loss_scale': -1, allowed: numbers from 0 to 1"),
+        ({"training": "no"}, "has 'training': 'no', allowed: true, false"),
+        ({"loss": False, "train": True}, "has both 'train' and 'loss', which say the same"),
+        ({"loss_scale": 0.5, "weight": 1}, "has both 'weight' and 'loss_scale', which say the same"),
+    ],
+)
+def test_marks_that_cannot_be_honoured_refuse_the_row(marks, reason):
+    with pytest.raises(ValueError) as error:
+        read_marks(ANSWER | marks, 2)
+    assert str(error.value).startswith(f"message 2 (assistant) {reason}")
+
+
+def test_names_are_compared_by_their_words():
+    same = ("rejected_response", "rejectedResponse", "Rejected Response", "REJECTED-RESPONSE", " rejected_response ")
+    assert len({find_meaning(name) for name in same}) == 1 and find_meaning(same[0]) is not None
+    harmless = ("id", "source", "category", "prompt_id", "model", "language_score", "difficulty", "thumbnail", "views")
+    assert [find_meaning(name) for name in harmless] == [None] * len(harmless)

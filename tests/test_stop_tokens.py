@@ -1,0 +1,227 @@
+"""Whether rows teach a model to stop: counted, refused, or a stop token appended, with templates that leave it out."""
+
+import json
+from pathlib import Path
+
+import pytest
+from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from tiny_seeing import make_image, save_seeing
+from trait_templates import CLOSED_BY_THE_NEXT_TURN, CLOSED_ON_A_NEW_LINE, DESCRIBED
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from chat.labels import IGNORED
+from corpus.reader import TokenizedData
+from options import ProcessDataOptions, group_options
+from process_data import process_data
+
+# What begins the next turn ends the last one, as in GLM 4.6 and GLM 4.7: a user's turn a text, a tool's result a call.
+ENDED_BY_THE_NEXT_TURN = (
+    DESCRIBED + "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}"
+    "{{ '\n' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n<call>' + c.function | tojson + '</call>' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+WITHOUT_STOP = CHATML_TEMPLATE.replace("<|im_end|>", "")
+
+ASK, ANSWER = {"role": "user", "content": "How many are 12 and 30?"}, {"role": "assistant", "content": "42"}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "12"}}}]}
+RESULT = {"role": "tool", "content": "42", "name": "add"}
+
+# The template, what the tokenizer ends texts with, what ends generation; what ends a text and a call.
+TRAITS = {
+    "closed by the next turn": (CLOSED_BY_THE_NEXT_TURN, "<|im_end|>", [], "<|im_end|>", "<|im_end|>"),
+    "closed on a new line": (CLOSED_ON_A_NEW_LINE, "<eos>", ["<|end|>"], "\n<|end|>", "\n<|end|>"),
+    "ended by the next turn": (
+        *(ENDED_BY_THE_NEXT_TURN, "<|endoftext|>", ["<|user|>", "<|observation|>"]),
+        *("<|user|>", "<|observation|>"),
+    ),
+}
+SPECIAL = ("<eos>", "<|end|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+
+
+def save_model(path: Path, template: str, eos_token: str = "<|im_end|>", stops: list[str] = ()) -> Path:
+    tokenizer = train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    tokenizer.eos_token, tokenizer.chat_template = eos_token, template
+    tokenizer.save_pretrained(path)
+    ids = tokenizer.convert_tokens_to_ids([eos_token, *stops])
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    found = {name: save_model(root / name, *trait[:3]) for name, trait in TRAITS.items()}
+    return found | {"none": save_model(root / "none", WITHOUT_STOP), "all": save_model(root / "all", CHATML_TEMPLATE)}
+
+
+def prepare(model: Path, rows: list[dict], directory: Path, **options) -> tuple[list[dict], dict]:
+    """The samples, and what the sidecar says of their stop tokens."""
+    source, output = directory / "in.jsonl", directory / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), num_proc=1)
+    process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
+    samples = [json.loads(line) for line in output.read_text().splitlines()]
+    return samples, json.loads((directory / "out.jsonl.meta.json").read_text())
+
+
+def rows_of(*turns: dict, count: int = 1, **columns) -> list[dict]:
+    return [{"messages": list(turns)} | columns for _ in range(count)]
+
+
+def decode_trained(tokenizer: PreTrainedTokenizerBase, sample: dict) -> str:
+    return tokenizer.decode([label for label in sample["labels"] if label != IGNORED])
+
+
+def count_by_hand(model: Path, samples: list[dict]) -> int:
+    """Samples that train a token of the model's generation_config.json, read token by token."""
+    stops, count = json.loads((model / "generation_config.json").read_text())["eos_token_id"], 0
+    for sample in samples:
+        for label in sample["labels"][1:]:
+            if label in stops:
+                count += 1
+                break
+    return count
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_single_turns_that_never_stop_are_refused_or_get_a_stop_token(name, models, tmp_path, capsys):
+    _, _, _, ending, _ = TRAITS[name]
+    rows, tokenizer = rows_of(ASK, ANSWER, count=50), AutoTokenizer.from_pretrained(models[name])
+    with pytest.raises(ValueError, match=r"^only 0 of 50 rows train a stop token .*--append-stop-token .*--allow-miss"):
+        prepare(models[name], rows, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    rendered = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert not any(stop in rendered.partition("assistant")[2] for stop in SPECIAL if stop != "<|assistant|>")
+    allowed, sidecar = prepare(models[name], rows, tmp_path, allow_missing_stop_token=True)
+    assert count_by_hand(models[name], allowed) == 0
+    assert sidecar["stop_tokens"] == {"rows_that_train_one": 0, "appended": 0}
+    assert [tokenizer.decode(sample["input_ids"]) for sample in allowed] == [rendered] * 50
+    assert "note: 0 of 50 rows train a stop token" in capsys.readouterr().out
+    samples, sidecar = prepare(models[name], rows, tmp_path, append_stop_token=True)
+    assert count_by_hand(models[name], samples) == 50
+    assert sidecar["stop_tokens"] == {"rows_that_train_one": 50, "appended": 50}
+    assert tokenizer.convert_ids_to_tokens(sidecar["stop_token_id"]) == ending.strip()
+    assert [tokenizer.decode(sample["input_ids"]) for sample in samples] == [rendered + ending] * 50
+    assert [decode_trained(tokenizer, sample) for sample in samples] == [ANSWER["content"] + ending] * 50
+    report = capsys.readouterr().out
+    assert (
+        "rows that train a stop              50  100.0%" in report
+        and "stop tokens appended                50" in report
+    )
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_inner_turns_and_what_follows_calls(name, models, tmp_path):
+    """What is appended is what the template itself writes where the same conversation goes on."""
+    _, _, _, after_text, after_call = TRAITS[name]
+    tokenizer = AutoTokenizer.from_pretrained(models[name])
+    cases = [
+        ([ASK, ANSWER, ASK, ANSWER], None, after_text, 1),
+        ([ASK, CALL, RESULT, ANSWER], [TOOL], after_text, 1),
+        ([ASK, CALL], [TOOL], after_call, 0),
+    ]
+    for messages, tools, ending, num_before in cases:
+        rows = rows_of(*messages, **({"tools": tools} if tools else {}))
+        rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        follower = RESULT if messages[-1] is CALL else ASK
+        continued = tokenizer.apply_chat_template([*messages, follower], tools=tools, tokenize=False)
+        assert continued.startswith(rendered + ending)
+        ((sample,), sidecar) = prepare(models[name], rows, tmp_path, append_stop_token=True)
+        assert tokenizer.decode(sample["input_ids"]) == rendered + ending
+        assert decode_trained(tokenizer, sample).endswith(ending)
+        assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 1}
+        if num_before:
+            ((sample,), sidecar) = prepare(models[name], rows, tmp_path)
+            assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 0}
+            assert count_by_hand(models[name], [sample]) == 1
+            assert tokenizer.decode(sample["input_ids"]) == rendered
+
+
+@pytest.mark.parametrize("num_inner", [9, 10, 20])
+def test_half_of_the_rows_is_enough(num_inner, models, tmp_path, capsys):
+    model = models["closed by the next turn"]
+    rows = rows_of(ASK, ANSWER, count=20 - num_inner) + rows_of(ASK, ANSWER, ASK, ANSWER, count=num_inner)
+    if num_inner < 10:
+        with pytest.raises(ValueError, match=r"^only 9 of 20 rows train a stop token such as '<\|im_end\|>'"):
+            prepare(model, rows, tmp_path)
+        return
+    samples, _ = prepare(model, rows, tmp_path)
+    assert count_by_hand(model, samples) == num_inner
+    assert ("note: 10 of 20 rows train a stop token" in capsys.readouterr().out) == (num_inner == 10)
+    prepare(model, rows, tmp_path, allow_missing_stop_token=True)
+    assert ("--allow-missing-stop-token is not needed" in capsys.readouterr().out) == (num_inner == 20)
+
+
+def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
+    model = models["closed by the next turn"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    inner = [ASK, ANSWER, ASK, ANSWER | {"train": False}]
+    ((sample,), sidecar) = prepare(model, rows_of(*inner), tmp_path, append_stop_token=True)
+    bare = [{key: message[key] for key in ("role", "content")} for message in inner]
+    assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(bare, tokenize=False)
+    assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 0}
+    assert "--append-stop-token has appended nothing" in capsys.readouterr().out
+    # A weight is the stop token's, too.
+    ((sample,), _) = prepare(model, rows_of(ASK, ANSWER | {"weight": 0.25}), tmp_path, append_stop_token=True)
+    assert sample["loss_weights"][-1] == 0.25 and sample["labels"][-1] == tokenizer.eos_token_id
+
+
+def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(models["none"])
+    with pytest.raises(ValueError, match="add --allow-missing-stop-token"):
+        prepare(models["none"], rows_of(ASK, ANSWER), tmp_path)
+    samples, sidecar = prepare(models["none"], rows_of(ASK, ANSWER, count=3), tmp_path, append_stop_token=True)
+    rendered = tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False)
+    assert [tokenizer.decode(sample["input_ids"]) for sample in samples] == [rendered + "<|im_end|>"] * 3
+    assert sidecar["stop_token_id"] == tokenizer.eos_token_id
+    assert sidecar["stop_tokens"] == {"rows_that_train_one": 3, "appended": 3}
+
+
+def test_completions_and_documents_end_with_the_tokenizers_eos(models, tmp_path):
+    model = models["ended by the next turn"]
+    for rows, options in (
+        ([{"prompt": "12 and 30?", "completion": " 42"}] * 4, {}),
+        ([{"text": "How many are 12 and 30?"}] * 40, {"block_size": 8}),
+    ):
+        samples, sidecar = prepare(model, rows, tmp_path, **options)
+        eos_token_id = AutoTokenizer.from_pretrained(model).eos_token_id
+        assert sidecar["stop_tokens"] == {"rows_that_train_one": len(rows), "appended": 0}
+        assert sum(sample["labels"][1:].count(eos_token_id) for sample in samples) == len(rows)
+
+
+def test_random_tokens_are_not_looked_at(models, tmp_path):
+    given = dict(mock_data=4, mock_length=8, output_file=str(tmp_path / "mock.jsonl"), num_proc=1, preview=0)
+    process_data(group_options(ProcessDataOptions, model_name_or_path=str(models["all"]), **given))
+    sidecar = json.loads((tmp_path / "mock.jsonl.meta.json").read_text())
+    assert sidecar["stop_tokens"] == {"rows_that_train_one": 0, "appended": 0}
+
+
+def test_options_without_effect_are_refused(models, tmp_path):
+    for flag in ("allow_missing_stop_token", "append_stop_token"):
+        name = f"--{flag.replace('_', '-')}"
+        with pytest.raises(ValueError, match=f"{name} has no effect: the model's chat template writes a stop token"):
+            prepare(models["all"], rows_of(ASK, ANSWER), tmp_path, **{flag: True})
+
+
+def test_rows_with_images(tmp_path):
+    """The stop token follows the text that the model's processor makes of the row."""
+    model = save_seeing(tmp_path, "llava")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    left_out = "{{ '' if loop.last else '<|im_end|>' }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", left_out)
+    tokenizer.save_pretrained(model)
+    (model / "chat_template.jinja").write_text(tokenizer.chat_template)
+    make_image(1).save(tmp_path / "1.png")
+    rows = rows_of({"role": "user", "content": "<image> What is this?"}, ANSWER, images=["1.png"])
+    given = dict(images=True)
+    with pytest.raises(ValueError, match=r"^only 0 of 1 rows train a stop token"):
+        prepare(model, rows, tmp_path, **given)
+    ((sample,), sidecar) = prepare(model, rows, tmp_path, append_stop_token=True, **given)
+    assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 1}
+    assert decode_trained(tokenizer, sample) == "42\n<|im_end|>"  # the line break is what the template writes last
+    assert len(TokenizedData(tmp_path / "out.jsonl").lengths) == 1
+    with pytest.raises(ValueError, match=r"^in.jsonl:1: has 'rejected_response' \('41'\), which says which of several"):
+        prepare(model, [rows[0] | {"rejected_response": "41"}], tmp_path, **given)
