@@ -14,10 +14,11 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file
 from methods.full import gather_all, gather_parameters
-from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
+from methods.lora_files import ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
 from methods.lora_layers import ADAPTER, Targets, choose_targets, find_saved_names, inject, make_config, make_initial
 from methods.lora_merging import Merger
 from methods.lora_product import speed_up
+from methods.lora_settings import ADAPTER_CONFIG
 from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers, whole_weights
 from model.fingerprints import fingerprint_model
 from model.method import MetaModel, WeightGroup
@@ -71,7 +72,7 @@ class LoRA:
         if self.is_packed:
             check_bitsandbytes()
         if self.options.lora_adapter is not None:
-            self.given = read_config(Path(self.options.lora_adapter))
+            self.given = read_config(Path(self.options.lora_adapter), trains=True)
 
     def list_data_hashes(self) -> list[str]:
         if self.options.lora_adapter is None:
