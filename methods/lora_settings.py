@@ -1,4 +1,4 @@
-"""Which settings of a LoRA adapter are understood: every key of its config is, or the adapter is refused by that key."""
+"""Settings of LoRA adapters: every key of an adapter's config is known, or the adapter is refused by that key."""
 
 import dataclasses
 import json

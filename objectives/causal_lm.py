@@ -51,6 +51,7 @@ class CausalLM:
     """The objective of causal language models (see `objectives.objective.Objective`)."""
 
     name, peft_task = "causal-lm", "CAUSAL_LM"
+    keeps_unused = True
 
     def __init__(
         self,

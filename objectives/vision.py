@@ -47,6 +47,7 @@ class VisionLanguage:
     """
 
     name, peft_task = VISION, "CAUSAL_LM"
+    keeps_unused = True
 
     def __init__(self, options: VisionOptions, text: CausalLM):
         """`text`: the objective of what is said; its settings are of both."""
