@@ -3,6 +3,7 @@
 T tokens in a packed row, N trained tokens among them, L tokens of one sequence, H hidden size, V vocabulary size.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -243,7 +244,7 @@ class PackedCausalLM(nn.Module):
                 outputs.router_logits,
                 micro_batch.cu_seqlens,
                 micro_batch.trained_index,
-                num_chosen=self.model.num_experts_per_tok,
+                num_chosen=count_chosen(self.model),
                 row_group=micro_batch.row_group,
             )
             self.router_loss = self.router_aux_loss * router_sum
@@ -345,12 +346,22 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
 
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
     """What the auxiliary loss of the model's experts counts: as `asked`, else as its config says; 0: there is none."""
+    config = text_config(model.config)
     if asked is None:
-        config = text_config(model.config)
-        asked = config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
-    if asked and not (hasattr(model, "num_experts_per_tok") and hasattr(model, "router_aux_loss_coef")):
+        # JetMoE calls it otherwise than all others.
+        known = (getattr(config, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+        is_on = getattr(config, "output_router_logits", False)
+        asked = next((value for value in known if value is not None), 0.0) if is_on else 0.0
+    has_loss = "output_router_logits" in inspect.signature(type(model).forward).parameters
+    if asked and not (has_loss and count_chosen(model)):
         raise ValueError(
             f"--router-aux-loss {asked}: transformers has no auxiliary loss of experts for model type"
             f" {model.config.model_type!r}; leave it out, or give 0"
         )
     return asked
+
+
+def count_chosen(model: PreTrainedModel) -> int:
+    """Experts that a token goes to; 0 for a model without experts."""
+    of_model = getattr(model, "num_experts_per_tok", None)
+    return of_model or getattr(text_config(model.config), "num_experts_per_tok", None) or 0
