@@ -45,6 +45,7 @@ from ranks.row_group import RowGroup
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # as configs call that of logits
+WITHOUT_SCALE = ("aya_vision", "cohere2_vision")  # whose forward in transformers drops their text model's logit_scale
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several of them
 
 
@@ -75,7 +76,8 @@ class CausalLM:
         pass
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
-        if getattr(config, "is_encoder_decoder", False):
+        # A decoder alone, saved from such a model (BartForCausalLM), says no of itself; its class says yes.
+        if getattr(config, "is_encoder_decoder", False) or getattr(type(config), "is_encoder_decoder", False):
             return (
                 f"model type {config.model_type!r} is an encoder-decoder: it learns a target from a source, which its"
                 " encoder reads apart, and here a row is one text: give a decoder-only model"
@@ -91,6 +93,12 @@ class CausalLM:
             return f"model type {config.model_type!r} has no causal language model in transformers"
         if getattr(text, "vocab_size", None) is None:
             return f"model type {config.model_type!r} has no language model with a vocabulary"
+        if config.model_type in WITHOUT_SCALE and getattr(text, "logit_scale", 1.0) != 1.0:
+            return (
+                f"model type {config.model_type!r}: its whole model in transformers leaves out the logit_scale of its"
+                f" text_config ({text.logit_scale}), by which its language model alone multiplies logits: its loss is"
+                " another one than the model was trained with. Give the text model by itself (cohere2)"
+            )
         return None
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -213,11 +221,12 @@ class PackedCausalLM(nn.Module):
         config = text_config(model.config)
         caps = (getattr(config, name, None) for name in SOFTCAPS)
         self.softcap = next((cap for cap in caps if cap is not None), None)
-        # Cohere multiplies the logits, Granite and Inkling divide them; all are linear, so the hidden states take the
-        # factor.
+        # Cohere and Muse Glimmer multiply the logits, Granite and Inkling divide them; all are linear, so the hidden
+        # states take the factor.
         scale = getattr(config, "logit_scale", None)
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
         self.logit_scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
+        self.logit_scale *= getattr(config, "output_multiplier", None) or 1.0
         self.transform = [find_head_transform(model)]  # in a list: it is a part of the model already
         self.pad_position = find_pad_position(model)
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())

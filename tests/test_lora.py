@@ -235,6 +235,21 @@ def test_frozen_weights_are_held_in_the_compute_type_without_gradients(world, tm
         assert (param.grad is not None) == (".lora_" in name), name
 
 
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_start_says_which_weights_are_not_in_4_bits(family, dtype, world, tmp_path):
+    inputs = make_inputs(tmp_path, family)
+    method = LoRA(LoRAOptions(lora=True, lora_rank=4, base_quantization="nf4"), seed=0)
+    build(Path(inputs["model_name_or_path"]), world, method=method, dtype=dtype)
+    own = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=dtype)
+    linear = {id(module.weight) for module in own.modules() if isinstance(module, torch.nn.Linear)}
+    others = [param for param in own.model.layers.parameters() if param.ndim > 1 and id(param) not in linear]
+    assert bool(others) == (family == "mixtral") == ("are not, in" in method.describe())
+    if others:
+        num_bytes = sum(param.nbytes for param in others)
+        assert f"and {num_bytes:,} bytes (0.00 GB) are not, in {str(dtype)[6:]}: experts.gate_up" in method.describe()
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
