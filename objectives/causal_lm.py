@@ -93,13 +93,7 @@ class CausalLM:
             return f"model type {config.model_type!r} has no causal language model in transformers"
         if getattr(text, "vocab_size", None) is None:
             return f"model type {config.model_type!r} has no language model with a vocabulary"
-        if config.model_type in WITHOUT_SCALE and getattr(text, "logit_scale", 1.0) != 1.0:
-            return (
-                f"model type {config.model_type!r}: its whole model in transformers leaves out the logit_scale of its"
-                f" text_config ({text.logit_scale}), by which its language model alone multiplies logits: its loss is"
-                " another one than the model was trained with. Give the text model by itself (cohere2)"
-            )
-        return None
+        return find_lost_scale(config)
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         auto_class = choose_auto_class(config)
@@ -199,6 +193,18 @@ def choose_auto_class(config: PreTrainedConfig) -> Any:
     is_whole = type(config) in AutoModelForMultimodalLM._model_mapping
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForMultimodalLM if is_whole and (is_multimodal(config) or not is_causal) else AutoModelForCausalLM
+
+
+def find_lost_scale(config: PreTrainedConfig) -> str | None:
+    """Why a model whose logits transformers computes without their scale cannot be trained; None for all others."""
+    scale = getattr(text_config(config), "logit_scale", 1.0)
+    if config.model_type not in WITHOUT_SCALE or scale == 1.0:
+        return None
+    return (
+        f"model type {config.model_type!r}: its whole model in transformers leaves out the logit_scale of its"
+        f" text_config ({scale}), by which its language model alone multiplies logits: its loss is another one than the"
+        " model was trained with. Give the text model by itself (cohere2)"
+    )
 
 
 class PackedCausalLM(nn.Module):

@@ -302,6 +302,9 @@ def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp
     assert theirs.get_base_model().config.vocab_size == len(tokenizer)
     own = logits_of(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
     torch.testing.assert_close(logits_of(theirs), own, rtol=1e-5, atol=1e-5)
+    given = dict(lora_adapter=str(export), lora_rank=None, lora_alpha=None, learning_rate=0.0, lora_export="merged")
+    again = AutoModelForCausalLM.from_pretrained(train(world, inputs, tmp_path / "again", **given), dtype=torch.float32)
+    torch.testing.assert_close(logits_of(again), own, rtol=1e-5, atol=1e-5)
 
 
 KINDS = [wide({}), dict(base_quantization="nf4"), wide(dict(lora_use_dora=True))]
