@@ -244,7 +244,7 @@ class LoRA:
 
 
 def describe_unpacked(blocks: nn.ModuleList) -> str:
-    """Frozen matrices of packed blocks that are no linear layers, such as experts held as one tensor, and their size."""
+    """Names and size of the frozen matrices that are no linear layers, such as experts held as one tensor."""
     found = {name: param for name, param in blocks.named_parameters() if param.ndim > 1 and not param.requires_grad}
     if not found:
         return ""
