@@ -399,8 +399,9 @@ class LoRAOptions:
 class ComputeOptions:
     """How a rank computes, and what it keeps in memory meanwhile."""
 
-    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights."""
+    compute_dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights. float16 is
+    refused: it needs loss scaling."""
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "eager"] = "auto"
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), or SDPA / plain matrix
     products one sequence at a time. auto: the fastest one that this machine and this model allow."""

@@ -12,7 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from chat.templates import load_tokenizer
 from disk import hash_file, read_object
-from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, add_adapter
+from methods.lora_files import ADAPTER_WEIGHTS, BASE_FILE, add_adapter
+from methods.lora_settings import ADAPTER_CONFIG, check_settings
 from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
 from model.finite import check_finite
@@ -105,6 +106,7 @@ def check_adapter_files(adapter: Path, *, flag: str) -> None:
         import peft  # noqa: F401
     except ImportError:
         raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install peft") from None
+    check_settings(adapter, flag=flag, reader="peft")
 
 
 def check_answering(found: FoundModel) -> None:

@@ -10,6 +10,7 @@ from inference.engine import Answer, Request, require
 from inference.models import FoundModel, choose_dtype
 from inference.prompts import Prompt, encode_prompt
 from inference.sampling import make_seed
+from methods.lora_settings import check_settings
 from options import EngineOptions, SamplingOptions
 
 
@@ -76,7 +77,8 @@ class VLLMEngine:
 
 
 def read_rank(found: FoundModel) -> int:
-    """An adapter's rank, which vLLM has to know before it reads it."""
+    """An adapter's rank, which vLLM has to know before it reads it; ValueError for settings that it does not follow."""
     from peft import PeftConfig
 
+    check_settings(found.adapter, flag="--engine vllm: --adapter", reader="vllm")
     return PeftConfig.from_pretrained(str(found.adapter)).r

@@ -95,9 +95,10 @@ class ExportWriter:
     def begin(self, groups: list[WeightGroup], config: PreTrainedConfig) -> None:
         """Looks whether there is room, writes the configs, and lays out the files of weights."""
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
-        parts, is_whole = self.parts, bool(shapes) and is_multimodal(config)
-        self.left_out = list_left_out(parts.source, parts.objective) if is_whole else {}
-        self.own_tensors = find_tensors(Path(parts.source.directory)) if is_whole else {}
+        parts = self.parts
+        self.left_out = list_left_out(parts.source, parts.objective) if shapes else {}
+        self.own_tensors = find_tensors(Path(parts.source.directory)) if self.left_out else {}
+        self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
         self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
         self.aside = make_aside(self.export_dir, self.needed_bytes, what="the export")
@@ -138,7 +139,7 @@ class ExportWriter:
             parts.tokenizer.save_pretrained(aside)
             if self.left_out:
                 add_tensors(aside, self.left_out, self.own_tensors, max_bytes=MAX_SHARD_BYTES)
-            if self.own_tensors:
+            if self.is_multimodal:
                 copy_processor_files(Path(parts.source.directory), aside)
             parts.method.write_extras(aside, parts.tokenizer)
             for name, text in parts.notes.items():

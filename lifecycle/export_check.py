@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from lifecycle.export import ExportParts
-from methods.lora_files import ADAPTER_CONFIG, add_adapter
+from methods.lora_files import add_adapter
+from methods.lora_settings import ADAPTER_CONFIG
 from model.check import draw_sequences
 from model.sharding import reshard
 from objectives.objective import PackedModel

@@ -14,10 +14,20 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file
 from methods.full import gather_all, gather_parameters
-from methods.lora_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
-from methods.lora_layers import ADAPTER, Targets, choose_targets, find_saved_names, inject, make_config, make_initial
+from methods.lora_files import ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
+from methods.lora_layers import (
+    ADAPTER,
+    Targets,
+    choose_targets,
+    find_saved_names,
+    inject,
+    list_kinds,
+    make_config,
+    make_initial,
+)
 from methods.lora_merging import Merger
 from methods.lora_product import speed_up
+from methods.lora_settings import ADAPTER_CONFIG
 from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers, whole_weights
 from model.fingerprints import fingerprint_model
 from model.method import MetaModel, WeightGroup
@@ -60,6 +70,7 @@ class LoRA:
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of what trains: in an adapter's file -> in the model
         self.num_added = self.num_trained = 0
+        self.unpacked = ""  # which frozen matrices of the blocks are not in 4 bits
         self.base: dict[str, str | None] = {}  # rank 0's: the model that the adapters belong to
         self.merger: Merger | None = None
         self.adapter: dict[str, Tensor] = {}  # rank 0's: what an export has gathered
@@ -71,7 +82,7 @@ class LoRA:
         if self.is_packed:
             check_bitsandbytes()
         if self.options.lora_adapter is not None:
-            self.given = read_config(Path(self.options.lora_adapter))
+            self.given = read_config(Path(self.options.lora_adapter), trains=True)
 
     def list_data_hashes(self) -> list[str]:
         if self.options.lora_adapter is None:
@@ -132,6 +143,7 @@ class LoRA:
         self.saved_names = find_saved_names(model)
         if self.is_packed:
             pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
+            self.unpacked = describe_unpacked(meta.blocks)
         speed_up(model.modules(), adapter=ADAPTER)
         params = list(model.parameters())
         self.num_added = sum(param.numel() for param in params) - before
@@ -188,7 +200,7 @@ class LoRA:
     def describe(self) -> str:
         num_layers = len(self.targets.layers) + len(self.targets.experts)
         whole = f" and {', '.join(self.targets.whole)}" if self.targets.whole else ""
-        quantized = ", the blocks' other weights are in NF4" if self.is_packed else ""
+        quantized = f", the blocks' linear layers are in NF4{self.unpacked}" if self.is_packed else ""
         numbers = f"{self.num_trained:,} numbers train{quantized}"
         return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
 
@@ -234,6 +246,18 @@ class LoRA:
             tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
             write_adapter(directory, self.config, tensors, self.base)
         self.adapter = {}
+
+
+def describe_unpacked(blocks: nn.ModuleList) -> str:
+    """Names and size of the frozen matrices that are no linear layers, such as experts held as one tensor."""
+    found = {name: param for name, param in blocks.named_parameters() if param.ndim > 1 and not param.requires_grad}
+    if not found:
+        return ""
+    num_bytes = sum(param.nbytes for param in found.values())
+    largest_first = sorted(found, key=lambda name: found[name].nbytes, reverse=True)
+    kinds = list_kinds((name.replace(".base_layer", "") for name in largest_first), 2)
+    dtype = str(found[largest_first[0]].dtype).removeprefix("torch.")
+    return f", and {num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB) are not, in {dtype}: {', '.join(kinds)}"
 
 
 def read_sample(options: DataOptions, objective: Objective, *, vocab_size: int) -> MicroBatch:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from disk import read_object
+from methods.lora_settings import ADAPTER_CONFIG, check_settings
 from model.finite import check_finite
 from model.stored import Reader, read_tensor
 from ranks.ending import log
@@ -20,41 +21,46 @@ from ranks.ending import log
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_FILE = "base_model.json"  # beside them: name, revision and fingerprint of the model
 
 
-def read_config(directory: Path, *, flag: str = "--lora-adapter") -> "LoraConfig":
-    """peft's config of a LoRA adapter; ValueError, which names `flag`, where there is none, or one of another kind."""
-    from peft import LoraConfig, PeftConfig
+def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool = False) -> "LoraConfig":
+    """peft's config of a LoRA adapter; ValueError, which names `flag`, where there is none, or one of another kind.
+
+    `trains`: the adapter is to train, and not only to be computed with.
+    """
+    from peft import PeftConfig
 
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
             raise ValueError(f"{flag} {directory}: holds no {name}; give the directory of an adapter")
+    check_settings(directory, flag=flag, trains=trains)
     try:
         config = PeftConfig.from_pretrained(str(directory))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
-    if type(config) is not LoraConfig:
-        raise ValueError(f"{flag} {directory}: is of type {config.peft_type}, and only LORA can be trained on")
-    defaults = LoraConfig()
-    known = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "target_parameters",
-             "modules_to_save", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
-             "peft_type", "auto_mapping", "fan_in_fan_out", "init_lora_weights"}  # fmt: skip
-    strange = [name for name, value in vars(config).items() if name not in known and value != getattr(defaults, name)]
-    if strange:
-        raise ValueError(f"{flag} {directory}: uses what cannot be trained on here: {', '.join(strange)}")
     config.init_lora_weights = True
     return config
 
 
 def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
-    """`model` with the adapter's layers in it, as peft loads it."""
-    from peft import PeftModel
+    """`model` with the adapter's layers in it, as peft loads it; ValueError unless the file holds exactly those."""
+    from peft import PeftModel, get_peft_model_state_dict
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft asks for it
-        return PeftModel.from_pretrained(model, str(directory))
+        warnings.filterwarnings("error", message=r"[\s\S]*Found missing adapter keys")  # which would stay untrained
+        try:
+            adapted = PeftModel.from_pretrained(model, str(directory))
+        except UserWarning as error:
+            raise ValueError(f"{ADAPTER_WEIGHTS} lacks tensors: {error}") from None
+    known = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() | adapted.state_dict().keys()
+    with safe_open(directory / ADAPTER_WEIGHTS, framework="pt") as file:
+        unknown = sorted(set(file.keys()) - known)
+    if unknown:
+        raise ValueError(f"{ADAPTER_WEIGHTS} holds {len(unknown)} tensors without a place, such as {unknown[0]}")
+    return adapted
 
 
 def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> None:

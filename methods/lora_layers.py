@@ -53,17 +53,16 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     ]
     whole_names = list_wholes(meta, options)
     if given is not None:
-        patterns = given.target_modules or ()
-        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        patterns += tuple(given.target_parameters or ())
-        whole_names = tuple(given.modules_to_save or ())
         flag = f"--lora-adapter {options.lora_adapter}"
+        patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
+        ends = tuple(given.modules_to_save or ())  # of names, as peft takes them: "norm" is also each "input_layernorm"
+        whole_names = tuple(name for name, _ in model.named_modules() if ends and name.endswith(ends))
     else:
-        patterns, flag = options.lora_target_modules, "--lora-target-modules"
+        patterns, chosen, flag = options.lora_target_modules, [], "--lora-target-modules"
     if len(layers) < len(in_blocks) + len(in_towers):
         flag = f"{flag} (beside what --freeze names)"
     default = [*(name for name in layers if name in in_blocks), *experts]
-    chosen = choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
+    chosen += choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
     others = list_others(model, chosen) if whole_names else []
     whole = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
     adapted = set(chosen)
@@ -75,6 +74,22 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
             f" leave it out, or name --lora-target-modules without them: {', '.join(list_kinds(layers))}"
         )
     return targets
+
+
+def match_layers(model: PreTrainedModel, given: "LoraConfig", layers: list[str], flag: str) -> list[str]:
+    """The layers that an adapter is beside, by peft's own rules; ValueError if any is not among `layers`."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    rules = copy.copy(given)
+    rules.modules_to_save = None  # as they are put into the model: see `inject`
+    if not rules.target_modules:
+        return []
+    found = [name for name, _ in model.named_modules() if name and check_target_module_exists(rules, name)]
+    outside = [name for name in found if name not in layers]
+    if outside or not found:
+        what = f"adapts {outside[0]}, which cannot be adapted here" if outside else "adapts no layer of this model"
+        raise ValueError(f"{flag}: {what}; there are {', '.join(list_kinds(layers))}")
+    return found
 
 
 def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:

@@ -132,8 +132,8 @@ def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
     """
     whole, config, head = config, text_config(config), model.get_output_embeddings()
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
-    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    num_active = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+    num_experts = find_number(config, "num_local_experts", "num_experts", "moe_num_experts") or 1
+    num_active = find_number(config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k") or 1
     active = num_active / num_experts
     tower = count_tower(model, whole)
     if tower is not None:  # whose matrices see patches, not tokens

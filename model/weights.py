@@ -6,6 +6,7 @@ experts that are stored apart and held as one. Its own loader is run once over s
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from model.config import ModelSource
+from model.files import list_weights
 from model.finite import check_finite
 from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
 from model.stored import Reader, Stored, StoredFiles, find_stored
@@ -51,10 +53,12 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
                 f" in bf16 ({type(error).__name__}: {error})"
             ) from None
         log.warning(
-            f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 reads them as a whole, in fp32"
-            f" ({type(error).__name__}: {error})"
+            f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 reads them as a whole, in fp32,"
+            f" and exports hold none that the model in transformers has no place for ({type(error).__name__}: {error})"
         )
         model, readers, report = read_whole(source, objective)
+    if report.get("unused"):
+        log.info(describe_unused(report["unused"], are_kept=objective.keeps_unused))
     begin_anew(model, readers, report, objective)
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
@@ -133,7 +137,8 @@ def plan_reading(
     wanted = model.state_dict()
 
     sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or the first of a conversion's -> keys and patterns
-    for key, (name, pattern) in name_stored(model, stored).items():
+    named = name_stored(model, stored)
+    for key, (name, pattern) in named.items():
         sources.setdefault(name, []).append((key, pattern))
 
     raw = [key for keys in sources.values() for key, _ in keys if stored[key].dtype in QUANTIZED_TYPES]
@@ -188,7 +193,7 @@ def plan_reading(
             readers |= {
                 target: functools.partial(read_converted, name, target) for target in convert(name, stand_ins.get)
             }
-    report = info.to_dict()
+    report = info.to_dict() | {"unused": {key: tensor for key, tensor in stored.items() if key not in named}}
     unknown = wanted.keys() - readers.keys() - set(report["missing_keys"]) - model.all_tied_weights_keys.keys()
     if unknown:
         raise NotImplementedError(f"no file holds {', '.join(sorted(unknown))}, which transformers initializes")
@@ -217,17 +222,51 @@ def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tupl
 
 
 def list_left_out(source: ModelSource, objective: Objective) -> dict[str, Stored]:
-    """What the files of a multi-modal model hold beside its text tower; of quantized weights what they stand for."""
+    """What a model's files hold beside the weights that train, for an export of the whole model.
+
+    That is other towers, and where the objective keeps them the tensors that transformers' model has no place for, such
+    as the layers of multi-token prediction; of quantized weights what they stand for.
+    """
+    if not list_weights(Path(source.directory)):
+        log.warning(f"warning: {source.directory}: its weights are gone; the export holds only what was trained")
+        return {}
     with torch.device("meta"):
         model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+    own = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
     stored = find_stored(Path(source.directory))
     if (settings := find_quantization(source.directory)) is not None:
-        config = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
-        stored = open_dequantized(stored, settings, choose_dtype(config))
-    named = name_stored(model, stored)
+        stored = open_dequantized(stored, settings, choose_dtype(own))
+    try:
+        named = name_stored(model, stored)
+    except NOT_PLANNABLE:  # `read_weights` has said so
+        return {}
     objective.leave_out(model)
     kept = model.state_dict().keys()
-    return {key: stored[key] for key, (name, _) in named.items() if name not in kept}
+    towers = {key: stored[key] for key, (name, _) in named.items() if name not in kept}
+    unused = {key: tensor for key, tensor in stored.items() if key not in named} if objective.keeps_unused else {}
+    sizes = [text_config(config).vocab_size for config in (own, source.config)]
+    return towers | {key: fit_vocabulary(tensor, *sizes) for key, tensor in unused.items()}
+
+
+def fit_vocabulary(tensor: Stored, old: int, new: int) -> Stored:
+    """An embedding or a head that is not used, with as many rows as those that are."""
+    if new <= old or len(tensor.shape) != 2 or tensor.shape[0] != old:
+        return tensor
+    return Stored(
+        functools.partial(grow_rows, tensor.read, new, keeps_type=True), (new, *tensor.shape[1:]), tensor.dtype
+    )
+
+
+def describe_unused(unused: dict[str, Stored], *, are_kept: bool) -> str:
+    """For the start's report: tensors of the model's files that the model in transformers has no place for."""
+    kinds = list(dict.fromkeys(".".join(name.split(".")[:3]) for name in sorted(unused)))
+    what = "exports of the whole model hold them as they are" if are_kept else "exports leave them out"
+    num_params = sum(math.prod(tensor.shape) for tensor in unused.values())
+    return (
+        f"the model's files hold {len(unused)} tensors ({num_params:,} numbers) that the model in transformers has no"
+        f" place for, such as multi-token prediction: {', '.join(kinds[:3])}{', ...' if len(kinds) > 3 else ''};"
+        f" they do not train, and {what}"
+    )
 
 
 def read_whole(source: ModelSource, objective: Objective) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
@@ -248,13 +287,6 @@ def read_whole(source: ModelSource, objective: Objective) -> tuple[PreTrainedMod
 def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_size: int) -> None:
     """Adds embeddings, and rows and biases of the head, up to `vocab_size`, each the mean of the old ones."""
 
-    def grow(read: Reader) -> Tensor:
-        rows = read()
-        grown = torch.empty(vocab_size, *rows.shape[1:])
-        grown[: len(rows)] = rows
-        grown[len(rows) :] = grown[: len(rows)].mean(dim=0)
-        return grown
-
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     old = text_config(model.config).vocab_size
     if any(len(module.weight) != old for module in modules if module is not None):
@@ -265,4 +297,13 @@ def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_si
     for prefix in [prefix for prefix, module in model.named_modules() if module in modules]:
         for name in (f"{prefix}.weight", f"{prefix}.bias"):
             if name in readers:
-                readers[name] = functools.partial(grow, readers[name])
+                readers[name] = functools.partial(grow_rows, readers[name], vocab_size)
+
+
+def grow_rows(read: Reader, num_rows: int, *, keeps_type: bool = False) -> Tensor:
+    """The rows that `read` gives, and others up to `num_rows`, each their mean; in fp32 unless `keeps_type`."""
+    rows = read()
+    grown = torch.empty(num_rows, *rows.shape[1:])
+    grown[: len(rows)] = rows
+    grown[len(rows) :] = grown[: len(rows)].mean(dim=0)
+    return grown.to(rows.dtype) if keeps_type else grown

@@ -3,6 +3,7 @@
 T tokens in a packed row, N trained tokens among them, L tokens of one sequence, H hidden size, V vocabulary size.
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ from ranks.row_group import RowGroup
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # as configs call that of logits
+WITHOUT_SCALE = ("aya_vision", "cohere2_vision")  # whose forward in transformers drops their text model's logit_scale
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several of them
 
 
@@ -51,6 +53,7 @@ class CausalLM:
     """The objective of causal language models (see `objectives.objective.Objective`)."""
 
     name, peft_task = "causal-lm", "CAUSAL_LM"
+    keeps_unused = True
 
     def __init__(
         self,
@@ -73,7 +76,8 @@ class CausalLM:
         pass
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
-        if getattr(config, "is_encoder_decoder", False):
+        # A decoder alone, saved from such a model (BartForCausalLM), says no of itself; its class says yes.
+        if getattr(config, "is_encoder_decoder", False) or getattr(type(config), "is_encoder_decoder", False):
             return (
                 f"model type {config.model_type!r} is an encoder-decoder: it learns a target from a source, which its"
                 " encoder reads apart, and here a row is one text: give a decoder-only model"
@@ -89,7 +93,7 @@ class CausalLM:
             return f"model type {config.model_type!r} has no causal language model in transformers"
         if getattr(text, "vocab_size", None) is None:
             return f"model type {config.model_type!r} has no language model with a vocabulary"
-        return None
+        return find_lost_scale(config)
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         auto_class = choose_auto_class(config)
@@ -191,6 +195,18 @@ def choose_auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForMultimodalLM if is_whole and (is_multimodal(config) or not is_causal) else AutoModelForCausalLM
 
 
+def find_lost_scale(config: PreTrainedConfig) -> str | None:
+    """Why a model whose logits transformers computes without their scale cannot be trained; None for all others."""
+    scale = getattr(text_config(config), "logit_scale", 1.0)
+    if config.model_type not in WITHOUT_SCALE or scale == 1.0:
+        return None
+    return (
+        f"model type {config.model_type!r}: its whole model in transformers leaves out the logit_scale of its"
+        f" text_config ({scale}), by which its language model alone multiplies logits: its loss is another one than the"
+        " model was trained with. Give the text model by itself (cohere2)"
+    )
+
+
 class PackedCausalLM(nn.Module):
     """A causal language model that maps a packed micro-batch to its summed loss, without ever holding all logits."""
 
@@ -211,11 +227,12 @@ class PackedCausalLM(nn.Module):
         config = text_config(model.config)
         caps = (getattr(config, name, None) for name in SOFTCAPS)
         self.softcap = next((cap for cap in caps if cap is not None), None)
-        # Cohere multiplies the logits, Granite and Inkling divide them; all are linear, so the hidden states take the
-        # factor.
+        # Cohere and Muse Glimmer multiply the logits, Granite and Inkling divide them; all are linear, so the hidden
+        # states take the factor.
         scale = getattr(config, "logit_scale", None)
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
         self.logit_scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
+        self.logit_scale *= getattr(config, "output_multiplier", None) or 1.0
         self.transform = [find_head_transform(model)]  # in a list: it is a part of the model already
         self.pad_position = find_pad_position(model)
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
@@ -242,7 +259,7 @@ class PackedCausalLM(nn.Module):
                 outputs.router_logits,
                 micro_batch.cu_seqlens,
                 micro_batch.trained_index,
-                num_chosen=self.model.num_experts_per_tok,
+                num_chosen=count_chosen(self.model),
                 row_group=micro_batch.row_group,
             )
             self.router_loss = self.router_aux_loss * router_sum
@@ -344,12 +361,22 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
 
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
     """What the auxiliary loss of the model's experts counts: as `asked`, else as its config says; 0: there is none."""
+    config = text_config(model.config)
     if asked is None:
-        config = text_config(model.config)
-        asked = config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
-    if asked and not (hasattr(model, "num_experts_per_tok") and hasattr(model, "router_aux_loss_coef")):
+        # JetMoE calls it otherwise than all others.
+        known = (getattr(config, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+        is_on = getattr(config, "output_router_logits", False)
+        asked = next((value for value in known if value is not None), 0.0) if is_on else 0.0
+    has_loss = "output_router_logits" in inspect.signature(type(model).forward).parameters
+    if asked and not (has_loss and count_chosen(model)):
         raise ValueError(
             f"--router-aux-loss {asked}: transformers has no auxiliary loss of experts for model type"
             f" {model.config.model_type!r}; leave it out, or give 0"
         )
     return asked
+
+
+def count_chosen(model: PreTrainedModel) -> int:
+    """Experts that a token goes to; 0 for a model without experts."""
+    of_model = getattr(model, "num_experts_per_tok", None)
+    return of_model or getattr(text_config(model.config), "num_experts_per_tok", None) or 0

@@ -40,6 +40,8 @@ class Classification:
     Invariant: `task` and `loss` are there once `open_data` has been called, `pad_token_id` after `use_tokenizer`.
     """
 
+    keeps_unused = False  # such as a language model's head
+
     def __init__(self, options: ClassificationOptions, *, seed: int | None, noise: EmbeddingNoise | None = None):
         """`seed`: of a head that the model's files do not have; None: they must have it."""
         self.options, self.seed, self.noise, self.name = options, seed, noise, options.objective

@@ -59,6 +59,7 @@ class Objective(Protocol):
 
     name: str  # as --objective and the sidecars of data sets have it
     peft_task: str  # how an adapter's config calls it
+    keeps_unused: bool  # whether an export holds the tensors of the model's files that its class has no place for
     row_group: (
         RowGroup | None
     )  # the ranks that share a packed row, of which `pack` and `make_probe` give this one's part

@@ -32,8 +32,15 @@ def find_placeholders(config: PreTrainedConfig) -> dict[int, str]:
     """The token ids that stand for images, videos or recordings, and how the config calls each."""
     if not is_multimodal(config):
         return {}
-    found = {name: value for name, value in config.to_dict().items() if PLACEHOLDER.fullmatch(name)}
-    return {value: name for name, value in found.items() if isinstance(value, int) and value >= 0}
+    settings = config.to_dict()
+    found = {name: value for name, value in settings.items() if PLACEHOLDER.fullmatch(name)}
+    towers = {name: part for name, part in settings.items() if isinstance(part, dict) and "vocab_offset" in part}
+    embedded = {  # ids that a tower's own embedding stands for
+        token_id: f"{name}.vocab_offset"
+        for name, part in towers.items()
+        for token_id in range(part["vocab_offset"], part["vocab_offset"] + part["vocab_size"])
+    }
+    return embedded | {value: name for name, value in found.items() if isinstance(value, int) and value >= 0}
 
 
 def find_base(model: PreTrainedModel) -> PreTrainedModel:
@@ -72,6 +79,20 @@ class AbsentTower(nn.Module):
         return self.beside[0].weight.dtype
 
 
+class AbsentEmbedder(AbsentTower):
+    """In the place of an embedder of ids beyond the text's (Gemma 3n): the model asks it on every text.
+
+    Its zeros are used for those ids alone, and data with any of them is refused.
+    """
+
+    def __init__(self, embedding: nn.Module, embedder: nn.Module):
+        super().__init__(embedding)
+        self.vocab_offset, self.vocab_size = embedder.vocab_offset, embedder.vocab_size
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # (1, T) -> (1, T, 1)
+        return torch.zeros(*input_ids.shape, 1, dtype=self.dtype, device=input_ids.device)
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """What of a model was taken out of it: neither loaded nor trained."""
@@ -96,6 +117,13 @@ def find_needed(model: PreTrainedModel) -> list[str]:
             if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in given]  # fmt: skip
 
 
+def make_absent(part: nn.Module, embedding: nn.Module) -> nn.Module | None:
+    """What the forward pass finds in the place of a part that was taken out."""
+    if isinstance(part, PreTrainedModel):
+        return AbsentTower(embedding)
+    return AbsentEmbedder(embedding, part) if hasattr(part, "vocab_offset") else None
+
+
 def keep_text_tower(model: PreTrainedModel) -> LeftOut:
     """Takes out of a multi-modal model on meta all but its decoder, its embedding and its head."""
     if not is_multimodal(model.config):
@@ -112,8 +140,7 @@ def keep_text_tower(model: PreTrainedModel) -> LeftOut:
                 path = f"{prefix}.{name}".lstrip(".")
                 parts.append(path)
                 modules += [f"{path}.{inner}".rstrip(".") for inner, _ in child.named_modules()]
-                is_tower = isinstance(child, PreTrainedModel)
-                module._modules[name] = AbsentTower(model.get_input_embeddings()) if is_tower else None
+                module._modules[name] = make_absent(child, model.get_input_embeddings())
         for tensors in (module._parameters, module._buffers):
             for name in tensors:
                 tensors[name] = None

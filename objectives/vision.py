@@ -23,7 +23,7 @@ from transformers import (
 
 from chat.labels import IGNORED
 from chat.pictures import as_data_url, load_processor, open_image
-from objectives.causal_lm import CausalLM, PackedCausalLM
+from objectives.causal_lm import CausalLM, PackedCausalLM, find_lost_scale
 from objectives.columns import VISION, CountLabels, Sample, Task, check_task
 from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
 from objectives.sight import Sight, list_parts
@@ -47,6 +47,7 @@ class VisionLanguage:
     """
 
     name, peft_task = VISION, "CAUSAL_LM"
+    keeps_unused = True
 
     def __init__(self, options: VisionOptions, text: CausalLM):
         """`text`: the objective of what is said; its settings are of both."""
@@ -80,7 +81,7 @@ class VisionLanguage:
             return f"model type {config.model_type!r} cannot be trained on images: {REFUSED[config.model_type]}"
         if getattr(config, "image_token_id", None) is None:
             return f"model type {config.model_type!r} has no image_token_id: where an image stands is not known"
-        return None
+        return find_lost_scale(config)
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -170,6 +170,11 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
     problems += find_sharing_problems(options)
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
+    if compute.compute_dtype == "float16":
+        problems.append(
+            "--compute-dtype float16: its smallest number is 6e-8, so that gradients become zero unless the loss is"
+            " scaled, which is not implemented here: give bfloat16, or float32 on a device without it"
+        )
     if compute.float8 and osft:
         problems.append("--float8: --osft's layers are products of their own, which are not in fp8")
     if compute.float8 and compute.compute_dtype == "float32":

@@ -5,9 +5,10 @@ import torch
 from safetensors.torch import load_file
 from small_runs import make_micro_batch
 from tiny_models import SHAPE, build, load_source, save_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AriaTextConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from model import stored
+from model.flops import count_flops
 from model.weights import read_weights
 from objectives.causal_lm import CausalLM
 
@@ -57,3 +58,21 @@ def test_grouped_products_give_the_losses_and_gradients_of_experts_one_by_one(pa
     for name, param in reference.named_parameters():
         difference = own[name].grad.full_tensor() - param.grad
         assert difference.norm() <= 2e-6 * param.grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("config_class", "names"),
+    [(Qwen3MoeConfig, ("num_experts", "num_experts_per_tok")), (AriaTextConfig, ("moe_num_experts", "moe_topk"))],
+)
+def test_experts_that_a_token_does_not_go_to_cost_no_flops(config_class, names):
+    """Twice the experts cost their rows of the router, and twice the choices what the chosen experts multiply."""
+    counts = {}
+    for num_experts, num_chosen in ((4, 2), (8, 2), (8, 4)):
+        config = config_class(**SHAPE, **dict(zip(names, (num_experts, num_chosen), strict=True)))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        counts[num_experts, num_chosen] = count_flops(model, config).per_token
+        of_one = sum(6 * param.numel() / num_experts for param in model.parameters() if param.ndim == 3)
+    router_rows = 6 * 4 * SHAPE["hidden_size"] * SHAPE["num_hidden_layers"]
+    assert counts[8, 2] - counts[4, 2] == pytest.approx(router_rows)
+    assert counts[8, 4] - counts[8, 2] == pytest.approx(2 * of_one)

@@ -235,6 +235,21 @@ def test_frozen_weights_are_held_in_the_compute_type_without_gradients(world, tm
         assert (param.grad is not None) == (".lora_" in name), name
 
 
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_start_says_which_weights_are_not_in_4_bits(family, dtype, world, tmp_path):
+    inputs = make_inputs(tmp_path, family)
+    method = LoRA(LoRAOptions(lora=True, lora_rank=4, base_quantization="nf4"), seed=0)
+    build(Path(inputs["model_name_or_path"]), world, method=method, dtype=dtype)
+    own = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=dtype)
+    linear = {id(module.weight) for module in own.modules() if isinstance(module, torch.nn.Linear)}
+    others = [param for param in own.model.layers.parameters() if param.ndim > 1 and id(param) not in linear]
+    assert bool(others) == (family == "mixtral") == ("are not, in" in method.describe())
+    if others:
+        num_bytes = sum(param.nbytes for param in others)
+        assert f"and {num_bytes:,} bytes (0.00 GB) are not, in {str(dtype)[6:]}: experts.gate_up" in method.describe()
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
@@ -287,6 +302,9 @@ def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp
     assert theirs.get_base_model().config.vocab_size == len(tokenizer)
     own = logits_of(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
     torch.testing.assert_close(logits_of(theirs), own, rtol=1e-5, atol=1e-5)
+    given = dict(lora_adapter=str(export), lora_rank=None, lora_alpha=None, learning_rate=0.0, lora_export="merged")
+    again = AutoModelForCausalLM.from_pretrained(train(world, inputs, tmp_path / "again", **given), dtype=torch.float32)
+    torch.testing.assert_close(logits_of(again), own, rtol=1e-5, atol=1e-5)
 
 
 KINDS = [wide({}), dict(base_quantization="nf4"), wide(dict(lora_use_dora=True))]

@@ -12,7 +12,11 @@ from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
+    AyaVisionConfig,
+    BartConfig,
     BloomConfig,
+    Cohere2Config,
+    Cohere2VisionConfig,
     CohereCompassTextConfig,
     DiffLlamaConfig,
     ElectraConfig,
@@ -31,6 +35,7 @@ from transformers import (
     StableLmConfig,
     T5Config,
     ViTConfig,
+    WhisperConfig,
     XLMConfig,
 )
 
@@ -211,6 +216,18 @@ def test_a_model_that_writes_no_text_is_told_so():
     assert obstacle == "model type 'vit' has no causal language model in transformers"
     obstacle = CausalLM().check_config(T5Config(), trust_remote_code=False)
     assert obstacle.startswith("model type 't5' is an encoder-decoder")
+    for config in (BartConfig(), BartConfig(is_encoder_decoder=False, is_decoder=True), WhisperConfig()):
+        obstacle = CausalLM().check_config(config, trust_remote_code=False)
+        assert obstacle.startswith(f"model type '{config.model_type}' is an encoder-decoder")
+
+
+@pytest.mark.parametrize("config_class", [AyaVisionConfig, Cohere2VisionConfig])
+def test_a_model_that_transformers_computes_without_its_scale_is_refused_by_that(config_class):
+    text = Cohere2Config(**SHAPE, head_dim=8, logit_scale=0.25)
+    obstacle = CausalLM().check_config(config_class(text_config=text), trust_remote_code=False)
+    assert "leaves out the logit_scale of its text_config (0.25)" in obstacle
+    text.logit_scale = 1.0
+    assert CausalLM().check_config(config_class(text_config=text), trust_remote_code=False) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

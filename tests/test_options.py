@@ -104,6 +104,7 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--export-name", "best"], ["--export-name 'best': must be"]),
         (["--export-name", "last", "--keep-exports", "2"], ["--keep-exports has no effect with --export-name"]),
         (["--warmup-ratio", "1.5"], ["--warmup-ratio 1.5: must be"]),
+        (["--compute-dtype", "float16"], ["--compute-dtype float16: its smallest number", "unless the loss is scaled"]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "given --compute-dtype float32"]),
         (
             ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],

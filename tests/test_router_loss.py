@@ -1,5 +1,7 @@
 """The experts' auxiliary loss: transformers' own over one sequence at a time, however the batch is divided."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from forked import run_forked
@@ -8,7 +10,15 @@ from processes import flags
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, compile_by, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Glm4vMoeConfig,
+    JetMoeConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+    Qwen3VLMoeConfig,
+)
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
@@ -22,16 +32,48 @@ SHAPE = dict(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_att
 MODELS = {
     "mixtral": FAMILIES["mixtral"],
     "gpt_oss": FAMILIES["gpt_oss_sinks"],
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, intermediate_size=64, moe_intermediate_size=16, num_experts=6,
-                                num_experts_per_tok=3, mlp_only_layers=[0]),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE,
+        head_dim=8,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        mlp_only_layers=[0],
+    ),
     "olmoe": OlmoeConfig(**SHAPE, intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "jetmoe": JetMoeConfig(
+        **{name: value for name, value in SHAPE.items() if name != "num_attention_heads"},
+        kv_channels=8,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+    ),
+}
+MROPE = dict(rope_type="default", mrope_section=[2, 1, 1], rope_theta=10000.0)
+TOWER = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32)
+OUTSIDE = {"image_token_id": 285, "video_token_id": 286}  # beyond what the data has
+# Classes of these ask the config of their text tower, and have no attributes of their own.
+SEEING = {
+    "qwen3_vl_moe": Qwen3VLMoeConfig(
+        text_config=SHAPE | dict(head_dim=8, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
+                                 num_experts_per_tok=2, rope_parameters=MROPE, initializer_range=0.2),
+        vision_config=TOWER | dict(deepstack_visual_indexes=[0]), **OUTSIDE,
+    ),
+    "glm4v_moe": Glm4vMoeConfig(
+        text_config=SHAPE | dict(head_dim=8, intermediate_size=64, moe_intermediate_size=16, n_routed_experts=4,
+                                 num_experts_per_tok=2, first_k_dense_replace=0, initializer_range=0.2,
+                                 rope_parameters=MROPE | dict(partial_rotary_factor=1.0)),
+        vision_config=TOWER | dict(image_size=16), **OUTSIDE,
+    ),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def data_path(tmp_path_factory) -> str:
     """One of the samples has no target: it does not count."""
-    samples = make_samples(20, vocab_size=VOCAB_SIZE)
+    samples = make_samples(20, vocab_size=min(OUTSIDE.values()))
     samples[3] = (samples[3][0], [-100] * len(samples[3][0]))
     return str(write_samples(tmp_path_factory.mktemp("data") / "data.arrow", samples))
 
@@ -39,7 +81,12 @@ def data_path(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {name: str(save_tokenizer(save_model(config, root / name))) for name, config in MODELS.items()}
+    found = {name: str(save_tokenizer(save_model(config, root / name))) for name, config in MODELS.items()}
+    for name, config in SEEING.items():
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(root / name)
+        found[name] = str(save_tokenizer(root / name))
+    return found
 
 
 def options_of(model: str, data_path: str) -> dict:
@@ -52,7 +99,9 @@ def options_of(model: str, data_path: str) -> dict:
 def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[float], list[float]]:
     """By transformers alone, a sequence at a time: losses, auxiliary losses, gradient norms."""
     data = Mixture([TokenizedData(data_path)])
-    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").train()
+    is_seeing = Path(model_dir).name in SEEING
+    auto_class = AutoModelForImageTextToText if is_seeing else AutoModelForCausalLM
+    model = auto_class.from_pretrained(model_dir, attn_implementation="eager").train()
     params = list(model.parameters())
     groups = [dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
               dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0)]  # fmt: skip
@@ -79,7 +128,7 @@ def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[flo
     return losses, router_losses, norms
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *SEEING])
 def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
     train_here(world, **options_of(paths[name], data_path), output_dir=str(tmp_path / "run"))
     rows, (losses, router_losses, norms) = read_rows(tmp_path / "run"), train_plainly(paths[name], data_path)

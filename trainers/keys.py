@@ -94,7 +94,7 @@ SHARED: dict[str, Rule] = {
     "use_liger_kernel": say_if_true(use_liger_kernels=True),
     "bf16": IN_BF16,
     "tf32": needless("products are in bfloat16"),
-    "fp16": missing("compute_dtype can be bfloat16 or float32"),
+    "fp16": missing("float16 needs loss scaling, which is not here: compute_dtype can be bfloat16 or float32"),
     "logging_steps": LOGGED,
     "logging_first_step": LOGGED,
     "logging_strategy": LOGGED,

@@ -1,0 +1,93 @@
+"""Settings of LoRA adapters: every key of an adapter's config is known, or the adapter is refused by that key."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+# peft's settings that decide what an adapter computes, and that are followed where one is trained on or merged.
+FOLLOWED = {
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "lora_dropout",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "ensure_weight_tying", "init_lora_weights",
+}  # fmt: skip
+# Settings that change no number: names and versions, and those of settings that are refused or of an initialization.
+INERT = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "runtime_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config",
+    "loftq_config",
+}  # fmt: skip
+BY_PEFT = {"bias", "lora_bias", "trainable_token_indices"}  # followed only where peft itself computes the model
+NOT_BY_VLLM = {"rank_pattern", "alpha_pattern", "modules_to_save", "use_dora"}  # which vLLM ignores, or cannot compute
+
+Reader = Literal["here", "peft", "vllm"]  # what computes with the adapter
+READERS = {"here": "this program", "peft": "generating with peft", "vllm": "vLLM"}
+FOLLOWED_BY = {"here": FOLLOWED, "peft": FOLLOWED | BY_PEFT, "vllm": FOLLOWED - NOT_BY_VLLM}
+
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # that leave the base's weights alone
+FROZEN_B = "mica"  # so does this one, but only half of each adapter may train
+REPEATABLE_INITS = ("pissa", "olora", FROZEN_B)  # that peft repeats exactly on the base when it loads the adapter
+
+CONVERSION = (
+    "convert it to an ordinary adapter with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+)
+
+
+def check_settings(directory: Path, *, flag: str, reader: Reader = "here", trains: bool = False) -> None:
+    """ValueError for a setting of an adapter that its reader does not follow; it names `flag` and the setting.
+
+    `trains`: the adapter is to train.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    settings = read_settings(directory, flag=flag)
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(settings.get("peft_type"))
+    if config_class is None:
+        raise ValueError(f"{flag} {directory}: peft_type {settings.get('peft_type')!r} is not one that peft has")
+    fields = {field.name: get_default(field) for field in dataclasses.fields(config_class)}
+    given = {name: value for name, value in settings.items() if value not in (None, False, [], {}, fields.get(name))}
+    unknown = given.keys() - fields.keys() - {"runtime_config"}
+    if settings["peft_type"] == "LORA":
+        unknown |= given.keys() - INERT - FOLLOWED_BY[reader]
+        check_init(settings.get("init_lora_weights", True), directory, flag, reader=reader, trains=trains)
+    elif reader != "peft":
+        raise ValueError(f"{flag} {directory}: is of type {settings['peft_type']}, and only LORA can be used here")
+    if unknown:
+        named = ", ".join(f"{name}: {json.dumps(given[name])[:60]}" for name in sorted(unknown))
+        raise ValueError(
+            f"{flag} {directory}: {ADAPTER_CONFIG} has settings that {READERS[reader]} does not follow, and without"
+            f" them the adapter would compute something else: {named}. Merge it with the program that trained it"
+        )
+
+
+def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
+    try:
+        settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: it is no JSON object")
+    return settings
+
+
+def get_default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def check_init(init: Any, directory: Path, flag: str, *, reader: Reader, trains: bool) -> None:
+    """ValueError for an initialization that changed the base's weights, unless peft can repeat it."""
+    name = init.lower() if isinstance(init, str) else init
+    is_followed = name in PLAIN_INITS or (name == FROZEN_B and not trains) or name is None
+    if is_followed or (reader == "peft" and name in REPEATABLE_INITS):
+        return
+    if name == FROZEN_B:
+        raise ValueError(
+            f"{flag} {directory}: init_lora_weights {init!r} (MiCA) trains one matrix of each adapter and keeps the"
+            " other, and here both train: merge it, or train another adapter"
+        )
+    raise ValueError(
+        f"{flag} {directory}: init_lora_weights {init!r} changed the base's weights when the adapter was made, and"
+        f" beside the weights as they are stored it would compute something else: {CONVERSION}"
+    )

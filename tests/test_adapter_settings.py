@@ -1,0 +1,195 @@
+"""Settings of other programs' adapters: followed exactly as peft follows them, or refused by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft_runs import load_with_adapter, logits_of, make_inputs, train
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from inference.models import find_answering_model, load_answering_model
+from merge_adapter import merge_adapter
+from methods.lora_settings import BY_PEFT, FOLLOWED, INERT, NOT_BY_VLLM, check_settings
+from options import MergeAdapterOptions
+
+LAYERS = ["q_proj", "down_proj"]
+WITH_BIAS = dict(target_modules=["q_proj"])
+
+
+def make_adapter(inputs: dict[str, str], directory: Path, **settings: object) -> torch.Tensor:
+    """Writes an adapter by peft whose every tensor has moved; the logits of the model with it, before it is saved."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=torch.float32)
+    given = dict(r=4, lora_alpha=8, target_modules=LAYERS, task_type="CAUSAL_LM") | settings
+    model = get_peft_model(base, LoraConfig(**given))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ".lora_" in name or ".modules_to_save." in name or "trainable_tokens_delta" in name:
+                param += 0.05 * torch.randn_like(param)
+    logits = logits_of(model)
+    model.save_pretrained(directory)
+    return logits
+
+
+def merge(inputs: dict[str, str], adapter: Path, output_dir: Path, world) -> torch.Tensor:
+    """The logits of the model that merge_adapter.py writes."""
+    name = inputs["model_name_or_path"]
+    options = dict(model_name_or_path=name, adapter=str(adapter), output_dir=str(output_dir), export_dtype="float32")
+    merge_adapter(MergeAdapterOptions(**options), world)
+    return logits_of(AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32))
+
+
+FOLLOWED_CASES = [
+    ("llama", dict(rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 7})),
+    ("llama", dict(alpha_pattern={"q_proj": 32}, rank_pattern={"q_proj": 3}, use_rslora=True)),
+    ("llama", dict(exclude_modules=["layers.0.mlp.down_proj"])),
+    ("llama", dict(target_modules=r".*\.(q_proj|k_proj)", exclude_modules=r".*layers\.1.*k_proj")),
+    ("llama", dict(layers_to_transform=[1], layers_pattern="layers", use_dora=True)),
+    ("llama", dict(layers_to_transform=0)),
+    ("llama", dict(target_modules="all-linear", init_lora_weights="gaussian")),
+    ("llama", dict(init_lora_weights="orthogonal")),
+    ("llama", dict(init_lora_weights="eva")),
+    ("llama", dict(init_lora_weights=False, modules_to_save=["lm_head", "norm"])),
+    ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True, rank_pattern={"h.1.attn.c_attn": 2})),
+    ("qwen3", dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),  # tied
+    ("qwen3_moe", dict(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), FOLLOWED_CASES, ids=str)
+def test_settings_that_are_followed_give_pefts_model(family, settings, world, tmp_path):
+    inputs, adapter = make_inputs(tmp_path, family), tmp_path / "given"
+    expected = make_adapter(inputs, adapter, **settings)
+    own = logits_of(AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=torch.float32))
+    assert (expected - own).abs().max() > 1e-2
+    torch.testing.assert_close(logits_of(load_with_adapter(inputs, adapter)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merge(inputs, adapter, tmp_path / "merged", world), expected, rtol=2e-5, atol=2e-5)
+
+    # A run that begins from it and does not move it exports the same model, in both forms.
+    given = dict(lora_adapter=str(adapter), lora_rank=None, lora_alpha=None, learning_rate=0.0, max_steps=1)
+    export = train(world, inputs, tmp_path / "run", **given)
+    exported = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(exported), expected, rtol=2e-5, atol=2e-5)
+    beside = logits_of(load_with_adapter(inputs, export / "adapter"))
+    torch.testing.assert_close(beside, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tied_models_own_adapter_is_read_again(world, tmp_path):
+    inputs = make_inputs(tmp_path, "qwen3")
+    whole = dict(lora_modules_to_save=("embed_tokens",))
+    first = train(world, inputs, tmp_path / "first", **whole)
+    expected = logits_of(load_with_adapter(inputs, first / "adapter"))
+    given = dict(lora_adapter=str(first / "adapter"), lora_rank=None, lora_alpha=None, learning_rate=0.0)
+    second = train(world, inputs, tmp_path / "second", **given)
+    again = logits_of(load_with_adapter(inputs, second / "adapter"))
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+    torch.testing.assert_close(merge(inputs, first / "adapter", tmp_path / "merged", world), expected)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init, world, tmp_path):
+    inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
+    expected = make_adapter(inputs, adapter, init_lora_weights=init)
+    with pytest.raises(ValueError, match=f"--adapter .*init_lora_weights '{init}' changed the base's weights"):
+        merge(inputs, adapter, tmp_path / "merged", world)
+    given = dict(lora_adapter=str(adapter), lora_rank=None, lora_alpha=None)
+    with pytest.raises(ValueError, match=f"--lora-adapter .*init_lora_weights '{init}' changed the base's weights"):
+        train(world, inputs, tmp_path / "run", **given)
+    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
+    model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="changed the base's weights"):
+        check_settings(adapter, flag="--engine vllm: --adapter", reader="vllm")
+
+    # As peft converts it, it is an ordinary adapter of twice the rank.
+    base = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"], dtype=torch.float32)
+    torch.manual_seed(0)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=LAYERS, init_lora_weights=init))
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    model.peft_config["default"].init_lora_weights = init
+    with torch.no_grad():
+        for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+            model.get_parameter(name.replace(".weight", ".default.weight")).copy_(tensor)
+    converted = tmp_path / "converted"
+    model.save_pretrained(converted, path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    torch.testing.assert_close(merge(inputs, converted, tmp_path / "m", world), expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "lora_ga", "loftq", "something_new"])
+@pytest.mark.parametrize("reader", ["here", "peft", "vllm"])
+def test_initializations_that_nobody_can_repeat_are_refused(init, reader, tmp_path):
+    write_settings(tmp_path, init_lora_weights=init)
+    with pytest.raises(ValueError, match=f"--x .*init_lora_weights '{init}' changed the base's weights"):
+        check_settings(tmp_path, flag="--x", reader=reader)
+
+
+def test_an_adapter_half_of_which_trains_is_merged_and_not_trained(world, tmp_path):
+    inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
+    expected = make_adapter(inputs, adapter, init_lora_weights="mica")
+    torch.testing.assert_close(merge(inputs, adapter, tmp_path / "merged", world), expected, rtol=2e-5, atol=2e-5)
+    with pytest.raises(ValueError, match="MiCA"):
+        train(world, inputs, tmp_path / "run", lora_adapter=str(adapter), lora_rank=None, lora_alpha=None)
+
+
+def write_settings(directory: Path, **settings: object) -> None:
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4} | settings))
+
+
+@pytest.mark.parametrize("reader", ["here", "peft", "vllm"])
+@pytest.mark.parametrize("value", [True, 3, "all", [[0, 2]], {"a": 1}])
+def test_every_other_setting_is_refused_by_its_name(value, reader, tmp_path):
+    names = {field.name for field in dataclasses.fields(LoraConfig)} | {"a_setting_of_tomorrow"}
+    followed = {"here": FOLLOWED, "peft": FOLLOWED | BY_PEFT, "vllm": FOLLOWED - NOT_BY_VLLM}[reader]
+    others = names - followed - INERT
+    assert len(others) >= 10
+    for name in others:
+        write_settings(tmp_path, **{name: value})
+        with pytest.raises(ValueError, match=f"--x .*: {name}: "):
+            check_settings(tmp_path, flag="--x", reader=reader)
+
+
+def test_what_peft_writes_by_default_is_followed_by_all(tmp_path):
+    LoraConfig(target_modules=LAYERS).save_pretrained(tmp_path)
+    for reader in ("here", "peft", "vllm"):
+        check_settings(tmp_path, flag="--x", reader=reader, trains=True)
+
+
+@pytest.mark.parametrize("settings", [dict(bias="all"), dict(lora_bias=True), dict(trainable_token_indices=[5, 6])])
+def test_settings_that_peft_alone_follows_are_generated_with(settings, world, tmp_path):
+    inputs, adapter = make_inputs(tmp_path, "llama_tied_bias"), tmp_path / "given"
+    expected = make_adapter(inputs, adapter, **WITH_BIAS | settings)
+    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
+    model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=f"this program does not follow.*{next(iter(settings))}"):
+        merge(inputs, adapter, tmp_path / "merged", world)
+
+
+def test_a_file_with_more_or_less_than_its_settings_say_is_refused(world, tmp_path):
+    inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
+    make_adapter(inputs, adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    first = min(tensors)
+    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
+    cases = [
+        ({name: tensor for name, tensor in tensors.items() if name != first}, "lacks tensors"),
+        (tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "without a place"),
+    ]
+    for written, message in cases:
+        save_file(written, adapter / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+        with pytest.raises(ValueError, match="does not fit --model-name-or-path"):
+            merge(inputs, adapter, tmp_path / "merged", world)
+
+
+def test_layers_that_cannot_be_adapted_are_named(world, tmp_path):
+    inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
+    make_adapter(inputs, adapter, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="adapts lm_head, which cannot be adapted here"):
+        merge(inputs, adapter, tmp_path / "merged", world)
