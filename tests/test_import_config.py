@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
 from typeguard import check_type
 
 from command_line import parse_options
 from options import ProcessDataOptions, TrainOptions, flatten_options, list_types
 from trainers.conversion import convert, follow, recognize
-from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
 from trainers.rules import MISSING, Conversion
 
 ROOT = Path(__file__).parent.parent
