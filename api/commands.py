@@ -49,6 +49,18 @@ NO_COUNTERPART = {
     " train on the result with process_data=False",
     "callbacks": "every step is a line of training_metrics_0.jsonl",
 }
+# InstructLab's trackers: what each field says besides asking for its tracker.
+TRACKER_NAMES = {
+    "mlflow_experiment_name": ("mlflow", "track_project"),
+    "mlflow_run_name": ("mlflow", "track_name"),
+    "mlflow_tracking_uri": ("mlflow", None),
+    "wandb_project": ("wandb", "track_project"),
+    "wandb_run_name": ("wandb", "track_name"),
+    "wandb_entity": ("wandb", None),
+}
+TRACKER_VARIABLES = {"mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "wandb_entity": "WANDB_ENTITY"}
+# Fields whose None is a value of the option, and not what stands where nothing is given.
+NONE_IS_A_VALUE = ("max_grad_norm", "checkpoint_every_minutes")
 SHARDING_OPTIONS = {
     "FULL_SHARD": {"sharding": "full"},
     "SHARD_GRAD_OP": {"sharding": "full", "reshard_after_forward": "never"},
@@ -110,6 +122,7 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     give_methods(values, given)
     give_sharding(values, args)
     give_validation(values, args)
+    give_trackers(values, given)
     if args.keep_last_checkpoint_only:
         values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
     if args.disable_flash_attn:
@@ -179,9 +192,13 @@ def check_template(path: str) -> None:
 
 
 def list_given(args: Any) -> dict[str, Any]:
-    """The fields of `args` that differ from what stands where nothing is given."""
-    fields = dataclasses.fields(args)
-    return {field.name: getattr(args, field.name) for field in fields if getattr(args, field.name) is not NOTHING}
+    """The fields of `args` that have a value; None is one only of the options that can be off."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not NOTHING and (value is not None or name in NONE_IS_A_VALUE)
+    }
 
 
 def give_methods(values: Values, given: dict[str, Any]) -> None:
@@ -244,6 +261,32 @@ def give_validation(values: Values, args: TrainingArgs) -> None:
         values.give("validation_data_path", (str(validation_file),), by="validation_split")
     if args.validation_frequency is not None:
         values.give("validate_every_steps", args.validation_frequency, by="validation_frequency")
+
+
+def give_trackers(values: Values, given: dict[str, Any]) -> None:
+    """InstructLab's fields of each tracker, which thereby ask for it."""
+    if given.get("tensorboard_log_dir") is not None:
+        raise make_bad_input(
+            "tensorboard_log_dir has no counterpart here: track='tensorboard' writes into ckpt_output_dir/tensorboard"
+        )
+    asked = list(given.pop("track", None) or ())
+    for name, (tracker, option) in TRACKER_NAMES.items():
+        value = given.pop(name, None)
+        if value is None:
+            continue
+        asked += [] if tracker in asked else [tracker]
+        if option is not None:
+            if "{" in value:
+                raise make_bad_input(f"{name} {value!r}: placeholders are not filled in here: give the name itself")
+            values.give(option, value, by=name)
+    if asked:
+        values.give("track", tuple(asked), by="the trackers' fields")
+
+
+def make_environment(args: TrainingArgs) -> dict[str, str]:
+    """Variables by which trackers learn of fields that are no options."""
+    pairs = ((variable, getattr(args, name)) for name, variable in TRACKER_VARIABLES.items())
+    return {variable: value for variable, value in pairs if value is not None}
 
 
 def to_plain(value: Any) -> Any:

@@ -152,8 +152,9 @@ def expect_data(given: dict, trainer: str) -> dict:
         return {}
     if given.get("dataset_mixture"):
         listed = given["dataset_mixture"]["datasets"]
-        return {"rows' place": {(f"{e['id']}:{e['config']}" if e.get("config") else e["id"],
-                                 cut(str(e.get("split") or "train").strip(), e.get("weight"))) for e in listed}}  # fmt: skip
+        name = lambda e: f"{e['id']}:{e['config']}" if e.get("config") else e["id"]  # noqa: E731
+        split = lambda e: cut(str(e.get("split") or "train").strip(), e.get("weight"))  # noqa: E731
+        return {"rows' place": {(name(e), split(e)) for e in listed}}
     if given.get("dataset_mixer"):
         splits = [split for split in given.get("dataset_splits") or ["train"] if "train" in split]
         return {

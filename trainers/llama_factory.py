@@ -163,7 +163,8 @@ def read_place(name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
 def read_alpaca(name: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Alpaca's columns, or a prompt and its answer under names of their own."""
     used = {what: column for what, column in columns.items() if what in ALPACA_COLUMNS and column is not None}
-    if all(ALPACA_COLUMNS[what] == column for what, column in used.items()):
+    has_query = not columns or "query" in used  # columns that are not listed are not read there
+    if has_query and all(ALPACA_COLUMNS[what] == column for what, column in used.items()):
         return {"format": "alpaca"}
     if used.keys() <= {"prompt", "response"}:
         return {"format": "completion", "prompt_field": used.get("prompt", "instruction"),
