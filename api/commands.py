@@ -6,7 +6,7 @@ What cannot be said in options is refused here, by the name it was given under; 
 import dataclasses
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, iterate_fields
 from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, TorchrunArgs, TrainingArgs
@@ -59,8 +59,13 @@ TRACKER_NAMES = {
     "wandb_entity": ("wandb", None),
 }
 TRACKER_VARIABLES = {"mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "wandb_entity": "WANDB_ENTITY"}
-# Fields whose None is a value of the option, and not what stands where nothing is given.
-NONE_IS_A_VALUE = ("max_grad_norm", "checkpoint_every_minutes")
+# Options that are on unless None turns them off; of every other field None means that nothing is given.
+NONE_IS_A_VALUE = {
+    option.name
+    for options_class in (TrainOptions, ProcessDataOptions)
+    for option, _ in iterate_fields(options_class)
+    if type(None) in get_args(option.type) and option.default is not None
+}
 SHARDING_OPTIONS = {
     "FULL_SHARD": {"sharding": "full"},
     "SHARD_GRAD_OP": {"sharding": "full", "reshard_after_forward": "never"},
@@ -114,6 +119,8 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     if tokenizes_first(args):
         given.pop("data_path", None)
         values.give("data_path", (str(find_data_file(args)),), by="process_data")
+    elif has_tokenized(args):
+        given["data_path"] = (str(find_data_file(args)),)
     if "adamw_betas" in given:
         for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
             values.give(name, beta, by="adamw_betas")
@@ -139,9 +146,14 @@ def make_train_words(args: TrainingArgs) -> list[str]:
 def tokenizes_first(args: TrainingArgs) -> bool:
     """Whether `data_path` is chats, and not train.py itself is given rows, or none are needed."""
     gives_rows = any(
-        getattr(args, name) not in (NOTHING, False) for name in ("input_file", "input_dataset", "mock_data")
+        getattr(args, name) not in (NOTHING, None, False) for name in ("input_file", "input_dataset", "mock_data")
     )
     return args.process_data and not gives_rows
+
+
+def has_tokenized(args: TrainingArgs) -> bool:
+    """Whether chats were tokenized before, by `data_process.main`, which InstructLab's users then do not repeat."""
+    return not args.process_data and args.data_output_dir is not None and find_data_file(args).exists()
 
 
 def make_data_words(args: DataProcessArgs) -> list[str]:
@@ -160,9 +172,9 @@ def make_data_words(args: DataProcessArgs) -> list[str]:
 
 def make_data_args(args: TrainingArgs) -> DataProcessArgs:
     """What `run_training` tokenizes before it trains."""
-    if args.data_path is NOTHING:
+    if args.data_path in (NOTHING, None):
         raise make_bad_input("data_path is missing: chats to train on; or tokenized data, with process_data=False")
-    model = args.model_path if args.model_name_or_path is NOTHING else args.model_name_or_path
+    model = args.model_path if args.model_name_or_path in (NOTHING, None) else args.model_name_or_path
     return DataProcessArgs(
         data_path=args.data_path,
         output_file=str(find_data_file(args)),

@@ -114,8 +114,8 @@ def run_child(
 ) -> tuple[int, str]:
     """The exit code of `python -m mini_trainer WORDS`, and its error message, or its last lines if it gave none.
 
-    Its environment is this process's with `more`. Its output is printed, and written to `log`. Ctrl-C is handed on, and raised here when the child has ended; a second
-    one ends it without saving, a third kills it.
+    Its environment is this process's with `more`. Its output is printed, and written to `log`. Ctrl-C is handed on, and
+    raised here when the child has ended; a second one ends it without saving, a third kills it.
     """
     environment = os.environ | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
