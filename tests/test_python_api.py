@@ -194,7 +194,8 @@ def test_none_is_as_if_not_given():
     base = dict(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False)
     names = ("max_seq_len", "chat_tmpl_path", "tensorboard_log_dir",
              "max_batch_len", "save_samples", "warmup_steps", "random_seed", "lora",
-             "adamw_betas", "adamw_eps", "use_liger", "mock_data", "mock_data_len", "log_level", "learning_rate")  # fmt: skip
+             "adamw_betas", "adamw_eps", "use_liger", "mock_data", "mock_data_len", "log_level",
+             "learning_rate")  # fmt: skip
     words = make_train_words(TrainingArgs(**base))
     for name in names:
         assert make_train_words(TrainingArgs(**base, **{name: None})) == words
@@ -317,7 +318,8 @@ run_training(torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rd
 @pytest.mark.parametrize("process_data", [True, False])
 def test_two_stages_as_instructlabs_users_write_them(process_data, chats):
     words = [sys.executable, "-c", STAGES, json.dumps(chats | dict(process_data=process_data, max_steps=1))]
-    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=240, check=False)
+    environment = ENV | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}  # a checkout of this name comes first
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(Path(chats["ckpt_output_dir"], "hf_format").iterdir())
 
