@@ -1,9 +1,10 @@
-"""Another trainer's configuration in, this one's out: Axolotl's YAML, LLaMA-Factory's, or TRL's (SFTConfig's names).
+"""Turns a configuration of Axolotl, LLaMA-Factory or TRL into files for process_data.py and train.py.
 
     python import_config.py axolotl.yaml --output-dir configs --num-gpus 8
 
-Writes data.yaml, for process_data.py, and train.yaml, for train.py, and prints what became of every key: which option
-says it, that it needs none here, or that it has no counterpart. What it does not know it says, too.
+Writes data.yaml (one for each kind of rows) and train.yaml, and prints for every key which option stands for it, that
+it needs none here, that it has no counterpart, or how it differs. Files that do not fine-tune on answers are refused.
+Where batches count packs, a second start with --tokenized-data writes train.yaml, once process_data.py has run.
 """
 
 import dataclasses
@@ -12,41 +13,82 @@ from pathlib import Path
 from command_line import describe_options, parse_options, read_yaml
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
 from ranks.ending import exit_with_message
-from trainers.conversion import convert, recognize
-from trainers.rules import MISSING
+from trainers.conversion import TRAINERS, convert, list_differences
+from trainers.recognition import OTHER_OBJECTIVES, recognize
+from trainers.rules import Conversion
 
 
 def import_config(options: ImportConfigOptions) -> None:
     path, output_dir = Path(options.config_file), Path(options.output_dir)
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
+    known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     try:
-        trainer = options.trainer or recognize(given)
+        trainer = options.trainer or recognize(given, known)
+        to = convert(given, trainer, num_gpus=options.num_gpus, lengths=read_lengths(options.tokenized_data))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    to = convert(given, trainer, num_gpus=options.num_gpus)
-    outputs = {
-        output_dir / "data.yaml": (ProcessDataOptions, to.data),
-        output_dir / "train.yaml": (TrainOptions, to.train),
-    }
-    there = [str(output) for output in outputs if output.exists()]
-    if there:
-        raise ValueError(f"{', '.join(there)}: there already; name another --output-dir")
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for output, (options_class, values) in outputs.items():
-        needed = [option.name for option, _ in iterate_fields(options_class) if option.default is dataclasses.MISSING]
-        head = f"# From {path.name} ({trainer}), by import_config.py.\n"
-        if options_class is ProcessDataOptions and not {"input_file", "input_dataset"} & set(values):
-            needed.append("input_file")
-        head += "".join(f"# {name}: has to be given\n" for name in needed if name not in values)
-        output.write_text(head + describe_options(options_class, values))
+    if options.tokenized_data:
+        to.train["data_path"] = options.tokenized_data
+    outputs = write_files(to, output_dir, head=f"# From {path.name} ({trainer}), by import_config.py.\n")
     print(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     width = max(map(len, to.told))
     for key, what in to.told.items():
         print(f"  {key:{width}}  {what}")
-    unsaid = [key for key, what in to.told.items() if what.startswith(MISSING)]
-    num_said = len(to.told) - len(unsaid)
-    print(f"{num_said} of {len(to.told)} keys are said or needless; no counterpart: {', '.join(unsaid) or 'none'}")
+    differing = list_differences(to)
+    num_said = len(to.told) - len(differing)
+    names = ", ".join(line.partition(":")[0] for line in differing)
+    print(f"{num_said} of {len(to.told)} keys mean the same here; no counterpart, or differing: {names or 'none'}")
     print(f"wrote {' and '.join(map(str, outputs))}")
+    if to.needs_data is not None:
+        data = " ".join(str(output_dir / name) for name in name_data_files(to))
+        raise ValueError(
+            f"{path}: {to.needs_data}: train.yaml is not written. Run process_data.py with {data}, then this again with"
+            f" --tokenized-data {' '.join(to.list_outputs())}"
+        )
+
+
+def read_lengths(paths: tuple[str, ...]):  # numpy.ndarray | None
+    """Tokens of each sample of the tokenized data sets; None without any."""
+    if not paths:
+        return None
+    import numpy as np
+
+    from corpus.reader import TokenizedData
+
+    return np.concatenate([TokenizedData(path, option="--tokenized-data").lengths for path in paths])
+
+
+def name_data_files(to: Conversion) -> list[str]:
+    """data.yaml, or data_1.yaml and so on, as the data sets that they make."""
+    return [name.replace(".arrow", ".yaml") for name in to.list_outputs()]
+
+
+def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
+    """Writes the options' files, and those that they name; what is there already has to be the same."""
+    texts = {output_dir / name: text for name, text in to.files.items()}
+    for name, source in zip(name_data_files(to), to.sources, strict=True):
+        if source.get("chat_template") in to.files:
+            source["chat_template"] = str(output_dir / source["chat_template"])
+        texts[output_dir / name] = describe_file(ProcessDataOptions, source, head)
+    if to.needs_data is None:
+        notes = "".join(f"# {line}\n" for line in list_differences(to))
+        texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
+    there = [str(path) for path, text in texts.items() if path.exists() and path.read_text() != text]
+    if there:
+        raise ValueError(f"{', '.join(there)}: there already; name another --output-dir")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text)
+    return list(texts)
+
+
+def describe_file(options_class: type, values: dict, head: str) -> str:
+    """YAML for a script, with the options that its user still has to give."""
+    needed = [option.name for option, _ in iterate_fields(options_class) if option.default is dataclasses.MISSING]
+    if options_class is ProcessDataOptions and not {"input_file", "input_dataset"} & set(values):
+        needed.append("input_file")
+    head += "".join(f"# {name}: has to be given\n" for name in needed if name not in values)
+    return head + describe_options(options_class, values)
 
 
 if __name__ == "__main__":

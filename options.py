@@ -714,6 +714,9 @@ class ImportConfigOptions:
     """Directory for data.yaml and train.yaml."""
     num_gpus: int = 1
     """GPUs of the run, to turn samples per GPU into samples per step."""
+    tokenized_data: tuple[str, ...] = ()
+    """Your data sets, written by process_data.py: by their lengths batches of packs become batches of samples, and
+    epochs that are not whole become samples."""
     trainer: Literal["axolotl", "llama-factory", "trl"] | None = None
     """Whose the file is; None: its keys show it."""
 

@@ -100,6 +100,14 @@ class DeepSpeedOptions:
 
 
 @dataclass(kw_only=True)
+class PretrainingConfig:
+    """Documents in blocks: refused by `run_training` with what to do instead."""
+
+    block_size: int
+    document_column_name: str = "document"
+
+
+@dataclass(kw_only=True)
 class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     """What is trained: any option of train.py, and InstructLab's names for them, of which each is given by one.
 
@@ -139,6 +147,15 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     deepspeed_options: DeepSpeedOptions | None = None
     distributed_backend: DistributedBackend | str = DistributedBackend.FSDP
     disable_flash_attn: bool = False
+
+    mlflow_tracking_uri: str | None = None
+    mlflow_experiment_name: str | None = None
+    mlflow_run_name: str | None = None
+    wandb_project: str | None = None
+    wandb_entity: str | None = None
+    wandb_run_name: str | None = None
+    tensorboard_log_dir: str | None = None
+    is_padding_free: bool | None = None  # every batch is
 
     # What InstructLab has and this trainer does not; see `api.commands.NO_COUNTERPART`.
     use_dolomite: Any = NOTHING

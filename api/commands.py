@@ -6,7 +6,7 @@ What cannot be said in options is refused here, by the name it was given under; 
 import dataclasses
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, flag_name, iterate_fields
 from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, TorchrunArgs, TrainingArgs
@@ -48,6 +48,23 @@ NO_COUNTERPART = {
     "pretraining_config": 'tokenize documents with process_data(DataProcessArgs(format="document", block_size=...)) and'
     " train on the result with process_data=False",
     "callbacks": "every step is a line of training_metrics_0.jsonl",
+}
+# InstructLab's trackers: what each field says besides asking for its tracker.
+TRACKER_NAMES = {
+    "mlflow_experiment_name": ("mlflow", "track_project"),
+    "mlflow_run_name": ("mlflow", "track_name"),
+    "mlflow_tracking_uri": ("mlflow", None),
+    "wandb_project": ("wandb", "track_project"),
+    "wandb_run_name": ("wandb", "track_name"),
+    "wandb_entity": ("wandb", None),
+}
+TRACKER_VARIABLES = {"mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "wandb_entity": "WANDB_ENTITY"}
+# Options that are on unless None turns them off; of every other field None means that nothing is given.
+NONE_IS_A_VALUE = {
+    option.name
+    for options_class in (TrainOptions, ProcessDataOptions)
+    for option, _ in iterate_fields(options_class)
+    if type(None) in get_args(option.type) and option.default is not None
 }
 SHARDING_OPTIONS = {
     "FULL_SHARD": {"sharding": "full"},
@@ -102,6 +119,8 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     if tokenizes_first(args):
         given.pop("data_path", None)
         values.give("data_path", (str(find_data_file(args)),), by="process_data")
+    elif has_tokenized(args):
+        given["data_path"] = (str(find_data_file(args)),)
     if "adamw_betas" in given:
         for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
             values.give(name, beta, by="adamw_betas")
@@ -110,6 +129,7 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     give_methods(values, given)
     give_sharding(values, args)
     give_validation(values, args)
+    give_trackers(values, given)
     if args.keep_last_checkpoint_only:
         values.give("export_name", "last_epoch", by="keep_last_checkpoint_only")
     if args.disable_flash_attn:
@@ -126,9 +146,14 @@ def make_train_words(args: TrainingArgs) -> list[str]:
 def tokenizes_first(args: TrainingArgs) -> bool:
     """Whether `data_path` is chats, and not train.py itself is given rows, or none are needed."""
     gives_rows = any(
-        getattr(args, name) not in (NOTHING, False) for name in ("input_file", "input_dataset", "mock_data")
+        getattr(args, name) not in (NOTHING, None, False) for name in ("input_file", "input_dataset", "mock_data")
     )
     return args.process_data and not gives_rows
+
+
+def has_tokenized(args: TrainingArgs) -> bool:
+    """Whether chats were tokenized before, by `data_process.main`, which InstructLab's users then do not repeat."""
+    return not args.process_data and args.data_output_dir is not None and find_data_file(args).exists()
 
 
 def make_data_words(args: DataProcessArgs) -> list[str]:
@@ -147,9 +172,9 @@ def make_data_words(args: DataProcessArgs) -> list[str]:
 
 def make_data_args(args: TrainingArgs) -> DataProcessArgs:
     """What `run_training` tokenizes before it trains."""
-    if args.data_path is NOTHING:
+    if args.data_path in (NOTHING, None):
         raise make_bad_input("data_path is missing: chats to train on; or tokenized data, with process_data=False")
-    model = args.model_path if args.model_name_or_path is NOTHING else args.model_name_or_path
+    model = args.model_path if args.model_name_or_path in (NOTHING, None) else args.model_name_or_path
     return DataProcessArgs(
         data_path=args.data_path,
         output_file=str(find_data_file(args)),
@@ -179,9 +204,13 @@ def check_template(path: str) -> None:
 
 
 def list_given(args: Any) -> dict[str, Any]:
-    """The fields of `args` that differ from what stands where nothing is given."""
-    fields = dataclasses.fields(args)
-    return {field.name: getattr(args, field.name) for field in fields if getattr(args, field.name) is not NOTHING}
+    """The fields of `args` that have a value; None is one only of the options that can be off."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not NOTHING and (value is not None or name in NONE_IS_A_VALUE)
+    }
 
 
 def give_methods(values: Values, given: dict[str, Any]) -> None:
@@ -244,6 +273,32 @@ def give_validation(values: Values, args: TrainingArgs) -> None:
         values.give("validation_data_path", (str(validation_file),), by="validation_split")
     if args.validation_frequency is not None:
         values.give("validate_every_steps", args.validation_frequency, by="validation_frequency")
+
+
+def give_trackers(values: Values, given: dict[str, Any]) -> None:
+    """InstructLab's fields of each tracker, which thereby ask for it."""
+    if given.get("tensorboard_log_dir") is not None:
+        raise make_bad_input(
+            "tensorboard_log_dir has no counterpart here: track='tensorboard' writes into ckpt_output_dir/tensorboard"
+        )
+    asked = list(given.pop("track", None) or ())
+    for name, (tracker, option) in TRACKER_NAMES.items():
+        value = given.pop(name, None)
+        if value is None:
+            continue
+        asked += [] if tracker in asked else [tracker]
+        if option is not None:
+            if "{" in value:
+                raise make_bad_input(f"{name} {value!r}: placeholders are not filled in here: give the name itself")
+            values.give(option, value, by=name)
+    if asked:
+        values.give("track", tuple(asked), by="the trackers' fields")
+
+
+def make_environment(args: TrainingArgs) -> dict[str, str]:
+    """Variables by which trackers learn of fields that are no options."""
+    pairs = ((variable, getattr(args, name)) for name, variable in TRACKER_VARIABLES.items())
+    return {variable: value for variable, value in pairs if value is not None}
 
 
 def to_plain(value: Any) -> Any:

@@ -6,14 +6,23 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from ..disk import identify_file
 from ..ranks.ending import EXIT_FILE, ExitCode
 from .arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
-from .commands import make_data_args, make_data_words, make_torchrun_words, make_train_words, tokenizes_first
+from .commands import (
+    make_data_args,
+    make_data_words,
+    make_environment,
+    make_torchrun_words,
+    make_train_words,
+    tokenizes_first,
+)
 from .errors import make_error
 
 PROGRAM = Path(__file__).parent.parent / "__main__.py"
@@ -72,7 +81,7 @@ def run_training(
     log_file.parent.mkdir(parents=True, exist_ok=True)
     before = identify_file(output_dir / EXIT_FILE)
     with log_file.open("a", encoding="utf-8") as log:
-        code, last_words = run_child(["train", *words], log)
+        code, last_words = run_child(["train", *words], log, more=make_environment(training_args))
     has_written_why = identify_file(output_dir / EXIT_FILE) not in (None, before)
     reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
     if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
@@ -100,13 +109,15 @@ def choose_one(first: Any, second: Any, names: str) -> Any:
     return second if first is None else first
 
 
-def run_child(words: list[str], log: IO[str] | None = None) -> tuple[int, str]:
+def run_child(
+    words: list[str], log: IO[str] | None = None, *, more: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, str]:
     """The exit code of `python -m mini_trainer WORDS`, and its error message, or its last lines if it gave none.
 
-    Its output is printed, and written to `log`. Ctrl-C is handed on, and raised here when the child has ended; a second
-    one ends it without saving, a third kills it.
+    Its environment is this process's with `more`. Its output is printed, and written to `log`. Ctrl-C is handed on, and
+    raised here when the child has ended; a second one ends it without saving, a third kills it.
     """
-    environment = os.environ | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
         [sys.executable, str(PROGRAM), *words],
         stdin=subprocess.DEVNULL,

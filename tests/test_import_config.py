@@ -6,15 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
+from tiny_data import write_samples
 from typeguard import check_type
 
 from command_line import parse_options
-from options import ProcessDataOptions, TrainOptions, flatten_options, list_types
-from trainers.conversion import convert, follow, recognize
-from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
-from trainers.rules import MISSING, Conversion
+from corpus.hub_rows import find_dataset
+from options import ProcessDataOptions, RowOptions, TrainOptions, flatten_options, list_types
+from trainers.batches import count_packs
+from trainers.conversion import TRAINERS, convert, follow
+from trainers.recognition import OTHER_OBJECTIVES, recognize
+from trainers.rules import DIFFERS, MISSING, Conversion, Refusal
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """
@@ -28,7 +33,7 @@ val_set_size: 0.05
 output_dir: out
 adapter: qlora
 sequence_len: 2048
-sample_packing: true
+sample_packing: false
 lora_r: 32
 lora_alpha: 16
 lora_dropout: 0.05
@@ -66,8 +71,9 @@ TRL = """
 model_name_or_path: Qwen/Qwen3-0.6B
 dataset_name: trl-lib/Capybara
 output_dir: out
-packing: true
+packing: false
 use_peft: true
+assistant_only_loss: true
 """
 
 
@@ -91,7 +97,7 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert "read as axolotl's, for 8 GPUs" in done.stdout
     assert all(f"  {key} " in done.stdout for key in yaml.safe_load(AXOLOTL))
-    assert "no counterpart: evals_per_epoch, mystery\n" in done.stdout
+    assert "no counterpart, or differing: evals_per_epoch, mystery\n" in done.stdout
     assert "of its own keys" not in done.stdout
     train, data = read_options(tmp_path)
     assert train.items() >= dict(
@@ -135,12 +141,11 @@ def test_trls_defaults_are_those_of_its_package():
     from trl import ModelConfig, SFTConfig
 
     config, model = SFTConfig(output_dir="unused", bf16=False, report_to="none"), ModelConfig()
-    theirs = {key: getattr(config, key) for key in DEFAULTS["trl"]} | {
-        key: getattr(model, key) for key in DEFAULTS_OF_LORA["trl"] if key != "lora_target_modules"
-    }
+    ours = TRAINERS["trl"].list_defaults({"use_peft": True})
+    assert ours.pop("lora_target_modules") == ["q_proj", "v_proj"] and model.lora_target_modules is None
+    theirs = {key: getattr(config if hasattr(config, key) else model, key) for key in ours}
     theirs["lr_scheduler_type"] = str(theirs["lr_scheduler_type"].value)
-    ours = DEFAULTS["trl"] | DEFAULTS_OF_LORA["trl"]
-    assert {key: ours[key] for key in theirs} == theirs
+    assert ours == theirs
 
 
 VALUES = (
@@ -154,14 +159,19 @@ VALUES = (
 
 def test_whatever_a_key_has_is_said_so_that_the_scripts_take_it_or_is_told():
     """Each rule alone, with values of all types."""
-    num_said, rules = 0, {pair for keys, _ in TRAINERS.values() for pair in keys.items()}
+    num_said, rules = 0, {pair for peer in TRAINERS.values() for pair in peer.RULES.items()}
     for key, rule in rules:
         for value in VALUES:
             to = Conversion({key: value, "learning_rate": "0"}, num_gpus=2)
-            told = follow(rule, to, key, value)
+            try:
+                told = follow(rule, to, key, value)
+            except Refusal:
+                continue
             for options_class, values in ((TrainOptions, to.train), (ProcessDataOptions, to.data)):
                 types = list_types(options_class)
                 for name, said in values.items():
+                    if said is None:
+                        continue
                     check_type(said, types[name])
                     assert not told.startswith(MISSING)
                     num_said += 1
@@ -176,11 +186,13 @@ def test_a_value_that_is_none_for_its_key_is_told_and_leaves_nothing(tmp_path):
         "learning_rate     no counterpart: learning_rate cannot be 'fast'",
         "micro_batch_size  no counterpart: micro_batch_size is a number, given 'many'",
         "seed              no counterpart: seed cannot be 2.5",
-        "no counterpart: learning_rate, micro_batch_size, sequence_len, seed\n",
+        "differing: learning_rate, micro_batch_size, sequence_len, seed, warmup, batch_size\n",
     ):
         assert told in done.stdout, done.stdout
     written = yaml.safe_load((tmp_path / "train.yaml").read_text())
-    assert written.keys() == {"model_name_or_path", "data_path", "lr_scheduler", "max_epochs", "adam_beta2"}
+    assert written.keys() == {
+        *("model_name_or_path", "data_path", "lr_scheduler", "max_epochs", "adam_beta2", "warmup_ratio")
+    }
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -206,13 +218,15 @@ def test_noise_and_smoothing_have_counterparts_and_0_is_none(trainer):
 )  # fmt: skip
 def test_values_that_their_examples_have(trainer, given, train, data, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
-    columns = {"messages": "turns", "prompt": "instruction"}
-    listed = {name: {"file_name": f"{name}.json", "columns": columns} for name in ("chats", "more")}
+    columns = {"messages": "turns"}
+    entry = {"formatting": "sharegpt", "columns": columns}
+    listed = {name: entry | {"file_name": f"{name}.json"} for name in ("chats", "more")}
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(listed))
     monkeypatch.chdir(tmp_path)
     to = convert(given, trainer, num_gpus=1)
-    assert to.train.items() >= train.items() and to.data.items() >= data.items()
-    assert to.data.get("input_file") == (("data/chats.json", "data/more.json") if data else None)
+    (source,) = to.sources
+    assert to.train.items() >= train.items() and source.items() >= data.items()
+    assert source.get("input_file") == (("data/chats.json", "data/more.json") if data else None)
     assert not any(MISSING in what for what in to.told.values())
 
 
@@ -222,14 +236,24 @@ def test_values_that_their_examples_have(trainer, given, train, data, tmp_path, 
 def test_a_list_of_data_sets_that_is_none_is_told(content, tmp_path):
     (tmp_path / "dataset_info.json").write_text(content)
     to = convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
-    assert to.told["dataset"].startswith(f"{MISSING}: {tmp_path / 'dataset_info.json'}") and "input_file" not in to.data
+    assert (
+        to.told["dataset"].startswith(f"{MISSING}: {tmp_path / 'dataset_info.json'}")
+        and "input_file" not in to.sources[0]
+    )
 
 
-def test_columns_that_cannot_be_named_are_told(tmp_path):
-    (tmp_path / "dataset_info.json").write_text('{"a": {"file_name": "a.json", "columns": {"prompt": "question"}}}')
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"prompt": "question", "response": "answer"},
+         dict(format="completion", prompt_field="question", completion_field="answer")),
+        ({"prompt": "instruction", "query": "input", "response": "output"}, dict(format="alpaca")),
+    ],
+)  # fmt: skip
+def test_columns_of_other_names_are_named(columns, expected, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json", "columns": columns}}))
     to = convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
-    assert to.data["input_file"] == (str(tmp_path / "a.json"),)
-    assert to.told["dataset"].endswith("of its columns prompt: question have no counterpart")
+    assert to.sources[0].items() >= (expected | {"input_file": (str(tmp_path / "a.json"),)}).items()
 
 
 @pytest.mark.parametrize(
@@ -238,15 +262,15 @@ def test_columns_that_cannot_be_named_are_told(tmp_path):
         ("axolotl", dict(fsdp_config={"offload_params": False, "reshard_after_forward": True}), "needs no option"),
         ("axolotl", dict(deepspeed={"zero_optimization": {"offload_param": OFF}}), "needs no option"),
         ("trl", dict(lr_scheduler_kwargs={"num_cycles": 2}), "no counterpart: num_cycles"),
-        ("axolotl", dict(tensor_parallel_size=2), "no counterpart"),
+        ("axolotl", dict(tensor_parallel_size=2), "differs: weights are sharded"),
         ("llama-factory", dict(trust_remote_code=True), "needs no option"),
         ("llama-factory", dict(dataset="identity"), "no counterpart: name its file as input_file"),
-        ("axolotl", dict(datasets=[dict(path="c.jsonl", roles_to_train=["user"])]), "roles_to_train have no"),
+        ("axolotl", dict(datasets=[dict(path="c.jsonl", type="alpaca", shards=2)]), "shards have no counterpart"),
         (
             "axolotl",
-            dict(datasets=[dict(path="c.jsonl", roles_to_train=["gpt"], train_on_eos="turn",
+            dict(datasets=[dict(path="c.jsonl", type="chat_template", roles_to_train=["gpt"], train_on_eos="turn",
                                 message_property_mappings={"role": "from", "content": "value"})]),
-            "input_file: c.jsonl (of process_data.py)",
+            "input_file: c.jsonl, format: sharegpt, messages_field: messages (of process_data.py)",
         ),
     ],
 )  # fmt: skip
@@ -261,7 +285,7 @@ def test_what_is_off_or_so_anyway_or_not_there_is_told(trainer, given, told):
     [
         ("- 1", "expected 'option: value' lines, got list"),
         ("a: [", "not valid YAML"),
-        ("nothing: 1", "its keys are of no trainer that is known"),
+        ("nothing: 1", "most of its keys belong to no trainer that is known"),
     ],
 )
 def test_what_cannot_be_read_gets_one_message(text, reason, tmp_path):
@@ -277,7 +301,155 @@ def test_files_that_are_there_stay(tmp_path):
     assert (tmp_path / "train.yaml").read_text() == "mine" and not (tmp_path / "data.yaml").exists()
 
 
-def test_each_file_is_recognized_by_its_own_keys():
-    assert recognize(yaml.safe_load(AXOLOTL)) == "axolotl"
-    assert recognize(yaml.safe_load(LLAMA_FACTORY)) == "llama-factory"
-    assert recognize(yaml.safe_load(TRL)) == "trl"
+KNOWN = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
+
+
+def test_each_file_is_recognized_by_the_share_of_its_keys():
+    assert recognize(yaml.safe_load(AXOLOTL), KNOWN) == "axolotl"
+    assert recognize(yaml.safe_load(LLAMA_FACTORY), KNOWN) == "llama-factory"
+    assert recognize(yaml.safe_load(TRL), KNOWN) == "trl"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (dict(model="m", tuner_type="lora", dataset=["a"], split_dataset_ratio=0.1), "a configuration of ms-swift"),
+        (dict(model="m", train_dataset="a.yaml", peft_config={}, cutoff_len=2), "a configuration of LLaMA-Factory v1"),
+        (dict(base_model="m", a=1, b=2, c=3), "most of its keys belong to no trainer"),
+    ],
+)
+def test_files_of_other_trainers_are_refused_by_name(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        recognize(given, KNOWN)
+
+
+CHATS = [dict(path="c.jsonl", type="chat_template")]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "reason"),
+    [
+        ("axolotl", dict(rl="dpo"), "rl: preferences"),
+        ("axolotl", dict(reward_model=True), "reward_model: reward"),
+        ("axolotl", dict(datasets=[dict(path="c.jsonl", type="input_output")]), "type 'input_output'"),
+        ("axolotl", dict(datasets=[dict(path="c.jsonl", type={"field_output": "a"})]), "of one's own"),
+        ("axolotl", dict(datasets=[CHATS[0] | dict(roles_to_train=["user"])]), "only the assistant's"),
+        ("axolotl", dict(datasets=[CHATS[0] | dict(train_on_eos="last")]), "train_on_eos 'last'"),
+        ("axolotl", dict(datasets=CHATS, optimizer="muon"), "optimizer 'muon'"),
+        ("axolotl", dict(datasets=CHATS, train_on_inputs=True), "prompts are never trained"),
+        ("axolotl", dict(datasets=CHATS, unfrozen_parameters=["a"]), "unfrozen_parameters: parts"),
+        ("axolotl", dict(datasets=CHATS, plugins=["axolotl.integrations.kd.KDPlugin"]), "may change what is trained"),
+        (
+            "axolotl",
+            dict(processor_type="AutoProcessor", datasets=[dict(path="a/b", type="chat_template")]),
+            "download",
+        ),
+        ("axolotl", dict(adapter="lora", peft_init_lora_weights="pissa", datasets=CHATS), "given 'pissa'"),
+        (
+            "axolotl",
+            dict(adapter="lora", lora_target_linear=True, lora_target_modules=["lm_head"]),
+            "on lm_head beside",
+        ),
+        *(("llama-factory", dict(stage=stage), "has no objective here") for stage in ("dpo", "kto", "rm", "ppo")),
+        ("llama-factory", dict(export_dir="out"), "is not training"),
+        ("llama-factory", dict(infer_backend="vllm"), "is not training"),
+        ("llama-factory", dict(finetuning_type="freeze"), "full, LoRA, QLoRA and OSFT"),
+        ("llama-factory", dict(pissa_init=True), "changes how or what"),
+        ("trl", dict(reward_funcs=["a"], num_generations=4), "reinforcement learning"),
+        ("trl", dict(beta=0.1, loss_type="sigmoid"), "beta: preferences"),
+        ("trl", dict(loss_type="dft"), "the loss 'dft'"),
+    ],
+)
+def test_what_cannot_be_trained_as_it_is_asked_is_refused_by_its_key(trainer, given, reason):
+    with pytest.raises(ValueError, match=reason):
+        convert(given, trainer, num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "train"),
+    [
+        ("llama-factory", dict(additional_target="embed_tokens,lm_head"),
+         dict(lora_modules_to_save=("embed_tokens", "lm_head"), lora=True)),
+        ("axolotl", dict(adapter="lora", lora_target_linear=True, lora_target_modules=["q_proj"]), dict(lora=True)),
+        ("axolotl", dict(optimizer="paged_adamw_8bit"), dict(optimizer="adamw8bit")),
+        ("axolotl", dict(optimizer="paged_adamw_32bit"), dict(optimizer="adamw")),
+        ("axolotl", dict(max_steps=100), dict(num_warmup_steps=3, max_steps=100)),
+        ("axolotl", dict(max_steps=40), dict(num_warmup_steps=2)),
+        ("axolotl", dict(), dict(warmup_ratio=0.03, max_tokens_per_gpu=512)),
+        ("axolotl", dict(context_parallel_size=2, micro_batch_size=3), dict(batch_size=12)),
+        ("axolotl", dict(batch_size=8, micro_batch_size=2), dict(batch_size=64)),
+        ("trl", dict(max_grad_norm=0), dict(max_grad_norm=None)),
+    ],
+)  # fmt: skip
+def test_keys_mean_what_they_mean_there(trainer, given, train):
+    to = convert(given, trainer, num_gpus=8)
+    assert to.train.items() >= train.items()
+    if "lora_target_linear" in given:
+        assert "lora_target_modules" not in to.train
+
+
+def test_every_data_set_keeps_its_type_its_split_and_its_place():
+    sets = [
+        dict(path="a/chats", type="chat_template", split="train[:10%]", field_messages="turns"),
+        dict(path="b/shared", type="chat_template", message_property_mappings={"role": "from", "content": "value"},
+             field_messages="conversations"),
+        dict(path="books.jsonl", type="completion", field="body"),
+        dict(path="c.jsonl", type="alpaca"),
+        dict(path="d.jsonl", type="alpaca"),
+    ]  # fmt: skip
+    to = convert(dict(base_model="m", datasets=sets, sequence_len=256), "axolotl", num_gpus=1)
+    assert to.train["data_path"] == ("data_1.arrow", "data_2.arrow", "data_3.arrow", "data_4.arrow")
+    expected = [
+        dict(input_dataset="a/chats", split="train[:10%]", format="messages", messages_field="turns"),
+        dict(input_dataset="b/shared", format="sharegpt"),
+        dict(input_file=("books.jsonl",), format="document", text_field="body", block_size=256),
+        dict(input_file=("c.jsonl", "d.jsonl"), format="alpaca", max_sample_num_tokens=256),
+    ]
+    for source, values in zip(to.sources, expected, strict=True):
+        assert source.items() >= values.items()
+    assert DIFFERS in to.told["datasets"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packs_hold_every_sample_once_and_are_nearly_full(seed):
+    lengths = np.random.default_rng(seed).integers(1, 400, 500)
+    num_samples, num_packs = count_packs(lengths, 512)
+    fewest = -(-int(lengths.sum()) // 512)
+    assert num_samples == 500 and fewest <= num_packs <= 1.05 * fewest + 1
+    assert count_packs(np.full(10, 300), 512) == (10, 10)
+    assert count_packs(np.array([256] * 8 + [600]), 512) == (8, 4)
+
+
+def test_batches_of_packs_need_the_users_data_and_become_samples_of_it(tmp_path, tiny_data):
+    packed = AXOLOTL.replace("sample_packing: false", "sample_packing: true").replace(
+        "num_epochs: 1", "num_epochs: 1.5"
+    )
+    first = run_import(tmp_path, packed)
+    assert first.returncode == 2 and "batches count packs: 8 packs (2 x 4 x 1 GPUs) of 2,048 tokens" in first.stderr
+    assert (tmp_path / "data.yaml").exists() and not (tmp_path / "train.yaml").exists()
+    data, lengths = tiny_data
+    second = run_import(tmp_path, packed, "--tokenized-data", str(data))
+    assert second.returncode == 0, second.stderr
+    train, _ = read_options(tmp_path)
+    assert train["batch_size"] == pytest.approx(8 * 2048 / np.mean(lengths), rel=0.15)
+    assert train["max_samples"] == round(1.5 * len(lengths)) and train["data_path"] == (str(data),)
+
+
+@pytest.fixture
+def tiny_data(tmp_path):
+    """A tokenized data set, and its lengths."""
+    lengths = np.random.default_rng(0).integers(50, 300, 400).tolist()
+    samples = [(list(range(length)), list(range(length))) for length in lengths]
+    return write_samples(tmp_path / "mine.jsonl", samples), lengths
+
+
+def test_slices_of_splits_are_read_as_the_datasets_library_cuts_them(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(40)))
+    source = find_dataset(RowOptions(input_dataset=str(folder), split="train[:10%]"))
+    tables = [pa.ipc.open_stream(chunk.table).read_all() for chunk in source.read(source)]
+    assert pa.concat_tables(tables)["text"].to_pylist() == [f"row {i}" for i in range(4)]

@@ -25,7 +25,7 @@ LAYERS = [
 # Rooms of one level that are one subject: they may import each other's modules, without a circle.
 TOGETHER = ({"methods", "osft"}, {"batch_packer", "image_packer"})
 # Whatever else is at the root is a script: it imports from below, and nothing imports it.
-SCRIPTS = {"train", "process_data", "merge_adapter", "plot_metrics", "import_config", "__main__"}
+SCRIPTS = {"train", "process_data", "merge_adapter", "plot_metrics", "import_config", "data_process", "__main__"}
 SCRIPTS |= {"generate", "evaluate_model", "merge_models"}
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms} | dict.fromkeys(SCRIPTS, len(LAYERS))
 ROOMS = {

@@ -25,7 +25,13 @@ from mini_trainer import (
     TrainingArgs,
 )
 from mini_trainer.api import launch
-from mini_trainer.api.commands import make_data_args, make_data_words, make_torchrun_words, make_train_words
+from mini_trainer.api.commands import (
+    make_data_args,
+    make_data_words,
+    make_environment,
+    make_torchrun_words,
+    make_train_words,
+)
 from mini_trainer.api.errors import ERRORS, BadInputError
 from mini_trainer.api.launch import find_last_words
 from processes import ENV, is_alive, list_children
@@ -167,6 +173,43 @@ def test_a_field_that_is_misspelt_or_a_template_in_python_is_refused():
         make_data_words(DataProcessArgs(data_path="c", data_output_path="d", model_path="m", chat_tmpl_path="ibm.py"))
 
 
+def test_trackers_by_instructlabs_names():
+    given = dict(mlflow_tracking_uri="http://host:5000", mlflow_experiment_name="mine", wandb_entity="team",
+                 wandb_run_name=None, is_padding_free=True, tensorboard_log_dir=None)  # fmt: skip
+    args = TrainingArgs(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False, **given)
+    options = parse(TrainOptions, make_train_words(args))
+    assert options["track"] == ("mlflow", "wandb") and options["track_project"] == "mine"
+    assert make_environment(args) == {"MLFLOW_TRACKING_URI": "http://host:5000", "WANDB_ENTITY": "team"}
+
+
+@pytest.mark.parametrize("given", [dict(tensorboard_log_dir="logs"), dict(wandb_run_name="run-{time}")])
+def test_trackers_fields_without_counterpart_are_refused_by_name(given):
+    args = TrainingArgs(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False, **given)
+    with pytest.raises(BadInputError, match=next(iter(given))):
+        make_train_words(args)
+
+
+def test_none_is_as_if_not_given():
+    """None for every field that InstructLab's users may leave open."""
+    base = dict(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False)
+    names = ("max_seq_len", "chat_tmpl_path", "tensorboard_log_dir",
+             "max_batch_len", "save_samples", "warmup_steps", "random_seed", "lora",
+             "adamw_betas", "adamw_eps", "use_liger", "mock_data", "mock_data_len", "log_level",
+             "learning_rate")  # fmt: skip
+    words = make_train_words(TrainingArgs(**base))
+    for name in names:
+        assert make_train_words(TrainingArgs(**base, **{name: None})) == words
+
+
+def test_chats_tokenized_in_a_stage_before_are_what_is_trained_on(tmp_path):
+    """As InstructLab's users write it: `data_path` stays the chats', `data_output_dir` holds what was made of them."""
+    args = TrainingArgs(model_path="m", ckpt_output_dir="run", data_path="chats.jsonl", data_output_dir=str(tmp_path),
+                        process_data=False)  # fmt: skip
+    assert "chats.jsonl" in make_train_words(args)
+    (tmp_path / "data.arrow").write_text("")
+    assert str(tmp_path / "data.arrow") in make_train_words(args) and "chats.jsonl" not in make_train_words(args)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -253,6 +296,32 @@ def test_a_run_from_chats_returns_what_it_left(chats):
     log_file = chats["ckpt_output_dir"] + ".console_node0.log"
     assert f"RESULT 0 done 1 6 {log_file}\n" in out
     assert Path(log_file).read_text() and Path(log_file).read_text() in out
+
+
+STAGES = """
+import json, sys
+from mini_trainer import DataProcessArgs, TorchrunArgs, TrainingArgs, data_process as dp, run_training
+
+training_args = TrainingArgs(**json.loads(sys.argv[1]))
+dp.main(DataProcessArgs(
+    data_output_path=training_args.data_output_dir,
+    model_path=training_args.model_path,
+    data_path=training_args.data_path,
+    max_seq_len=training_args.max_seq_len,
+    chat_tmpl_path=training_args.chat_tmpl_path,
+))
+run_training(torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rdzv_id=1), train_args=training_args)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process_data", [True, False])
+def test_two_stages_as_instructlabs_users_write_them(process_data, chats):
+    words = [sys.executable, "-c", STAGES, json.dumps(chats | dict(process_data=process_data, max_steps=1))]
+    environment = ENV | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}  # a checkout of this name comes first
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(Path(chats["ckpt_output_dir"], "hf_format").iterdir())
 
 
 @pytest.mark.wide

@@ -1,62 +1,111 @@
-"""Whose configuration a file is, and all of it in this trainer's options."""
+"""Converts a whole configuration: every key by its rule, the peer's defaults, then what follows from several keys."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from command_line import parse_value
-from options import ProcessDataOptions, TrainOptions
-from trainers.keys import DEFAULTS, DEFAULTS_OF_LORA, TRAINERS
-from trainers.rules import MISSING, NEEDLESS, Conversion, Rule
+from options import ProcessDataOptions, TrainOptions, group_options
+from problems.finding import find_problems
+from trainers import axolotl, llama_factory, trl
+from trainers.batches import count_batch, count_epochs
+from trainers.recognition import OTHER_OBJECTIVES
+from trainers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
+
+TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}
 
 
-def recognize(given: dict[str, Any]) -> str:
-    """The trainer with the most keys of its own in the file."""
-    counts = {name: sum(key in given for key in own) for name, (_, own) in TRAINERS.items()}
-    best = max(counts, key=counts.get)
-    if counts[best] == 0:
-        raise ValueError(f"its keys are of no trainer that is known ({', '.join(TRAINERS)}): say which with --trainer")
-    return best
+def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:
+    """Options for every key; `lengths` are the user's tokenized samples, by which packs become samples.
 
-
-def convert(given: dict[str, Any], trainer: str, *, num_gpus: int) -> Conversion:
-    """Goes through every key, in the file's order, and through those left out that have other defaults here."""
-    rules, _ = TRAINERS[trainer]
-    has_lora = given.get("use_peft") or given.get("adapter") or given.get("finetuning_type") == "lora"
-    defaults = DEFAULTS[trainer] | (DEFAULTS_OF_LORA[trainer] if has_lora else {})
-    to = Conversion(defaults | {key: value for key, value in given.items() if value is not None}, num_gpus)
-    for key, value in given.items():
-        if key not in rules:
-            to.told[key] = f"{MISSING}: not known here"
-        elif value is None and key not in defaults:
-            to.told[key] = f"{NEEDLESS}: empty"
-        else:
-            to.told[key] = follow(rules[key], to, key, to.given[key])
-    for key in [name for name in defaults if name not in given]:
-        to.told[key] = f"{follow(rules[key], to, key, defaults[key])} ({trainer}'s default)"
-    to.data.setdefault("output_file", "data.arrow")
-    to.train.setdefault("data_path", "data.arrow")
+    Raises ValueError with all reasons where the file asks for something that cannot be trained here.
+    """
+    peer = TRAINERS[trainer]
+    present = {key: value for key, value in given.items() if value is not None}
+    present = peer.normalize(present)
+    defaults = peer.list_defaults(present)
+    to = Conversion(defaults | present, num_gpus, is_lora=peer.trains_adapter(present), lengths=lengths)
+    refused = [f"{key}: {reason}" for key, reason in OTHER_OBJECTIVES.items() if is_set(given.get(key))]
+    for key in [*given, *(key for key in (*defaults, *present) if key not in given)]:
+        if key in OTHER_OBJECTIVES and is_set(given.get(key)):
+            continue
+        try:
+            told = follow_key(to, peer.RULES, key, is_default=key not in present and key in defaults)
+        except Refusal as refusal:
+            refused.append(f"{key}: {refusal}")
+            continue
+        to.told[key] = told
+    refused += peer.find_refusals(to)
+    if refused:
+        raise ValueError("; ".join(dict.fromkeys(refused)))
+    count_batch(to, peer.describe_batch(to))
+    count_epochs(to)
+    to.train.setdefault("data_path", to.list_outputs())
+    if "validation_share" in to.data:
+        to.train["validation_data_path"] = to.list_outputs("validation.")
+    to.train = parse_said(to.train, {}, TrainOptions)
+    sources = [{name: value for name, value in source.items() if value is not None} for source in to.list_sources()]
+    to.sources = [parse_said(source, {}, ProcessDataOptions) for source in sources]
+    problems = [problem for options in make_options(to) for problem in find_problems(options)]
+    if problems:
+        raise ValueError(f"its options cannot be used together: {'; '.join(problems)}")
     return to
 
 
+def make_options(to: Conversion) -> Iterator[TrainOptions | ProcessDataOptions]:
+    """What was written as the scripts take it, with something in the place of what its user has to give."""
+    given = {"output_dir": "run", "model_name_or_path": "model"}
+    yield group_options(TrainOptions, **(given | to.train))
+    for source in to.sources:
+        place = {} if {"input_file", "input_dataset"} & source.keys() else {"input_file": ("rows.jsonl",)}
+        yield group_options(ProcessDataOptions, **({"model_name_or_path": "model"} | place | source))
+
+
+def is_set(value: Any) -> bool:
+    return value not in (None, False, "", [], {})
+
+
+def follow_key(to: Conversion, rules: dict[str, Rule], key: str, *, is_default: bool) -> str:
+    """What became of one key, which may have a default in the peer's place."""
+    if key not in rules:
+        return f"{MISSING}: not known here"
+    if key not in to.given:
+        return f"{NEEDLESS}: empty"
+    told = follow(rules[key], to, key, to.given[key])
+    return f"{told} (the trainer's default)" if is_default else told
+
+
 def follow(rule: Rule, to: Conversion, key: str, value: Any) -> str:
-    """What a rule says of a key; that it has no counterpart, if its value is none that the options here can have."""
-    before = to.train, to.data
-    to.train, to.data = dict(to.train), dict(to.data)
+    """Applies a rule; a value that the option cannot have changes nothing and is reported as without counterpart."""
+    before = dict(to.train), dict(to.data), list(to.sources)
     try:
         told = rule(to, key, value)
         to.train = parse_said(to.train, before[0], TrainOptions)
         to.data = parse_said(to.data, before[1], ProcessDataOptions)
+        for source in to.sources:
+            parse_said(source, {}, ProcessDataOptions)
         return told
     except ValueError as error:
         reason = str(error)
     except TypeError:  # a list, a mapping or a number in the place of something else
         reason = f"{key} cannot be {value!r}"
-    to.train, to.data = before
+    to.train, to.data, to.sources = before
     return f"{MISSING}: {reason}"
 
 
 def parse_said(values: dict[str, Any], before: dict[str, Any], options_class: type) -> dict[str, Any]:
-    """Options with those that are not as they were `before` in their own types; ValueError if one can be none."""
+    """The options in their own types, but for those that are unchanged since `before`; ValueError for a wrong type."""
     return {
-        name: value if name in before and value is before[name] else parse_value(name, value, options_class)
+        name: value if is_parsed(name, value, before) else parse_value(name, value, options_class)
         for name, value in values.items()
     }
+
+
+def is_parsed(name: str, value: Any, before: dict[str, Any]) -> bool:
+    return value is None or isinstance(value, tuple) or (name in before and value is before[name])
+
+
+def list_differences(to: Conversion) -> list[str]:
+    """The keys whose meaning is not exactly kept, with how it differs."""
+    return [f"{key}: {told}" for key, told in to.told.items() if MISSING in told or DIFFERS in told]

@@ -1,16 +1,18 @@
-"""What becomes of a key of another trainer: a rule notes the options that say it here, and returns what it did."""
+"""Rules: each notes the options that stand for another trainer's key, and returns what became of the key."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from corpus.files import ENDINGS, data_ending
+import numpy as np
 
-ALPACA_COLUMNS = {("prompt", "instruction"), ("query", "input"), ("response", "output")}  # which need not be named
-NEEDLESS, MISSING = "needs no option", "no counterpart"
+# How a key's outcome begins, or where it differs, what its note holds.
+NEEDLESS, MISSING, DIFFERS = "needs no option", "no counterpart", "differs"
+
+
+class Refusal(Exception):
+    """The file asks for something that cannot be trained here; nothing is written."""
 
 
 @dataclass
@@ -19,9 +21,15 @@ class Conversion:
 
     given: dict[str, Any]
     num_gpus: int
+    is_lora: bool = False  # whether adapters train
+    lengths: np.ndarray | None = None  # tokens of each of the user's samples, where they are tokenized
     train: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)  # of every key, what became of it
+    data: dict[str, Any] = field(default_factory=dict)  # options of process_data.py that all data sets share
+    sources: list[dict[str, Any]] = field(default_factory=list)  # one entry for each run of process_data.py
+    files: dict[str, str] = field(default_factory=dict)  # other files to write, by name
+    told: dict[str, str] = field(default_factory=dict)  # what became of every key
+    epochs: int | float | None = None
+    needs_data: str | None = None  # why the batch size cannot be written without tokenized data
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these keys that is given."""
@@ -32,12 +40,22 @@ class Conversion:
         name = next((name for name in names if self.given.get(name) is not None), None)
         return default if name is None else read_number(name, self.given[name])
 
+    def list_outputs(self, kind: str = "") -> list[str]:
+        """The tokenized data sets' names: data.arrow, or data_1.arrow and so on."""
+        number = max(1, len(self.sources))
+        return [f"data.{kind}arrow"] if number == 1 else [f"data_{i + 1}.{kind}arrow" for i in range(number)]
+
+    def list_sources(self) -> list[dict[str, Any]]:
+        """The options of each run of process_data.py."""
+        outputs = zip(self.list_outputs(), self.sources or [{}], strict=True)
+        return [{"output_file": output} | self.data | source for output, source in outputs]
+
 
 Rule = Callable[[Conversion, str, Any], str]  # notes the options of a key with a value; returns what became of it
 
 
 def read_number(key: str, value: Any) -> int | float:
-    """The number that a key's value is, as YAML 1.1 has it or in words, as it takes 1e-4; ValueError if it is none."""
+    """A key's value as a number, also where YAML 1.1 reads 1e-4 as text; ValueError if it is none."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -45,6 +63,14 @@ def read_number(key: str, value: Any) -> int | float:
     if not math.isfinite(number):
         raise ValueError(f"{key} is a number, given {value!r}")
     return int(number) if number.is_integer() else number
+
+
+def read_names(key: str, value: Any) -> list[str]:
+    """Names in a list, or in one text with commas between them."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} is a list of names, given {value!r}")
+    return names
 
 
 def say(name: str) -> Rule:
@@ -92,6 +118,32 @@ def missing(reason: str) -> Rule:
     return lambda to, key, value: f"{MISSING}: {reason}" if value else NEEDLESS
 
 
+def differs(reason: str) -> Rule:
+    """A key that changes what is trained in a way that cannot be asked for here, wherever it is on."""
+    return lambda to, key, value: f"{DIFFERS}: {reason}" if value else NEEDLESS
+
+
+def refuse(reason: str) -> Rule:
+    """A key that makes another training of the file, wherever it is on."""
+
+    def rule(to: Conversion, key: str, value: Any) -> str:
+        if not value:
+            return NEEDLESS
+        raise Refusal(reason)
+
+    return rule
+
+
+def allow(allowed: Any, *, reason: str) -> Rule:
+    """A key that has to have one value."""
+    return lambda to, key, value: NEEDLESS if value == allowed else refuse(f"{reason}, given {value!r}")(to, key, True)
+
+
+def of_lora(rule: Rule) -> Rule:
+    """A rule for files that train adapters; in others the key has no effect."""
+    return lambda to, key, value: rule(to, key, value) if to.is_lora else f"{NEEDLESS}: no adapter trains"
+
+
 def choose(name: str, choices: dict[Any, Any]) -> Rule:
     """The option `name`, by a table of the key's values; a value that is not there has no counterpart."""
 
@@ -109,54 +161,106 @@ def say_model(to: Conversion, key: str, value: Any) -> str:
     return f"model_name_or_path: {value}"
 
 
-def say_batch(to: Conversion, key: str, value: Any) -> str:
-    """One number in place of three: samples of a step over all GPUs."""
-    a_gpu = to.get_number("micro_batch_size", "per_device_train_batch_size", default=8 if "per_device" in key else 1)
-    accumulated = to.get_number("gradient_accumulation_steps", default=1)
-    to.train["batch_size"] = a_gpu * accumulated * to.num_gpus
-    return f"batch_size: {to.train['batch_size']} ({a_gpu} x {accumulated} x {to.num_gpus} GPUs)"
+def say_revision(to: Conversion, key: str, value: Any) -> str:
+    to.train["model_revision"] = to.data["model_revision"] = value
+    return f"model_revision: {value}"
 
 
-def say_length(to: Conversion, key: str, value: Any) -> str:
-    """Longest sample, and what of such rows a GPU takes at a time."""
-    a_gpu = to.get_number("micro_batch_size", "per_device_train_batch_size", default=1)
-    value = read_number(key, value)
-    to.data["max_sample_num_tokens"], to.train["max_tokens_per_gpu"] = value, value * a_gpu
-    return (
-        f"max_sample_num_tokens: {value} (of process_data.py: longer ones are dropped);"
-        f" max_tokens_per_gpu: {value * a_gpu}"
-    )
+def counts_rows(to: Conversion, key: str, value: Any) -> str:
+    """One of the numbers whose product is the rows of a step."""
+    read_number(key, value)
+    return f"{NEEDLESS}: it is counted in batch_size"
+
+
+OPTIMIZERS = (
+    dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
+    | dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw8bit")
+    | {"paged_adamw_8bit": "adamw8bit", "paged_adamw_32bit": "adamw", "paged_adamw": "adamw"}
+)
+
+
+def say_optimizer(to: Conversion, key: str, value: Any) -> str:
+    """AdamW in 32 or 8 bits; other optimizers learn otherwise, and are refused."""
+    if value in ("adamw_torch_4bit", "ao_adamw_4bit"):
+        to.train["optimizer"] = "adamw8bit"
+        return f"optimizer: adamw8bit; {DIFFERS}: its moments have 8 bits in place of 4"
+    if not isinstance(value, str) or value not in OPTIMIZERS:
+        raise Refusal(f"optimizer {value!r}: AdamW is here, with moments of 32 or 8 bits (adamw, adamw8bit)")
+    to.train["optimizer"] = OPTIMIZERS[value]
+    paged = "; never paged: --cpu-offload moves its state out of the GPU" if value.startswith("paged") else ""
+    return f"optimizer: {OPTIMIZERS[value]}{paged}"
+
+
+SCHEDULES = {
+    name: name for name in ("constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt")
+} | {"cosine_with_restarts": "cosine_with_restarts", "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine"}
+
+
+def say_schedule(to: Conversion, key: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in SCHEDULES:
+        raise Refusal(f"schedule {value!r}: must be one of {', '.join(SCHEDULES)}")
+    to.train["lr_scheduler"] = SCHEDULES[value]
+    return f"lr_scheduler: {SCHEDULES[value]}"
+
+
+def has_no_warmup(to: Conversion) -> bool:
+    return to.get("lr_scheduler", "lr_scheduler_type") == "constant"
 
 
 def say_warmup(to: Conversion, key: str, value: Any) -> str:
-    """Steps; transformers also takes a share of the run there."""
+    """Steps, or a share of the run, which transformers also takes as steps below 1; steps win over a share."""
     value = read_number(key, value)
-    return say("warmup_ratio" if 0 < value < 1 else "num_warmup_steps")(to, key, value)
+    if has_no_warmup(to):
+        return f"{NEEDLESS}: the constant schedule has no warm-up"
+    if key == "warmup_ratio" and to.get_number("warmup_steps", default=0) > 0:
+        return f"{NEEDLESS}: warmup_steps is given, which wins"
+    if key == "warmup_ratio" or 0 < value < 1:
+        to.train["warmup_ratio"] = value
+        return f"warmup_ratio: {value}"
+    to.train["num_warmup_steps"] = value
+    return f"num_warmup_steps: {value}"
 
 
 def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
-    """The end of a schedule's decay, as a share of the learning rate or as a rate."""
+    """The end of a schedule's decay, as a share of the learning rate or as a rate, and its shape."""
     if not isinstance(value, dict):
         return f"{MISSING}: not known here"
-    given = dict(value)
+    given, said = dict(value), []
     rate, lowest = given.pop("min_lr_rate", None), given.pop("min_lr", None)
     if rate is None and lowest is not None:
         peak = to.get_number("learning_rate", default=0)
         if peak <= 0:
             raise ValueError(f"min_lr is a share of the learning rate, which is {peak}")
         rate = read_number("min_lr", lowest) / peak
-    if rate is not None:
-        to.train["min_lr_ratio"] = rate
-    said = [] if rate is None else [f"min_lr_ratio: {rate}"]
+    scheduler = SCHEDULES.get(str(to.get("lr_scheduler", "lr_scheduler_type")))
+    shapes = {"cosine_with_restarts": ("num_cycles", "num_cycles"), "polynomial": ("power", "lr_power"),
+              "wsd": ("num_decay_steps", "num_decay_steps")}  # fmt: skip
+    values = {"min_lr_ratio": rate}
+    if scheduler in shapes:
+        theirs, ours = shapes[scheduler]
+        values[ours] = given.pop(theirs, None)
+    for name, option in values.items():
+        if option is not None:
+            to.train[name] = option
+            said.append(f"{name}: {option}")
     return "; ".join([*said, *([f"{MISSING}: {', '.join(map(str, given))}"] if given else [])]) or NEEDLESS
+
+
+def say_clip(to: Conversion, key: str, value: Any) -> str:
+    """The gradient's largest norm; 0 is no clipping in transformers."""
+    value = read_number(key, value)
+    to.train["max_grad_norm"] = value if value > 0 else None
+    return f"max_grad_norm: {to.train['max_grad_norm']}"
 
 
 def say_epochs(to: Conversion, key: str, value: Any) -> str:
     value = read_number(key, value)
     if to.get_number("max_steps", default=-1) > 0:
         return f"{NEEDLESS}: max_steps ends the run"
-    to.train["max_epochs"] = math.ceil(value)
-    return f"max_epochs: {to.train['max_epochs']}" + ("" if value == math.ceil(value) else f" (given {value})")
+    if value <= 0:
+        raise ValueError(f"{key} must be above 0, given {value}")
+    to.epochs = value
+    return f"max_epochs: {value}" if value == int(value) else "its end is max_samples or max_epochs, below"
 
 
 def say_steps(to: Conversion, key: str, value: Any) -> str:
@@ -179,10 +283,18 @@ def say_saves(to: Conversion, key: str, value: Any) -> str:
     return f"{NEEDLESS}: a checkpoint is written every half hour, and the model at the end"
 
 
+def has_validation(to: Conversion) -> bool:
+    """Whether a share of the rows is split off."""
+    try:
+        return 0 < to.get_number("val_set_size", "val_size", default=0) < 1
+    except ValueError:
+        return False
+
+
 def say_evals(to: Conversion, key: str, value: Any) -> str:
-    if value == "no":
+    if value in ("no", "none", False, 0):
         return NEEDLESS
-    if not to.get("val_set_size", "val_size"):
+    if not has_validation(to):
         return f"{MISSING}: tokenize data for validation, and give validation_data_path"
     if value == "epoch" or (key == "evals_per_epoch" and value == 1):
         to.train["validate_at_epoch"] = True
@@ -190,11 +302,15 @@ def say_evals(to: Conversion, key: str, value: Any) -> str:
     if key == "eval_steps" and (steps := read_number(key, value)) >= 1:
         to.train["validate_every_steps"] = steps
         return f"validate_every_steps: {steps}"
-    return (
-        f"{NEEDLESS}: data for validation is measured before and after the run"
-        if value in ("no", "steps")
-        else (f"{MISSING}: validate_every_steps counts steps")
-    )
+    if value == "steps":
+        return f"{NEEDLESS}: data for validation is measured before and after the run"
+    return f"{MISSING}: validate_every_steps counts steps"
+
+
+def say_patience(to: Conversion, key: str, value: Any) -> str:
+    if not has_validation(to):
+        return f"{MISSING}: tokenize data for validation, and give validation_data_path"
+    return say("early_stopping_patience")(to, key, value)
 
 
 def say_share(to: Conversion, key: str, value: Any) -> str:
@@ -204,14 +320,15 @@ def say_share(to: Conversion, key: str, value: Any) -> str:
     if not 0 < value < 1:
         return f"{MISSING}: validation_share is a share, given {value} rows"
     to.data["validation_share"] = value
-    to.train["validation_data_path"] = "data.validation.arrow"
     return f"validation_share: {value} (of process_data.py)"
 
 
 def say_lora(to: Conversion, key: str, value: Any) -> str:
     """LoRA or QLoRA, by the names that Axolotl and LLaMA-Factory have for them."""
+    if value in (None, "", "full"):
+        return NEEDLESS
     if value not in ("lora", "qlora"):
-        return NEEDLESS if value in (None, "full") else f"{MISSING}: full, LoRA, QLoRA and OSFT train here"
+        raise Refusal(f"{value!r}: full, LoRA, QLoRA and OSFT train here")
     to.train["lora"] = True
     if value == "qlora":
         to.train["base_quantization"] = "nf4"
@@ -222,118 +339,41 @@ def say_bits(to: Conversion, key: str, value: Any) -> str:
     if not value:
         return NEEDLESS
     if key == "load_in_8bit" or value == 8:
-        return f"{MISSING}: base_quantization can be nf4"
+        return (
+            f"{DIFFERS}: the base is held unquantized, which is more exact and takes more memory"
+            f" (--base-quantization nf4: 4 bits)"
+        )
+    if value not in (True, 4):
+        raise Refusal(f"the base can be held in 4 bits (nf4), given {value!r}")
     to.train["base_quantization"] = "nf4"
     return "base_quantization: nf4"
 
 
+def say_init(to: Conversion, key: str, value: Any) -> str:
+    """How adapters begin: as LoRA's paper says, or in another way, which is another training."""
+    if value in (True, "kaiming"):
+        return NEEDLESS
+    raise Refusal(f"adapters begin at zero here, given {value!r}")
+
+
+ALL_LINEAR = (["all"], ["all-linear"], [])
+OUTSIDE = {"lm_head", "embed_tokens", "embed_out", "wte"}  # not linear layers of the blocks
+
+
 def say_targets(to: Conversion, key: str, value: Any) -> str:
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    if not names or names in (["all"], ["all-linear"]) or value is True:
-        return f"{NEEDLESS}: every linear layer of the blocks has an adapter"
-    if not isinstance(names, list):
+    """Names of layers, or one regular expression; empty means every linear layer of the blocks."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key} is a list of names, given {value!r}")
+    if names in ALL_LINEAR:
+        return f"{NEEDLESS}: every linear layer of the blocks has an adapter"
     to.train["lora_target_modules"] = names
     return f"lora_target_modules: {names}"
 
 
-def is_so_anyway(name: str, value: Any) -> bool:
-    """Whether what Axolotl's data set says holds for every one here: the rows show their names and roles."""
-    if name == "message_property_mappings":
-        return value in ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
-    if name == "roles_to_train":
-        return set(value or ()) <= {"assistant", "gpt", "model"}
-    return name in ("path", "type", "ds_type") or (name, value) == ("train_on_eos", "turn")
-
-
-def say_datasets(to: Conversion, key: str, value: Any) -> str:
-    """Axolotl's list of data sets: files of rows, or one of the hub; what a row is, process_data.py sees by itself."""
-    listed = value if isinstance(value, list) else [value]
-    entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
-    paths = [entry.get("path") for entry in entries]
-    if not paths or not all(isinstance(path, str) for path in paths):
-        raise ValueError(f"{key} is a list of data sets, each with its path, given {value!r}")
-    others = {name for entry in entries for name, item in entry.items() if not is_so_anyway(name, item)}
-    is_hub = len(entries) == 1 and data_ending(Path(paths[0])) not in ENDINGS
-    said = {"field_messages": "messages_field"}
-    if is_hub:
-        said |= {"split": "split", "revision": "revision"}
-        name = entries[0].get("name")
-        others -= {"name"}
-        to.data["input_dataset"] = paths[0] if name is None else f"{paths[0]}:{name}"
-    else:
-        to.data["input_file"] = paths
-    for name, option in said.items():
-        given = {entry.get(name) for entry in entries}
-        if len(given) == 1 and None not in given:
-            to.data[option] = given.pop()
-            others -= {name}
-    more = f"; of its own keys {', '.join(sorted(others))} have no counterpart" if others else ""
-    return f"{'input_dataset' if is_hub else 'input_file'}: {', '.join(paths)} (of process_data.py){more}"
-
-
-def say_hub_dataset(to: Conversion, key: str, value: Any) -> str:
-    """TRL's data set of the hub, with its configuration."""
-    if not isinstance(value, str):
-        raise ValueError(f"{key} is a name, given {value!r}")
-    config = to.given.get("dataset_config")
-    to.data["input_dataset"] = value if config is None else f"{value}:{config}"
-    return f"input_dataset: {to.data['input_dataset']} (of process_data.py)"
-
-
-def say_listed_datasets(to: Conversion, key: str, value: Any) -> str:
-    """LLaMA-Factory's names, by the list of data sets that is beside their files."""
-    folder = Path(str(to.get("dataset_dir", default="data")))
-    names = [name.strip() for name in str(value).split(",")]
-    info = folder / "dataset_info.json"
-    entries = read_data_sets(info, names)
-    files = [entry.get("file_name") for entry in entries]
-    if None in files:
-        return f"{MISSING}: name its file as input_file in data.yaml (given {value!r}, not a file of {info})"
-    to.data["input_file"] = [str(folder / file) for file in files]
-    columns = {pair for entry in entries for pair in entry.get("columns", {}).items()} - ALPACA_COLUMNS
-    messages = [column for what, column in columns if what == "messages"]
-    if len(messages) == 1:
-        to.data["messages_field"] = messages[0]
-        columns.remove(("messages", messages[0]))
-    others = ", ".join(sorted(f"{what}: {column}" for what, column in columns))
-    more = f"; of its columns {others} have no counterpart" if others else ""
-    return f"input_file: {', '.join(to.data['input_file'])} (of process_data.py){more}"
-
-
-def read_data_sets(path: Path, names: list[str]) -> list[dict[str, Any]]:
-    """What LLaMA-Factory's list says of these data sets, empty where it has none; ValueError if that is no data set."""
-    try:
-        listed = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    entries = [listed.get(name, {}) if isinstance(listed, dict) else None for name in names]
-    for entry in entries:
-        columns = entry.get("columns", {}) if isinstance(entry, dict) else None
-        if not isinstance(columns, dict) or not all(
-            isinstance(text, str | None) for text in (entry.get("file_name"), *columns.values())
-        ):
-            raise ValueError(f"{path}: not a mapping of names to data sets with a file_name and columns")
-    return entries
-
-
-def say_template(to: Conversion, key: str, value: Any) -> str:
-    if value in (None, "tokenizer_default", "default", "jinja"):
-        return f"{NEEDLESS}: the model's own template is used"
-    if value in ("chatml", "llama3", "zephyr") or str(value).endswith(".jinja"):
-        to.data["chat_template"] = value
-        return f"chat_template: {to.data['chat_template']} (of process_data.py)"
-    return f"{NEEDLESS}: the model's own template is used; if {value} is another, give its Jinja file as chat_template"
-
-
-def say_trained(to: Conversion, key: str, value: Any) -> str:
-    """Whether prompts are trained, too."""
-    wants_all = value if key in ("train_on_inputs", "train_on_prompt") else not value
-    return (
-        f"{MISSING}: only the assistant's tokens are trained"
-        if wants_all
-        else (f"{NEEDLESS}: only the assistant's tokens are trained")
-    )
+def say_listed(name: str) -> Rule:
+    """Names with commas between them, or a list of them."""
+    return lambda to, key, value: say(name)(to, key, read_names(key, value)) if value else NEEDLESS
 
 
 def say_trackers(to: Conversion, key: str, value: Any) -> str:
@@ -342,7 +382,10 @@ def say_trackers(to: Conversion, key: str, value: Any) -> str:
     if known:
         to.train["track"] = known
     other = [name for name in names if name not in (*known, "none", "all")]
-    return f"track: {known}" if known else f"{MISSING}: {', '.join(other)}" if other else NEEDLESS
+    return (
+        "; ".join([*([f"track: {known}"] if known else []), *([f"{MISSING}: {', '.join(other)}"] if other else [])])
+        or NEEDLESS
+    )
 
 
 def say_tracker(name: str, *, option: str | None = None) -> Rule:
@@ -365,7 +408,7 @@ def offloads(value: Any) -> bool:
         return "offload" in str(value).lower()
     for key, item in value.items():
         switch = item.get("device") if isinstance(item, dict) else item
-        if offloads(item) or ("offload" in key and switch not in (False, None, "none", "false")):
+        if offloads(item) or ("offload" in str(key) and switch not in (False, None, "none", "false")):
             return True
     return False
 

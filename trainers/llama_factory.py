@@ -1,0 +1,324 @@
+"""LLaMA-Factory's keys, its defaults (its hparams), its list of data sets, and how it counts a step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainers.batches import PeerBatch
+from trainers.rules import (
+    DIFFERS,
+    MISSING,
+    NEEDLESS,
+    Conversion,
+    Refusal,
+    Rule,
+    allow,
+    differs,
+    missing,
+    needless,
+    of_lora,
+    read_names,
+    read_number,
+    refuse,
+    say,
+    say_bits,
+    say_data,
+    say_epochs,
+    say_if_true,
+    say_listed,
+    say_lora,
+    say_model,
+    say_revision,
+    say_share,
+    say_targets,
+)
+from trainers.sources import add_sources, describe_sources
+from trainers.training_arguments import ATTENTION, PACKED, SPEED, TRAINING_ARGUMENTS
+
+ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
+                  "history": "history", "tools": "tools"}  # fmt: skip
+TEMPLATE = (
+    f"{DIFFERS}: the model's own chat template is used; where LLaMA-Factory's is another, give a Jinja file as"
+    " chat_template"
+)
+
+
+def normalize(given: dict[str, Any]) -> dict[str, Any]:
+    return given
+
+
+def trains_adapter(given: dict[str, Any]) -> bool:
+    return given.get("finetuning_type", "lora") == "lora"
+
+
+def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """What LLaMA-Factory takes for keys that are left out, where this trainer's own default differs."""
+    defaults = {"finetuning_type": "lora", "cutoff_len": 2048, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
+                "num_train_epochs": 3, "per_device_train_batch_size": 8, "adam_beta2": 0.999}  # fmt: skip
+    return defaults | ({"lora_rank": 8} if trains_adapter(given) else {})
+
+
+def say_stage(to: Conversion, key: str, value: Any) -> str:
+    """Supervised fine-tuning, or documents."""
+    if value == "pt":
+        to.data["format"] = "document"
+        return (
+            f"format: document (of process_data.py); {DIFFERS}: no adapter of the chat template, texts"
+            f" are trained whole"
+        )
+    if value != "sft":
+        raise Refusal(f"{value!r} has no objective here: sft and pt are read")
+    return NEEDLESS
+
+
+def is_pretraining(to: Conversion) -> bool:
+    return to.get("stage") == "pt"
+
+
+def say_length(to: Conversion, key: str, value: Any) -> str:
+    """Longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
+    length = read_number(key, value)
+    to.train["max_tokens_per_gpu"] = length * to.get_number("per_device_train_batch_size", default=8)
+    tokens = f"max_tokens_per_gpu: {to.train['max_tokens_per_gpu']}"
+    if is_pretraining(to):
+        to.data["block_size"] = length
+        return f"block_size: {length} (of process_data.py); {tokens}"
+    to.data["max_sample_num_tokens"] = length
+    return (
+        f"max_sample_num_tokens: {length} (of process_data.py); {tokens}; {DIFFERS}: longer ones are dropped, there cut"
+    )
+
+
+def say_datasets(to: Conversion, key: str, value: Any) -> str:
+    """Names, by the list of data sets that is beside their files."""
+    info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
+    listed = read_list(info)
+    names, notes = read_names(key, value), []
+    absent = [name for name in names if name not in listed]
+    if absent:
+        return (
+            f"{MISSING}: name its file as input_file in data.yaml (given {value!r}; {', '.join(absent)} not in {info})"
+        )
+    sources = [read_entry(to, name, listed[name], info, notes) for name in names]
+    add_sources(to, sources)
+    return describe_sources(sources, notes)
+
+
+def read_list(path: Path) -> dict[str, dict[str, Any]]:
+    """The list of data sets, empty where there is none; ValueError if it is none."""
+    try:
+        listed = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
+        raise ValueError(f"{path}: not a mapping of names to data sets with a file_name and columns")
+    for entry in listed.values():
+        columns, tags = entry.get("columns", {}), entry.get("tags", {})
+        texts = [entry.get("file_name"), *(columns.values() if isinstance(columns, dict) else [0])]
+        texts += tags.values() if isinstance(tags, dict) else [0]
+        if not all(isinstance(text, str | None) for text in texts):
+            raise ValueError(f"{path}: not a mapping of names to data sets with a file_name and columns")
+    return listed
+
+
+def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, notes: list[str]) -> dict[str, Any]:
+    """Options of process_data.py for one data set."""
+    columns, tags = entry.get("columns", {}), entry.get("tags", {})
+    if entry.get("ranking") or "kto_tag" in columns:
+        raise Refusal(f"{name} holds preferences, which have no objective here")
+    if {"videos", "audios"} & columns.keys():
+        raise Refusal(f"{name} has videos or sound, which are not trained here")
+    source = read_place(name, entry, info)
+    if "images" in columns:
+        if "input_dataset" in source:
+            raise Refusal(f"images of {name}: are read beside files of rows; download it, and name its files")
+        source["images"] = True
+        say_freezing(to, "freeze_vision_tower", True)
+        if columns["images"] != "images":
+            notes.append(f"{DIFFERS}: images are read from the column images, {name} has them in {columns['images']}")
+    if entry.get("num_samples"):
+        notes.append(f"{DIFFERS}: all rows of {name} are used, given num_samples {entry['num_samples']}")
+    if is_pretraining(to):
+        text = columns.get("prompt", "instruction")
+        return source | ({} if text in ("text", "document") else {"text_field": text})
+    kind = entry.get("formatting", "alpaca")
+    if kind == "alpaca":
+        return source | read_alpaca(name, columns)
+    if kind not in ("sharegpt", "openai"):
+        raise Refusal(f"{name}: formatting {kind!r} is not known here: alpaca, sharegpt and openai are")
+    return source | read_chat(name, kind, columns, tags)
+
+
+def read_place(name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
+    """Where the rows are: a file beside the list, or a data set of the hub."""
+    if "hf_hub_url" in entry:
+        subset = entry.get("subset")
+        source = {"input_dataset": entry["hf_hub_url"] if subset is None else f"{entry['hf_hub_url']}:{subset}"}
+        return source | ({"split": entry["split"]} if entry.get("split", "train") != "train" else {})
+    if entry.get("file_name") is None:
+        raise Refusal(f"{name} of {info} has no file_name: rows are read from files or Hugging Face's hub")
+    return {"input_file": [str(info.parent / entry["file_name"])]}
+
+
+def read_alpaca(name: str, columns: dict[str, Any]) -> dict[str, Any]:
+    """Alpaca's columns, or a prompt and its answer under names of their own."""
+    used = {what: column for what, column in columns.items() if what in ALPACA_COLUMNS and column is not None}
+    has_query = not columns or "query" in used  # columns that are not listed are not read there
+    if has_query and all(ALPACA_COLUMNS[what] == column for what, column in used.items()):
+        return {"format": "alpaca"}
+    if used.keys() <= {"prompt", "response"}:
+        return {"format": "completion", "prompt_field": used.get("prompt", "instruction"),
+                "completion_field": used.get("response", "output")}  # fmt: skip
+    given = ", ".join(f"{what}: {column}" for what, column in used.items() if ALPACA_COLUMNS[what] != column)
+    raise Refusal(f"{name}: columns of other names ({given}) can be read for prompt and response alone; rename them")
+
+
+def read_chat(name: str, kind: str, columns: dict[str, Any], tags: dict[str, Any]) -> dict[str, Any]:
+    """Messages by the names of their keys; of the speakers' names those that process_data.py knows."""
+    pair = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    formats = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
+    if kind == "openai" and not tags:
+        pair = ("role", "content")
+    if pair not in formats:
+        raise Refusal(f"{name}: messages have role and content, or from and value, given {pair[0]} and {pair[1]}")
+    data_format, own = formats[pair]
+    field = columns.get("messages") or "conversations"
+    return {"format": data_format} | ({} if field == own else {"messages_field": field})
+
+
+def say_masking(to: Conversion, key: str, value: Any) -> str:
+    if not value:
+        return NEEDLESS
+    raise Refusal(
+        "prompts are never trained here" if key == "train_on_prompt"
+        else "every turn of the assistant is trained; rows can say train: false for a message"
+    )  # fmt: skip
+
+
+def say_subset(to: Conversion, key: str, value: Any) -> str:
+    """The first rows of each data set; here as many, drawn at random."""
+    to.train["subset"] = str(read_number(key, value))
+    return (
+        f"subset: {value}; {DIFFERS}: drawn at random after tokenizing, there the first rows; also of validation data"
+    )
+
+
+def say_quantization(to: Conversion, key: str, value: Any) -> str:
+    if value in ("bnb", "bitsandbytes"):
+        return NEEDLESS
+    raise Refusal(f"the base is quantized by bitsandbytes (nf4), given {value!r}")
+
+
+def say_freezing(to: Conversion, key: str, value: Any) -> str:
+    """Parts of a model that sees: vision and projector stay by default, the language part trains."""
+    defaults = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
+    parts = {
+        "freeze_vision_tower": "vision",
+        "freeze_multi_modal_projector": "projector",
+        "freeze_language_model": "language",
+    }
+    frozen = [parts[name] for name, default in defaults.items() if to.get(name, default=default)]
+    if to.is_lora:
+        is_default = frozen == ["vision", "projector"]
+        return (
+            f"{NEEDLESS}: adapters are in the language part"
+            if is_default
+            else f"{DIFFERS}: only the language part has adapters"
+        )
+    to.train["freeze"] = frozen or ["nothing"]
+    return f"freeze: {', '.join(to.train['freeze'])}"
+
+
+def describe_batch(to: Conversion) -> PeerBatch | None:
+    """Rows of a step: per device x accumulation x GPUs; packs where samples are packed."""
+    try:
+        a_gpu = to.get_number("per_device_train_batch_size", default=8)
+        accumulated = to.get_number("gradient_accumulation_steps", default=1)
+        length = to.get_number("cutoff_len", default=2048)
+    except ValueError as error:
+        to.told["batch_size"] = f"{MISSING}: {error}"
+        return None
+    packs = (to.get("packing") or to.get("neat_packing")) and not is_pretraining(to)
+    product = f"{a_gpu} x {accumulated} x {to.num_gpus} GPUs"
+    return PeerBatch(int(a_gpu * accumulated * to.num_gpus), product, int(length) if packs else None)
+
+
+def find_refusals(to: Conversion) -> list[str]:
+    return []
+
+
+OTHER_TRAINING = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro",
+                  "mixture_of_depths",
+                  "loraplus_lr_ratio", "pissa_init", "use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel",
+                  "shift_attn", "rope_scaling")  # fmt: skip
+MEGATRON = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+# Prefixes of the arguments of methods that are refused by their switch.
+BESIDE = ("apollo_layerwise", "apollo_target", "apollo_rank", "apollo_scale", "apollo_scale_type", "galore_layerwise",
+          "galore_target", "galore_rank", "galore_scale", "badam_mode", "badam_switch_mode", "badam_switch_interval",
+          "badam_verbose", "asft_alpha", "freeze_trainable_layers", "freeze_trainable_modules", "oft_block_size",
+          "oft_target", "pissa_iter", "pissa_convert", "eaft_alpha", "kt_config", "kt_cpu_activation", "kt_weight_path",
+          "kt_non_expert_weight_path", "fp8_backend", "fp8_enable_fsdp_float8_all_gather")  # fmt: skip
+RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
+    "model_name_or_path": say_model,
+    "model_revision": say_revision,
+    "num_train_epochs": say_epochs,
+    "stage": say_stage,
+    "finetuning_type": say_lora,
+    "lora_rank": of_lora(say("lora_rank")),
+    "lora_target": of_lora(lambda to, key, value: say_targets(to, key, read_names(key, value))),
+    "additional_target": of_lora(say_listed("lora_modules_to_save")),
+    "adapter_name_or_path": of_lora(say("lora_adapter")),
+    "quantization_bit": of_lora(say_bits),
+    "quantization_method": of_lora(say_quantization),
+    "quantization_type": of_lora(allow("nf4", reason="the base is held in nf4")),
+    "double_quantization": of_lora(needless("the base is held in nf4")),
+    "dataset": say_datasets,
+    "dataset_dir": needless("input_file is a path"),
+    "eval_dataset": missing("tokenize it, and give validation_data_path"),
+    "val_size": say_share,
+    "template": lambda to, key, value: NEEDLESS if value in ("empty",) else TEMPLATE,
+    "cutoff_len": say_length,
+    "max_samples": say_subset,
+    "preprocessing_num_workers": say_data("num_proc"),
+    "overwrite_cache": needless("process_data.py writes the file that it is given"),
+    "tokenized_path": needless("process_data.py writes the file that it is given"),
+    "packing": PACKED,
+    "neat_packing": PACKED,
+    "train_on_prompt": say_masking,
+    "mask_history": say_masking,
+    "default_system": differs("a system message is the row's own, or the template's"),
+    "enable_thinking": differs("prompts with and without thinking are the template's and the rows' own"),
+    "tool_format": differs("tools are written by the model's own template"),
+    "image_max_pixels": differs("the model's own processor sizes images"),
+    "image_min_pixels": differs("the model's own processor sizes images"),
+    **dict.fromkeys(("video_max_pixels", "video_fps", "video_maxlen"), needless("rows with videos are refused")),
+    **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), say_freezing),
+    "flash_attn": ATTENTION,
+    "enable_liger_kernel": say_if_true(use_liger_kernels=True),
+    "disable_gradient_checkpointing": say_if_true(activation_checkpointing="none"),
+    "pure_bf16": needless("weights stay in float32; --master-weights bfloat16 holds them in 16 bits"),
+    "plot_loss": needless("plot_metrics.py draws every metric"),
+    "compute_accuracy": needless("validations report token accuracy"),
+    "interleave_probs": lambda to, key, value: say("data_weights")(to, key, read_names(key, value)),
+    "mix_strategy": lambda to, key, value: NEEDLESS if value == "concat"
+    else f"{DIFFERS}: data_weights draw samples; when a set runs out it begins anew",
+    "disable_shuffling": differs("the order is always random"),
+    "streaming": SPEED,
+    "buffer_size": SPEED,
+    "use_v1_kernels": SPEED,
+    "use_unsloth": SPEED,
+    "ray_num_workers": SPEED,
+    "resize_vocab": needless("the vocabulary grows as tokens are added"),
+    "add_special_tokens": lambda to, key, value: say_data("add_special_tokens")(to, key, read_names(key, value)),
+    "add_tokens": lambda to, key, value: say_data("add_special_tokens")(to, key, read_names(key, value)),
+    "new_special_tokens_config": refuse("descriptions of tokens are not read: add_special_tokens names them"),
+    "init_special_tokens": refuse("new tokens begin as the mean of the others"),
+    **dict.fromkeys(OTHER_TRAINING, refuse("changes how or what is trained, and has no counterpart")),
+    **dict.fromkeys(MEGATRON, refuse("files for Megatron are not translated")),
+    **dict.fromkeys(BESIDE, needless("it is an argument of what is refused or said by its switch")),
+}  # fmt: skip

@@ -1,0 +1,92 @@
+"""Which trainer a configuration is for, by the share of its keys that each trainer knows, and what it trains."""
+
+from typing import Any
+
+# Keys of files that are not supervised fine-tuning, in any trainer's: each with the objective that it shows.
+PREFERENCES = "preferences and reinforcement learning (DPO, KTO, ORPO, GRPO and others) have no objective here"
+REWARDS = "reward models have no objective here"
+ROLLOUTS = "reinforcement learning (GRPO, PPO and others) has no objective here"
+NOT_TRAINING = "is not training: see generate.py, evaluate_model.py and merge_adapter.py"
+DISTILLATION = "distillation has no objective here"
+OTHER_OBJECTIVES = {
+    **dict.fromkeys(("rl", "rlhf_type", "beta", "rl_beta", "pref_loss", "pref_beta", "orpo_alpha", "simpo_gamma",
+                     "cpo_alpha",
+                     "kto_desirable_weight", "desirable_weight", "dpo_loss_type", "max_prompt_length",
+                     "dpo_use_weighting"), PREFERENCES),
+    **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards_coefficient"), REWARDS),
+    **dict.fromkeys(("trl", "reward_funcs", "num_generations", "max_completion_length", "reward_model_path",
+                     "ppo_epochs",
+                     "reward_weights", "scale_rewards", "nemo_gym_enabled"), ROLLOUTS),
+    **dict.fromkeys(("teacher_model", "teacher_model_name_or_path", "gkd_logits_topk", "kd_trainer"), DISTILLATION),
+    **dict.fromkeys(("export_dir", "infer_backend", "do_predict", "predict_with_generate", "merge_lora_only",
+                     "sampler_type"),
+                    NOT_TRAINING),
+    **dict.fromkeys(("ebft", "diffusion"), "has no objective here"),
+    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft"), "another loss than cross-entropy"),
+    **dict.fromkeys(("quantization", "qat",
+                     "llmcompressor"), "quantization-aware training and compression are not here"),
+}  # fmt: skip
+# Trainers that are recognised, to be refused by name.
+MS_SWIFT = {
+    "model", "tuner_type", "train_type", "target_modules", "dataset", "load_from_cache_file", "split_dataset_ratio",
+    "max_length",
+    "dataset_num_proc", "model_author", "model_name", "padding_free", "loss_scale", "add_non_thinking_prefix",
+    "merge_lora",
+    "global_batch_size", "finetune", "lr", "lr_warmup_fraction", "min_lr", "no_save_optim", "no_save_rng", "freeze_llm",
+    "freeze_vit", "freeze_aligner", "attn_impl", "attention_backend", "rlhf_type", "teacher_model", "lmbda",
+    "sft_alpha",
+    "colocate_groups", "device_groups", "use_ray", "sampler_type", "sampler_engine", "load_args", "load_data_args",
+    "stream",
+    "enable_thinking", "max_new_tokens", "system", "temperature", "train_iters", "truncation_strategy", "ENV",
+    "torch_dtype",
+    "agent_template", "recompute_granularity", "cross_entropy_loss_fusion", "moe_permute_fusion", "external_plugins",
+    "micro_batch_size", "num_train_epochs", "logging_steps", "packing", "lora_rank", "lora_alpha", "output_dir",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_ratio", "deepspeed",
+    "top_p", "top_k",
+    "orm_model", "prm_model", "prm_threshold", "num_return_sequences", "override_exist_file", "num_sampling_batch_size",
+    "engine_kwargs", "output_file", "save_steps", "eval_steps", "save_total_limit", "seed", "beta", "dataset_shuffle",
+}  # fmt: skip
+LLAMA_FACTORY_V1 = {
+    "model", "peft_config", "model_class", "kernel_config", "dist_config", "init_config", "train_dataset",
+    "eval_dataset",
+    "quant_config", "optim_config", "lr_scheduler_config", "sample_backend", "max_new_tokens", "cutoff_len",
+    "micro_batch_size",
+    "global_batch_size", "batching_strategy", "batching_workers", "cp_size", "cp_mode", "dp_size",
+    "enable_activation_checkpointing",
+    "output_dir", "learning_rate", "num_train_epochs", "max_steps", "bf16", "trust_remote_code", "flash_attn",
+    "save_epochs",
+    "custom_chat_template", "dist_timeout", "save_ckpt_as_hf", "logging_steps", "save_steps", "seed", "max_grad_norm",
+}  # fmt: skip
+REFUSED = {"ms-swift": MS_SWIFT, "LLaMA-Factory v1": LLAMA_FACTORY_V1}
+# A key that only one trainer's files have, without which a file is not its own.
+NEEDED = {
+    "axolotl": {"base_model"},
+    "llama-factory": {"model_name_or_path", "stage", "finetuning_type"},
+    "trl": {"model_name_or_path", "dataset_name", "dataset_mixture", "max_length", "use_peft"},
+    "ms-swift": {"model", "tuner_type", "ENV", "load_args"},
+    "LLaMA-Factory v1": {"model", "train_dataset"},
+}
+LOWEST_SHARE = 0.5
+
+
+def recognize(given: dict[str, Any], known: dict[str, set[str]]) -> str:
+    """The trainer that knows the largest share of the file's keys; ValueError if it is none of `known`."""
+    candidates = {
+        name: len(keys & given.keys()) / max(1, len(given))
+        for name, keys in (known | REFUSED).items()
+        if NEEDED[name] & given.keys()
+    }
+    shares = dict(sorted(candidates.items(), key=lambda item: -item[1]))
+    names = ", ".join(known)
+    best = next(iter(shares), None)
+    if best is None or shares[best] < LOWEST_SHARE:
+        most = "" if best is None else f" ({best} knows {shares[best]:.0%} of them)"
+        raise ValueError(
+            f"most of its keys belong to no trainer that is known ({names}){most}: name the trainer with --trainer"
+        )
+    if best in REFUSED:
+        raise ValueError(f"a configuration of {best}, which is not translated: {names} are (docs/coming_from.md)")
+    equal = [name for name, share in shares.items() if share == shares[best]]
+    if len(equal) > 1:
+        raise ValueError(f"its keys fit {' and '.join(equal)} equally: name the trainer with --trainer")
+    return best
