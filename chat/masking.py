@@ -24,9 +24,9 @@ from chat.learning import SkeletonLearner
 from chat.pictures import ImageExpander
 from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_parts, make_outline
 from chat.placing import check_names
-from chat.rendering import as_parts, catch_error, prepare_messages, template_errors
+from chat.rendering import catch_error, prepare_for, takes_parts, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
-from chat.template_check import ANSWER, MISSING_STOP_TOKEN, QUESTION, TemplateChecker
+from chat.template_check import MISSING_STOP_TOKEN, TemplateChecker
 from chat.token_bytes import ByteEncoder
 from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
 from chat.turns import find_stops
@@ -121,25 +121,9 @@ class ChatMasker:
     def template_tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
 
-    @cached_property
-    def takes_parts(self) -> bool:
-        """Whether the template writes contents only where they are lists of parts, as some of multi-modal models do."""
-
-        def writes(messages: list[Message]) -> bool:
-            try:
-                with template_errors():
-                    text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            except ValueError:
-                return False
-            return all(message["content"] in text for message in exchange)
-
-        exchange = [QUESTION, ANSWER]
-        return not writes(exchange) and writes([as_parts(message) for message in exchange])
-
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         """What the template is given."""
-        prepared = prepare_messages(messages)
-        return [as_parts(message) for message in prepared] if self.takes_parts else prepared
+        return prepare_for(self.tokenizer, messages)
 
     def mask(self, rows: Sequence[Example]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or why it cannot be used.
@@ -375,7 +359,7 @@ class ChatMasker:
 
     def make_checker(self) -> TemplateChecker:
         return TemplateChecker(
-            self.tokenizer, self.stops, self.mask_chats, self.render, self.prepare, lambda: self.takes_parts
+            self.tokenizer, self.stops, self.mask_chats, self.render, self.prepare, lambda: takes_parts(self.tokenizer)
         )
 
     def find_stop_token(self) -> int | None:

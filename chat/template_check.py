@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chat.examples import ASSISTANT, Chat, Message
-from chat.rendering import catch_error, check_in_child
+from chat.rendering import EXCHANGE, catch_error, check_in_child
 from chat.skeletons import Render
 from chat.token_spans import TokenizedChat, split_by_training
 from chat.turns import Stops
@@ -14,7 +14,7 @@ MISSING_STOP_TOKEN = (
     "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
     " trained (--allow-missing-stop-token)"
 )
-QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}
+QUESTION, ANSWER = EXCHANGE
 MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 THOUGHT = {**ANSWER, "reasoning_content": "Two and two make four."}
