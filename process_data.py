@@ -38,6 +38,7 @@ from corpus.report import (
     Totals,
     add_up,
     describe_lengths,
+    describe_remarks,
     describe_sources,
     print_report,
     print_sides,
@@ -92,6 +93,8 @@ def process_data(options: ProcessDataOptions) -> None:
             tokenizer,
             stop_token_ids=load_stop_token_ids(model_dir),
             allow_missing_stop_token=options.rows.allow_missing_stop_token,
+            thinking_prefix=options.rows.thinking_prefix,
+            strict_reasoning=options.rows.strict_reasoning,
             expander=open_expander(model_dir, options),
         )
         notes = check_template(masker, options)
@@ -114,6 +117,7 @@ def process_data(options: ProcessDataOptions) -> None:
             )
         check_interrupt()
         totals = add_up(sides)
+        notes += describe_remarks(totals)
         notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
         check_totals(totals, reasons, sources=sources, skip_invalid=options.rows.skip_invalid)
         if outputs.is_split:
@@ -223,8 +227,14 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
     if masker.tokenizer.chat_template is not None:
         given = options.rows.chat_template
         return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
-    if options.rows.allow_missing_stop_token:
-        raise ValueError("--allow-missing-stop-token has no effect: the tokenizer has no chat template")
+    useless = {
+        "--allow-missing-stop-token": options.rows.allow_missing_stop_token,
+        "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
+        "--strict-reasoning": options.rows.strict_reasoning,
+    }
+    for flag, is_given in useless.items():
+        if is_given:
+            raise ValueError(f"{flag} has no effect: the tokenizer has no chat template")
     return []
 
 

@@ -24,11 +24,21 @@ from chat.learning import SkeletonLearner
 from chat.pictures import ImageExpander
 from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_parts, make_outline
 from chat.placing import check_names
-from chat.rendering import catch_error, prepare_for, takes_parts, template_errors
+from chat.prompting import PromptMatcher, refuse_untrained_reasoning
+from chat.rendering import catch_error, prepare_for, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
 from chat.template_check import MISSING_STOP_TOKEN, TemplateChecker
 from chat.token_bytes import ByteEncoder
-from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
+from chat.token_spans import (
+    Located,
+    Passage,
+    Remark,
+    TokenizedChat,
+    TrainedSpan,
+    find_token,
+    label_encoding,
+    split_by_training,
+)
 from chat.turns import find_stops
 
 __all__ = [
@@ -94,6 +104,8 @@ class ChatMasker:
     `stop_token_ids`: which tokens end generation besides the tokenizer's eos token (see `load_stop_token_ids`).
     `allow_missing_stop_token`: where the template writes none after the assistant's turns, train their contents alone.
     `expander`: of conversations with images.
+    `thinking_prefix`: "train-as-prompted" puts the generation prompt's words before the last answer (see
+    chat/prompting.py). `strict_reasoning`: refuse answers whose reasoning the template leaves out.
     """
 
     def __init__(
@@ -103,6 +115,8 @@ class ChatMasker:
         stop_token_ids: Sequence[int] = (),
         allow_missing_stop_token: bool = False,
         expander: ImageExpander | None = None,
+        thinking_prefix: str = "as-rendered",
+        strict_reasoning: bool = False,
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
@@ -112,6 +126,9 @@ class ChatMasker:
         self.tokenizer, self.expander = tokenizer, expander
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
+        self.strict_reasoning = strict_reasoning
+        template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+        self.matcher = PromptMatcher(self.encode_text, template, as_prompted=thinking_prefix != "as-rendered")
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
@@ -120,10 +137,6 @@ class ChatMasker:
     @cached_property
     def template_tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
-
-    def prepare(self, messages: Sequence[Message]) -> list[Message]:
-        """What the template is given."""
-        return prepare_for(self.tokenizer, messages)
 
     def mask(self, rows: Sequence[Example]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or why it cannot be used.
@@ -164,6 +177,14 @@ class ChatMasker:
             catch_error(label_encoding, encoding, found) for encoding, found in zip(encodings, located, strict=True)
         ]
 
+    def mask_as_rendered(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
+        """`mask_chats` with texts as the template renders them."""
+        matcher, self.matcher = self.matcher, replace(self.matcher, as_prompted=False)
+        try:
+            return self.mask_chats(chats)
+        finally:
+            self.matcher = matcher
+
     def put_images(self, located: Located, chat: PreparedChat) -> Located:
         """The row with what the model's processor makes of its images."""
         if self.expander is not None:
@@ -190,13 +211,28 @@ class ChatMasker:
             if chat.unmasked:
                 others = self.find_spans(text, chat)
                 spans += [span for span in others if chat.messages[span.message]["role"] != ASSISTANT]
+        text, spans, remarks = self.match_prompts(text, spans, chat)
         passages = [
             Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
             for span in sorted(spans, key=lambda span: span.start)
             if chat.weights[span.message] > 0
         ]
         is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
-        return Located(text, passages, is_weighted)
+        return Located(text, passages, is_weighted, remarks=tuple(remarks))
+
+    def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
+        """The row, whose last turn follows the generation prompt's words if it is to, and what differs from these."""
+        text, spans, remarks = self.matcher.match(
+            text,
+            spans,
+            chat.messages,
+            trained=[weight > 0 for weight in chat.weights],
+            render=partial(self.render, tools=chat.tools),
+            has_tools=bool(chat.tools),
+        )
+        if self.strict_reasoning:
+            refuse_untrained_reasoning(remarks)
+        return text, spans, remarks
 
     def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
         """Whose turn stands where in a rendered chat."""
@@ -269,8 +305,9 @@ class ChatMasker:
             if turn.num_skipped is None:
                 raise ValueError("the chat template marks as generated what others say")
             start += turn.num_skipped
+            opens = start if turn.beginning is None else start - (turn.start[1] - turn.beginning.place[1])
             start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
-            spans.append(Span(start, self.stops.trim(text, start, end), turn.message))
+            spans.append(Span(start, self.stops.trim(text, start, end), turn, opens))
         return spans
 
     def find_marked_skeleton(self, chat: PreparedChat) -> Skeleton:
@@ -327,7 +364,7 @@ class ChatMasker:
 
         with template_errors():
             texts, marked = render_jinja_template(
-                [self.prepare(messages) for messages in conversations],
+                [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -345,11 +382,15 @@ class ChatMasker:
         """The texts that `apply_chat_template` tokenizes."""
         with template_errors():
             return self.tokenizer.apply_chat_template(
-                [self.prepare(messages) for messages in conversations],
+                [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
+
+    def encode_text(self, text: str) -> list[int]:
+        (encoding,) = self.encode([text], add_special_tokens=False)
+        return encoding.ids
 
     def encode(self, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
         """Tokenizes the texts in one call; errors among them stay where they are."""
@@ -358,9 +399,7 @@ class ChatMasker:
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
     def make_checker(self) -> TemplateChecker:
-        return TemplateChecker(
-            self.tokenizer, self.stops, self.mask_chats, self.render, self.prepare, lambda: takes_parts(self.tokenizer)
-        )
+        return TemplateChecker(self.tokenizer, self.stops, self.mask_as_rendered, self.render)
 
     def find_stop_token(self) -> int | None:
         """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
@@ -374,7 +413,10 @@ class ChatMasker:
 
         What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
         """
-        notes = self.make_checker().check(name)
+        checker = self.make_checker()
+        notes = checker.check(name)
+        if self.matcher.as_prompted:
+            checker.check_as_prompted(self.mask_chats, name)
         if not self.stops.may_be_missing:
             return notes
         if all(turn.has_stop for skeleton in self.skeletons.values() for turn in skeleton.turns):

@@ -80,6 +80,8 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "skip_invalid": options.rows.skip_invalid,
         **(describe_label_options(options) if options.rows.format == CLASSIFICATION else {}),
         "allow_missing_stop_token": options.rows.allow_missing_stop_token,
+        "thinking_prefix": options.rows.thinking_prefix,
+        "strict_reasoning": options.rows.strict_reasoning,
     }
 
 

@@ -179,7 +179,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
     try:
         check_completeness(prompt, tokenizer)
         with template_errors():
-            return apply_template(prompt.messages, prompt.tools, tokenizer, tokenize=True, return_dict=True)["input_ids"]
+            return apply_template(prompt.messages, prompt.tools, tokenizer, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
     except ValueError as error:
         raise ValueError(f"{prompt.place}: {error}") from None
 
