@@ -24,7 +24,7 @@ from chat.learning import SkeletonLearner
 from chat.pictures import ImageExpander
 from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_parts, make_outline
 from chat.placing import check_names
-from chat.prompting import PromptMatcher, refuse_untrained_reasoning
+from chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
 from chat.rendering import catch_error, prepare_for, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
 from chat.template_check import MISSING_STOP_TOKEN, TemplateChecker
@@ -222,17 +222,15 @@ class ChatMasker:
 
     def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
         """The row, whose last turn follows the generation prompt's words if it is to, and what differs from these."""
+        render = partial(self.render, tools=chat.tools)
+        unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
+        trained = [weight > 0 for weight in chat.weights]
         text, spans, remarks = self.matcher.match(
-            text,
-            spans,
-            chat.messages,
-            trained=[weight > 0 for weight in chat.weights],
-            render=partial(self.render, tools=chat.tools),
-            has_tools=bool(chat.tools),
+            text, spans, chat.messages, trained=trained, render=render, has_tools=bool(chat.tools)
         )
         if self.strict_reasoning:
             refuse_untrained_reasoning(remarks)
-        return text, spans, remarks
+        return text, spans, remarks + unread
 
     def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
         """Whose turn stands where in a rendered chat."""

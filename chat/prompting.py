@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chat.examples import ASSISTANT, Message
-from chat.placeholders import OTHER_STAND_IN, STAND_IN, Leaf, Outline
+from chat.placeholders import OTHER_STAND_IN, REASONING_KEYS, STAND_IN, Leaf, Outline
 from chat.rendering import catch_error
 from chat.skeletons import Beginning, Render, Skeleton, Span, Turn
 from chat.token_spans import Remark
@@ -30,10 +30,12 @@ OPENINGS = {opening: closing for opening, closing in TAGS}
 NO_REASONING = re.compile("|".join(rf"(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for a, b in TAGS))
 INLINE_REASONING = re.compile("|".join(rf"\s*{re.escape(a)}(.+?){re.escape(b)}" for a, b in TAGS), re.DOTALL)
 THOUGHT = "xQ99997Qx"  # reasoning of a turn that stands in for another
-NUM_SHOWN = 40  # characters of a prompt's end that a remark shows
+NUM_SHOWN = 60  # characters of a prompt's end that a remark shows
 
 AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
-EARLIER = "earlier turn"
+EARLIER, UNREAD_KEY = "earlier turn", "unread key"
+READ_OR_CHECKED = {"role", "content", "tool_calls", *REASONING_KEYS}  # keys whose values are looked for elsewhere
+READ_OF_RESULTS = {"tool_call_id", "name"}
 
 
 def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
@@ -132,6 +134,24 @@ def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
     content = message.get("content")
     inline = INLINE_REASONING.match(content) if isinstance(content, str) else None
     return inline is not None and inline[inline.lastindex].strip() not in text[span.opens : span.end]
+
+
+def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> list[Remark]:
+    """The keys of messages without which the template writes the same `text`."""
+    others = sorted({(message["role"], key) for message in messages for key in message.keys() - list_checked(message)})
+    if not others:
+        return []
+
+    def writes_same(without: Sequence[tuple[str, str]]) -> bool:
+        kept = [{key: m[key] for key in m if (m["role"], key) not in without} for m in messages]
+        return catch_error(render, [kept]) == [text]
+
+    unread = others if writes_same(others) else [other for other in others if writes_same([other])]
+    return [Remark(UNREAD_KEY, role, key) for role, key in unread]
+
+
+def list_checked(message: Message) -> set[str]:
+    return READ_OR_CHECKED | READ_OF_RESULTS if message["role"] == "tool" else READ_OR_CHECKED
 
 
 def refuse_untrained_reasoning(remarks: Sequence[Remark]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
-from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNTRAINED_REASONING
+from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
 from chat.token_spans import Remark
 from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
@@ -22,7 +22,7 @@ SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
 NUM_LABELS_SHOWN = 30
 MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
 MAX_REMARK_KINDS = 200  # further ones are counted without their texts
-NUM_REMARKS_SHOWN = 2  # of each kind
+NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # of each kind; of others 2
 REMARKS = {
     AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
     " answer is trained after {rendered} (see --thinking-prefix in docs/data.md)",
@@ -32,6 +32,7 @@ REMARKS = {
     " (--thinking-prefix train-as-prompted)",
     UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
     " (--strict-reasoning refuses such rows)",
+    UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 
@@ -232,7 +233,7 @@ def describe_remarks(totals: Totals) -> list[str]:
     notes, shown = [], Counter()
     for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
         shown[remark.kind] += 1
-        if shown[remark.kind] <= NUM_REMARKS_SHOWN:
+        if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, 2):
             said = REMARKS[remark.kind].format(prompted=repr(remark.prompted), rendered=repr(remark.rendered))
             notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
     return notes
