@@ -93,12 +93,12 @@ class SkeletonLearner:
         for i, (first, last) in zip(assistants, marked, strict=True):
             mark, end = locate(text, first), locate(text, self.stops.trim(text, first, last))
             try:
-                start, rests = learner.learn_start(i)
+                start, rests, prompt = learner.learn_start(i)
             except ValueError:  # there may be no generation prompt: the marks say all there is to know
-                start, rests = mark, ()
+                start, rests, prompt = mark, (), None
             header, start = start, max(mark, start)
             num_skipped = start[1] - mark[1] if start[0] == mark[0] else None
-            skeleton.turns.append(Turn(i, start, end, rests, num_skipped=num_skipped, header=header))
+            skeleton.turns.append(Turn(i, start, end, rests, prompt=prompt, num_skipped=num_skipped, header=header))
         describe_beginnings(outline, skeleton)
         check_places(outline, skeleton)
         self.places.check_arguments(outline, skeleton, render, text)

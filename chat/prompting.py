@@ -30,7 +30,7 @@ OPENINGS = {opening: closing for opening, closing in TAGS}
 NO_REASONING = re.compile("|".join(rf"(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for a, b in TAGS))
 INLINE_REASONING = re.compile("|".join(rf"\s*{re.escape(a)}(.+?){re.escape(b)}" for a, b in TAGS), re.DOTALL)
 THOUGHT = "xQ99997Qx"  # reasoning of a turn that stands in for another
-NUM_SHOWN = 60  # characters of a prompt's end that a remark shows
+NUM_SHOWN = 80  # characters of a prompt's end that a remark shows
 
 AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
 EARLIER, UNREAD_KEY = "earlier turn", "unread key"
@@ -62,13 +62,15 @@ def find_lacking(leaves: Sequence[Leaf], written: set[int]) -> set[int]:
 def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Beginning | None:
     """None where the prompt has nothing more than a row, or where nothing prompts for the turn."""
     index, offset = turn.header or turn.start
-    if not turn.prompted or turn.message == 0 or index != turn.start[0]:
-        return None
     literal = skeleton.literals[index]
+    if turn.prompt is None or turn.prompt == literal[:offset] or index != turn.start[0]:
+        return None
+    prompted = turn.prompt.removeprefix(literal[:offset]) if turn.prompt.startswith(literal[:offset]) else None
     has_text = turn.start[0] < turn.end[0]
     is_reasoning = has_text and outline.leaves[skeleton.slots[index].leaf].kind == "reasoning"
     end = len(literal) if has_text else turn.end[1]
-    return Beginning((index, offset), literal[:offset], turn.prompted[0], None if is_reasoning else literal[offset:end])
+    written = None if is_reasoning else literal[offset:end]
+    return Beginning((index, offset), literal[:offset], turn.prompt, prompted, written)
 
 
 @dataclass
@@ -97,7 +99,7 @@ class PromptMatcher:
                 beginning = span.turn.beginning
                 kind = AS_RENDERED if span is last else EARLIER
                 kept = beginning.header + text[span.opens : span.start]
-                remark = Remark(kind, shorten(beginning.header + beginning.prompted), shorten(kept))
+                remark = Remark(kind, shorten(beginning.prompt), shorten(kept))
                 closing = self.find_closing(beginning, render, has_tools) if span is last and not lacks else None
                 if self.as_prompted and closing is not None and can_begin_so(text, span):
                     text, spans = begin_as_prompted(text, spans, span, closing)
@@ -107,12 +109,13 @@ class PromptMatcher:
 
     def find_closing(self, beginning: Beginning, render: Render, has_tools: bool) -> str | None:
         """What has to follow the prompt before an answer without reasoning. None if that is not known."""
+        if beginning.prompted is None:
+            return None
         key = (beginning.header, beginning.prompted, has_tools)
         if key not in self.closings:
             closing = find_closing(beginning.prompted, self.template, render)
             candidates = [] if closing is None else [closing, closing.lstrip()]
-            prompt = beginning.header + beginning.prompted
-            self.closings[key] = next((c for c in candidates if self.stays_apart(prompt, c)), None)
+            self.closings[key] = next((c for c in candidates if self.stays_apart(beginning.prompt, c)), None)
         return self.closings[key]
 
     def stays_apart(self, prompt: str, closing: str) -> bool:
@@ -124,7 +127,9 @@ class PromptMatcher:
 def is_prompted(text: str, span: Span) -> bool:
     """Whether the turn begins as its prompt does."""
     beginning = span.turn.beginning
-    return beginning is None or text.startswith(beginning.prompted, span.opens)
+    if beginning is None:
+        return True
+    return beginning.prompted is not None and text.startswith(beginning.prompted, span.opens)
 
 
 def lacks_reasoning(text: str, span: Span, message: Message) -> bool:

@@ -52,12 +52,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a turn and the prompt for it go on after the `header` that both have, which ends at `place`: the prompt with
-    `prompted`, a row with `written`, up to the turn's first text (None: that is reasoning)."""
+    """How a turn begins after its `header`, which ends at `place`: with `written`, up to its first text (None: that is
+    reasoning). The generation prompt is `prompt`: the same header and `prompted`, or another header (None)."""
 
     place: tuple[int, int]  # literal, offset into it
     header: str
-    prompted: str
+    prompt: str
+    prompted: str | None
     written: str | None
 
 
@@ -69,6 +70,7 @@ class Turn:
     start: tuple[int, int]
     end: tuple[int, int]
     prompted: tuple[str, ...] = ()  # with what the generation prompt may already begin it; the first that fits counts
+    prompt: str | None = None  # what the generation prompt writes after the last text before the turn
     has_stop: bool = True
     num_skipped: int | None = 0  # of a marked turn: characters from its mark's beginning; None where text is between
     header: tuple[int, int] | None = None  # where the header ends, if the turn begins later
