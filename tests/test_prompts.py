@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from breadth import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults
-from test_generate_servers import Server, server  # noqa: F401  # a fixture
-from test_tool_call_masks import TEMPLATES, make_tokenizer
+from stock_templates import TEMPLATES, make_tokenizer
 from tiny_data import read_lines
 from tiny_models import SHAPE, save_model
 from trait_templates import ONLY_PARTS, PROMPTED_REASONING
@@ -70,10 +70,6 @@ ALL = TEMPLATES | OWN
 
 
 NO_REASONING = re.compile(r"\A(?:<think></think>|</think>)")
-
-
-def wide(name: str) -> object:
-    return pytest.param(name, marks=pytest.mark.wide)
 
 
 @cache
@@ -271,29 +267,6 @@ def test_engines_are_given_what_was_trained_up_to_the_answer(name, world, tmp_pa
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     list(open_model(group_options(GenerateOptions, **given, engine="vllm"), world).answer(requests))
     assert sys.modules.pop("vllm").asked == expected
-
-
-def test_a_server_is_sent_what_the_template_is_given_here(server, world, tmp_path):  # noqa: F811
-    """Servers read a call's JSON text into an object: rendered so, what is sent is what a row has up to the answer."""
-    rows = [ROWS[kind] for kind in ("one turn", "system", "calls", "calls as text")]
-    rows[2] = json.loads(json.dumps(rows[2]).replace('"content": ""', '"content": null'))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = read_prompts([str(tmp_path / "rows.jsonl")], None)
-    given = dict(model="m", engine="openai", base_url=server.url, prompts=str(tmp_path / "rows.jsonl"), output="o")
-    engine = open_model(group_options(GenerateOptions, **given), world)
-    masker = make_masker("trl:qwen3" if "trl:qwen3" in ALL else "the first call in its own turn")
-    for row, prompt in zip([*rows[:3], rows[2]], prompts, strict=True):
-        list(engine.answer([Request(0, 0, prompt)]))
-        _, sent = server.asked[-1]
-        messages = json.loads(json.dumps(sent["messages"]))
-        for message in messages:
-            assert None not in message.values()
-            for call in message.get("tool_calls", []):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        ids = masker.tokenizer.apply_chat_template(
-            messages, tools=sent.get("tools"), add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        assert ids == before_answer(mask(masker, row))
 
 
 def test_calls_are_written_as_the_protocol_has_them():
