@@ -100,8 +100,9 @@ class PromptMatcher:
                 kind = AS_RENDERED if span is last else EARLIER
                 kept = beginning.header + text[span.opens : span.start]
                 remark = Remark(kind, shorten(beginning.prompt), shorten(kept))
-                closing = self.find_closing(beginning, render, has_tools) if span is last and not lacks else None
-                if self.as_prompted and closing is not None and can_begin_so(text, span):
+                changes = self.as_prompted and span is last and not lacks and can_begin_so(text, span)
+                closing = self.find_closing(beginning, render, has_tools) if changes else None
+                if closing is not None:
                     text, spans = begin_as_prompted(text, spans, span, closing)
                     remark = Remark(AS_PROMPTED, remark.prompted, closing)
                 remarks.append(remark)
@@ -136,8 +137,9 @@ def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
     """Whether the turn goes without the reasoning that its message has, by a key of its own or in the content."""
     if span.turn.lacks_reasoning:
         return True
-    content = message.get("content")
-    inline = INLINE_REASONING.match(content) if isinstance(content, str) else None
+    said = message.get("content") or ""
+    content = said if isinstance(said, str) else "".join(part.get("text", "") for part in said)
+    inline = INLINE_REASONING.match(content)
     return inline is not None and inline[inline.lastindex].strip() not in text[span.opens : span.end]
 
 

@@ -94,6 +94,12 @@ def before_answer(masked: TokenizedChat) -> list[int]:
 
 PIECES = (" ", "\n", "a", "b", "<think>", "</think>", "<", "é", "|", "<channel|>")
 TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join).filter(str.strip)
+
+
+def decode_answer(masked: TokenizedChat, masker: ChatMasker) -> str:
+    return masker.tokenizer.decode(masked.input_ids[masked.spans[-1].start : masked.spans[-1].end])
+
+
 SOME = ("trl:qwen3", "trl:gemma4_v5", "trl:deepseek_r1_distill", "trl:smolvlm", "trl:nemotron_3_nano_training", *OWN)
 
 
@@ -108,6 +114,10 @@ def test_a_prompt_is_its_row_up_to_the_answer_or_a_remark_says_how_they_differ(n
         prompt = encode_prompt(read_prompt(row, None), masker.tokenizer)
         said = {remark.kind for remark in masked.remarks if remark.prompted}
         assert (prompt == before_answer(masked)) == (AS_RENDERED not in said), kind
+        if AS_PROMPTED in said:
+            (closing,) = {remark.rendered for remark in masked.remarks if remark.kind == AS_PROMPTED}
+            plain, trained = (decode_answer(found, masker) for found in (mask(make_masker(name), row), masked))
+            assert trained.startswith(closing) and plain.endswith(trained.removeprefix(closing)), kind
 
 
 @pytest.mark.parametrize("name", PROMPTED_REASONING)
