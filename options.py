@@ -103,6 +103,12 @@ class RowOptions:
     append_stop_token: bool = False
     """Where the chat template writes no stop token after a conversation's last turn, append the one that ends earlier
     turns, or else the tokenizer's eos_token, and train it."""
+    thinking_prefix: Literal["as-rendered", "train-as-prompted"] = "as-rendered"
+    """If the template's generation prompt has words that rows lack, such as <think>: train answers as the template
+    renders rows, or the last answer of each row after the prompt's own words, with what closes the reasoning."""
+    strict_reasoning: bool = False
+    """Refuse rows in which the chat template leaves out the reasoning of an answer that is trained, instead of counting
+    them."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
     truncate: bool = False

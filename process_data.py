@@ -39,6 +39,7 @@ from corpus.report import (
     Totals,
     add_up,
     describe_lengths,
+    describe_remarks,
     describe_sources,
     print_report,
     print_sides,
@@ -61,7 +62,7 @@ from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import hash_file, written_aside
 from model.files import find_model
-from options import ProcessDataOptions, RowOptions, flag_name
+from options import ProcessDataOptions, RowOptions
 from ranks.ending import ExitCode, exit_with_message
 
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
@@ -95,6 +96,8 @@ def process_data(options: ProcessDataOptions) -> None:
             stop_token_ids=load_stop_token_ids(model_dir),
             allow_missing_stop_token=options.rows.allow_missing_stop_token,
             append_stop_token=options.rows.append_stop_token,
+            thinking_prefix=options.rows.thinking_prefix,
+            strict_reasoning=options.rows.strict_reasoning,
             expander=open_expander(model_dir, options),
         )
         notes = check_template(masker, options)
@@ -117,6 +120,7 @@ def process_data(options: ProcessDataOptions) -> None:
             )
         check_interrupt()
         totals = add_up(sides)
+        notes += describe_remarks(totals)
         notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
         check_totals(totals, reasons, sources=sources, skip_invalid=options.rows.skip_invalid)
         notes += describe_unread(totals.columns, options.rows.ignore_columns)
@@ -231,9 +235,15 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
     if masker.tokenizer.chat_template is not None:
         given = options.rows.chat_template
         return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
-    for name in ("allow_missing_stop_token", "append_stop_token"):
-        if getattr(options.rows, name):
-            raise ValueError(f"{flag_name(name)} has no effect: the tokenizer has no chat template")
+    useless = {
+        "--allow-missing-stop-token": options.rows.allow_missing_stop_token,
+        "--append-stop-token": options.rows.append_stop_token,
+        "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
+        "--strict-reasoning": options.rows.strict_reasoning,
+    }
+    for flag, is_given in useless.items():
+        if is_given:
+            raise ValueError(f"{flag} has no effect: the tokenizer has no chat template")
     return []
 
 

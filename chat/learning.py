@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from chat.examples import ASSISTANT, Message
 from chat.placeholders import PLACEHOLDER, Outline, split_at_placeholders
 from chat.placing import PlaceMemory, check_completeness, check_places, check_rest
+from chat.prompting import describe_beginnings
 from chat.skeletons import Render, Skeleton, SlotMemory, Turn, pad_outline
 from chat.turns import Stops, TurnLearner, TurnMemory
 
@@ -30,6 +31,7 @@ class SkeletonLearner:
         divided = divide_turns(outline, [slot.leaf for slot in skeleton.slots])
         if divided is None:
             self.learn_turns(outline, skeleton, text, unmasked=unmasked, render=render)
+            describe_beginnings(outline, skeleton)
             return skeleton
         divided_outline, original = divided
         (divided_text,) = render([divided_outline.messages])
@@ -41,6 +43,7 @@ class SkeletonLearner:
         parts = {i for i, message in enumerate(original) if message in unmasked}
         self.learn_turns(divided_outline, skeleton, text, unmasked=parts, render=render)
         skeleton.turns[:] = [replace(turn, message=original[turn.message]) for turn in skeleton.turns]
+        describe_beginnings(outline, skeleton)
         return skeleton
 
     def start(self, outline: Outline, render: Render) -> tuple[str, Skeleton]:
@@ -90,12 +93,13 @@ class SkeletonLearner:
         for i, (first, last) in zip(assistants, marked, strict=True):
             mark, end = locate(text, first), locate(text, self.stops.trim(text, first, last))
             try:
-                start, rests = learner.learn_start(i)
+                start, rests, prompt = learner.learn_start(i)
             except ValueError:  # there may be no generation prompt: the marks say all there is to know
-                start, rests = mark, ()
-            start = max(mark, start)
+                start, rests, prompt = mark, (), None
+            header, start = start, max(mark, start)
             num_skipped = start[1] - mark[1] if start[0] == mark[0] else None
-            skeleton.turns.append(Turn(i, start, end, rests, num_skipped=num_skipped))
+            skeleton.turns.append(Turn(i, start, end, rests, prompt=prompt, num_skipped=num_skipped, header=header))
+        describe_beginnings(outline, skeleton)
         check_places(outline, skeleton)
         self.places.check_arguments(outline, skeleton, render, text)
         return skeleton

@@ -25,11 +25,21 @@ from chat.learning import SkeletonLearner
 from chat.pictures import ImageExpander
 from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_parts, make_outline
 from chat.placing import check_names
-from chat.rendering import as_parts, catch_error, prepare_messages, template_errors
+from chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
+from chat.rendering import catch_error, prepare_for, template_errors
 from chat.skeletons import Render, Skeleton, Span, match_text
-from chat.template_check import ANSWER, QUESTION, TemplateChecker
+from chat.template_check import TemplateChecker
 from chat.token_bytes import ByteEncoder
-from chat.token_spans import Located, Passage, TokenizedChat, TrainedSpan, find_token, label_encoding, split_by_training
+from chat.token_spans import (
+    Located,
+    Passage,
+    Remark,
+    TokenizedChat,
+    TrainedSpan,
+    find_token,
+    label_encoding,
+    split_by_training,
+)
 from chat.turns import find_stops
 
 __all__ = [
@@ -96,6 +106,8 @@ class ChatMasker:
     `allow_missing_stop_token`: where the template writes none after the assistant's turns, train their contents alone.
     `append_stop_token`: append one after a conversation's last turn where the template writes none there.
     `expander`: of conversations with images.
+    `thinking_prefix`: "train-as-prompted" puts the generation prompt's words before the last answer (see
+    chat/prompting.py). `strict_reasoning`: refuse answers whose reasoning the template leaves out.
     """
 
     def __init__(
@@ -106,6 +118,8 @@ class ChatMasker:
         allow_missing_stop_token: bool = False,
         append_stop_token: bool = False,
         expander: ImageExpander | None = None,
+        thinking_prefix: str = "as-rendered",
+        strict_reasoning: bool = False,
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
@@ -116,6 +130,9 @@ class ChatMasker:
         self.allows_missing_stop, self.appends_stop = allow_missing_stop_token, append_stop_token
         self.stops = replace(find_stops(tokenizer, stop_token_ids), may_be_missing=allow_missing_stop_token)
         self.encoder = ByteEncoder(tokenizer)
+        self.strict_reasoning = strict_reasoning
+        template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+        self.matcher = PromptMatcher(self.encode_text, template, as_prompted=thinking_prefix != "as-rendered")
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
@@ -131,26 +148,6 @@ class ChatMasker:
     @cached_property
     def template_tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
-
-    @cached_property
-    def takes_parts(self) -> bool:
-        """Whether the template writes contents only where they are lists of parts, as some of multi-modal models do."""
-
-        def writes(messages: list[Message]) -> bool:
-            try:
-                with template_errors():
-                    text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            except ValueError:
-                return False
-            return all(message["content"] in text for message in exchange)
-
-        exchange = [QUESTION, ANSWER]
-        return not writes(exchange) and writes([as_parts(message) for message in exchange])
-
-    def prepare(self, messages: Sequence[Message]) -> list[Message]:
-        """What the template is given."""
-        prepared = prepare_messages(messages)
-        return [as_parts(message) for message in prepared] if self.takes_parts else prepared
 
     def mask(self, rows: Sequence[Example]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or why it cannot be used.
@@ -203,6 +200,14 @@ class ChatMasker:
 
         return StopAppender(locate, self.make_checker(), self.stop_token_ids)
 
+    def mask_as_rendered(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
+        """`mask_chats` with texts as the template renders them."""
+        matcher, self.matcher = self.matcher, replace(self.matcher, as_prompted=False)
+        try:
+            return self.mask_chats(chats)
+        finally:
+            self.matcher = matcher
+
     def put_images(self, located: Located, chat: PreparedChat) -> Located:
         """The row with what the model's processor makes of its images."""
         if self.expander is not None:
@@ -229,13 +234,26 @@ class ChatMasker:
             if chat.unmasked:
                 others = self.find_spans(text, chat)
                 spans += [span for span in others if chat.messages[span.message]["role"] != ASSISTANT]
+        text, spans, remarks = self.match_prompts(text, spans, chat)
         passages = [
             Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
             for span in sorted(spans, key=lambda span: span.start)
             if chat.weights[span.message] > 0
         ]
         is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
-        return Located(text, passages, is_weighted)
+        return Located(text, passages, is_weighted, remarks=tuple(remarks))
+
+    def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
+        """The row, whose last turn follows the generation prompt's words if it is to, and what differs from these."""
+        render = partial(self.render, tools=chat.tools)
+        unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
+        trained = [weight > 0 for weight in chat.weights]
+        text, spans, remarks = self.matcher.match(
+            text, spans, chat.messages, trained=trained, render=render, has_tools=bool(chat.tools)
+        )
+        if self.strict_reasoning:
+            refuse_untrained_reasoning(remarks)
+        return text, spans, remarks + unread
 
     def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
         """Whose turn stands where in a rendered chat."""
@@ -308,8 +326,9 @@ class ChatMasker:
             if turn.num_skipped is None:
                 raise ValueError("the chat template marks as generated what others say")
             start += turn.num_skipped
+            opens = start if turn.beginning is None else start - (turn.start[1] - turn.beginning.place[1])
             start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
-            spans.append(Span(start, self.stops.trim(text, start, end), turn.message))
+            spans.append(Span(start, self.stops.trim(text, start, end), turn, opens))
         return spans
 
     def find_marked_skeleton(self, chat: PreparedChat) -> Skeleton:
@@ -366,7 +385,7 @@ class ChatMasker:
 
         with template_errors():
             texts, marked = render_jinja_template(
-                [self.prepare(messages) for messages in conversations],
+                [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -384,11 +403,15 @@ class ChatMasker:
         """The texts that `apply_chat_template` tokenizes."""
         with template_errors():
             return self.tokenizer.apply_chat_template(
-                [self.prepare(messages) for messages in conversations],
+                [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
+
+    def encode_text(self, text: str) -> list[int]:
+        (encoding,) = self.encode([text], add_special_tokens=False)
+        return encoding.ids
 
     def encode(self, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
         """Tokenizes the texts in one call; errors among them stay where they are."""
@@ -397,9 +420,7 @@ class ChatMasker:
         return [next(encodings) if isinstance(text, str) else text for text in texts]
 
     def make_checker(self) -> TemplateChecker:
-        return TemplateChecker(
-            self.tokenizer, self.stops, self.mask_chats, self.render, self.prepare, lambda: self.takes_parts
-        )
+        return TemplateChecker(self.tokenizer, self.stops, self.mask_as_rendered, self.render)
 
     def find_stop_token(self) -> int | None:
         """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
@@ -427,6 +448,8 @@ class ChatMasker:
         checker = self.make_checker()
         notes = checker.check(name)
         self.open_turns = checker.open_turns
+        if self.matcher.as_prompted:
+            checker.check_as_prompted(self.mask_chats, name)
         if not (self.allows_missing_stop or self.appends_stop):
             return notes
         appended = self.appender.after_text.strip() if self.appends_stop else None

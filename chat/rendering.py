@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from chat.examples import Message
@@ -19,6 +20,8 @@ RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than 
 RENDER_BYTES = 4 << 30  # of memory, for trying a template
 LONGEST_REASON = 400  # characters of an error that are told
 TOO_MUCH_MEMORY = 3  # exit code
+
+EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
 T = TypeVar("T")
 
@@ -93,6 +96,34 @@ def prepare_messages(messages: Sequence[Message]) -> list[Message]:
         named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         prepared.append({key: value for key, value in named.items() if value is not None})
     return prepared
+
+
+def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """The messages in the form that the tokenizer's chat template reads. Rows and prompts both go through here, so that
+    a model is prompted with the text that it was trained on."""
+    prepared = prepare_messages(messages)
+    return [as_parts(message) for message in prepared] if takes_parts(tokenizer) else prepared
+
+
+def takes_parts(tokenizer: Any) -> bool:
+    """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
+    template = tokenizer.chat_template
+    return find_form(tokenizer, template if isinstance(template, str) else repr(template))
+
+
+@lru_cache(maxsize=8)
+def find_form(tokenizer: Any, _template: str) -> bool:
+    """`takes_parts`, found once per tokenizer and template."""
+
+    def writes(messages: list[Message]) -> bool:
+        try:
+            with template_errors():
+                text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except ValueError:
+            return False
+        return all(message["content"] in text for message in EXCHANGE)
+
+    return not writes(EXCHANGE) and writes([as_parts(message) for message in EXCHANGE])
 
 
 def as_parts(message: Message) -> Message:

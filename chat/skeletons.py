@@ -29,15 +29,6 @@ class Render(Protocol):
 
 
 @dataclass(frozen=True)
-class Span:
-    """Characters [start, end) of a rendered chat that belong to a message, and could be trained."""
-
-    start: int
-    end: int
-    message: int
-
-
-@dataclass(frozen=True)
 class Writing:
     """How the template writes a leaf."""
 
@@ -60,6 +51,18 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """How a turn begins after its `header`, which ends at `place`: with `written`, up to its first text (None: that is
+    reasoning). The generation prompt is `prompt`: the same header and `prompted`, or another header (None)."""
+
+    place: tuple[int, int]  # literal, offset into it
+    header: str
+    prompt: str
+    prompted: str | None
+    written: str | None
+
+
+@dataclass(frozen=True)
 class Turn:
     """A message's part of a skeleton: (literal, offset into it) where it begins, and where it ends."""
 
@@ -67,11 +70,30 @@ class Turn:
     start: tuple[int, int]
     end: tuple[int, int]
     prompted: tuple[str, ...] = ()  # with what the generation prompt may already begin it; the first that fits counts
+    prompt: str | None = None  # what the generation prompt writes after the last text before the turn
     has_stop: bool = True
     num_skipped: int | None = 0  # of a marked turn: characters from its mark's beginning; None where text is between
+    header: tuple[int, int] | None = None  # where the header ends, if the turn begins later
+    beginning: Beginning | None = None  # None where the prompt has nothing after the header
+    lacks_reasoning: bool = False  # its message has some that the template leaves out
 
     def covers(self, slot: int) -> bool:
         return self.start[0] <= slot < self.end[0]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters [start, end) of a rendered chat that belong to a turn, and could be trained. `opens`: where the
+    header before them ends."""
+
+    start: int
+    end: int
+    turn: Turn
+    opens: int
+
+    @property
+    def message(self) -> int:
+        return self.turn.message
 
 
 @dataclass(frozen=True)
@@ -106,8 +128,10 @@ class Skeleton:
     def span(self, turn: Turn, text: str, positions: list[int]) -> Span:
         """Where in `text`, which was laid out with `positions`, the turn stands, without the generation prompt."""
         start, end = (positions[2 * literal] + offset for literal, offset in (turn.start, turn.end))
+        place = turn.start if turn.beginning is None else turn.beginning.place
+        opens = positions[2 * place[0]] + place[1]
         start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
-        return Span(start, end, turn.message)
+        return Span(start, end, turn, opens)
 
 
 def dump_json(text: str) -> str:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chat.examples import ASSISTANT, Chat, Message
-from chat.rendering import catch_error, check_in_child
+from chat.prompting import AS_PROMPTED, NUM_SHOWN
+from chat.rendering import EXCHANGE, catch_error, check_in_child, prepare_for, takes_parts
 from chat.skeletons import Render
 from chat.token_spans import TokenizedChat, split_by_training
 from chat.turns import Stops
@@ -14,7 +15,8 @@ MISSING_STOP_TOKEN = (
     "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
     " trained (--allow-missing-stop-token)"
 )
-QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}
+ONE_TOKEN = "the generation prompt's end is one token with the beginning of some answers: that token is not trained"
+QUESTION, ANSWER = EXCHANGE
 MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 THOUGHT = {**ANSWER, "reasoning_content": "Two and two make four."}
@@ -49,8 +51,6 @@ class TemplateChecker:
     stops: Stops
     mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
     render: Render
-    prepare: Callable[[Sequence[Message]], list[Message]]
-    takes_parts: Callable[[], bool]  # whether the template gets texts as lists of parts; renders it to find out
     notes: list[str] = field(default_factory=list)
     open_turns: set[str] = field(default_factory=set)  # turns that no special token ends: inner ones, last ones
 
@@ -74,7 +74,7 @@ class TemplateChecker:
                 "the chat template writes no end-of-turn token after a conversation's last turn, only where another"
                 " turn follows"
             )
-        if self.takes_parts():
+        if takes_parts(self.tokenizer):
             self.notes.append("the chat template takes contents as lists of parts, so it is given texts as such")
         return list(dict.fromkeys(self.notes))
 
@@ -115,7 +115,7 @@ class TemplateChecker:
     def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
         """What is wrong with a probe's token ids or labels. Adds to the notes what is as the template wants it, and
         yet not as one would expect."""
-        messages = self.prepare(chat.messages)
+        messages = prepare_for(self.tokenizer, chat.messages)
         expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
         if tokenized.input_ids != expected:
             return "apply_chat_template gives other token ids"
@@ -135,11 +135,49 @@ class TemplateChecker:
                     return f"{self.decode(ids)!r} is trained, which does not end with a special token"
                 self.open_turns.add("last" if is_last else "inner")
             if squeeze(message["content"]) not in squeeze(self.decode(ids)):
-                self.notes.append(
-                    "the generation prompt's end is one token with the beginning of some answers: that token is not"
-                    " trained"
-                )
+                self.notes.append(ONE_TOKEN)
+        self.compare_prompt(tokenized, chat)
         return None
+
+    def compare_prompt(self, tokenized: TokenizedChat, chat: Chat) -> None:
+        """Adds to the notes how the prompt differs from what a row has before its last answer, in what no remark of
+        the row says."""
+        before = tokenized.input_ids[: tokenized.spans[-1].start]
+        prompt = self.encode_prompt(chat)
+        if prompt == before or ONE_TOKEN in self.notes or any(remark.prompted for remark in tokenized.remarks):
+            return
+        self.notes.append(
+            f"prompts end with {self.decode(prompt)[-NUM_SHOWN:]!r}, and rows have {self.decode(before)[-NUM_SHOWN:]!r}"
+            " before the answer"
+        )
+
+    def encode_prompt(self, chat: Chat) -> list[int]:
+        """What prompts for the last answer."""
+        messages = prepare_for(self.tokenizer, chat.messages[:-1])
+        return self.tokenizer.apply_chat_template(
+            messages, tools=chat.tools, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+
+    def check_as_prompted(self, mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]], name: str) -> None:
+        """Raises ValueError unless rows that are changed to follow the prompt do so, and are trained with the answer
+        alone; and unless some row is changed."""
+        flag, num_changed = "--thinking-prefix train-as-prompted", 0
+        for chat in self.choose_probes():
+            (tokenized,) = mask([chat])
+            if isinstance(tokenized, ValueError) or all(remark.kind != AS_PROMPTED for remark in tokenized.remarks):
+                continue
+            start, num_changed = tokenized.spans[-1].start, num_changed + 1
+            before, trained = tokenized.input_ids[:start], tokenized.input_ids[start : tokenized.spans[-1].end]
+            problem = self.find_problem_of_turn(trained, before, chat.messages[-1])
+            if before != self.encode_prompt(chat):
+                problem = "other token ids come before the answer than prompt for it"
+            if problem is not None:
+                raise ValueError(f"{flag}: {name} cannot be used: {problem}; tried with {chat.messages}")
+        if not num_changed:
+            raise ValueError(
+                f"{flag} has no effect: with {name} answers follow the generation prompt's words already, or it is not"
+                " known how it closes the reasoning that these open"
+            )
 
     def ends_with_special_token(self, ids: list[int]) -> bool:
         *_, stop = self.stops.special.findall(self.decode(ids)) or [""]

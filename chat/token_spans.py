@@ -39,6 +39,15 @@ class Pictures:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """What there is to say of a row's turns (chat/prompting.py): how their prompt ends, and what a row has there."""
+
+    kind: str
+    prompted: str = ""
+    rendered: str = ""
+
+
+@dataclass(frozen=True)
 class TokenizedChat:
     """Token ids, and which spans of them are trained, in order. `is_weighted`: a message of the row has a weight."""
 
@@ -47,6 +56,7 @@ class TokenizedChat:
     is_weighted: bool = False
     pictures: Pictures | None = None
     is_stop_appended: bool = False  # after what the chat template writes
+    remarks: tuple[Remark, ...] = ()
 
     @property
     def labels(self) -> list[int]:
@@ -103,6 +113,7 @@ class Located:
     is_weighted: bool = False
     pictures: Pictures | None = None
     is_stop_appended: bool = False
+    remarks: tuple[Remark, ...] = ()
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
@@ -127,7 +138,8 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
             spans.append(TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
         raise ValueError("the model's processor makes other tokens of the row than its tokenizer does: no mask is sure")
-    return TokenizedChat(input_ids, spans, located.is_weighted, located.pictures, located.is_stop_appended)
+    said = located.is_weighted, located.pictures, located.is_stop_appended, located.remarks
+    return TokenizedChat(input_ids, spans, *said)
 
 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:

@@ -86,7 +86,7 @@ class GenerationPrompt:
 class TurnMemory:
     """What was learned of turns, by what the template writes where they begin and end, and what is around them."""
 
-    starts: dict[tuple[object, ...], tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    starts: dict[tuple[object, ...], tuple[int, tuple[str, ...], str]] = field(default_factory=dict)
     ends: dict[tuple[object, ...], tuple[int, int] | None] = field(default_factory=dict)
 
     def make_room(self) -> None:
@@ -147,11 +147,11 @@ class TurnLearner:
 
     def learn_assistant_turn(self, message: int) -> Turn:
         self.memory.make_room()
-        start, rests = self.learn_start(message)
+        start, rests, prompt = self.learn_start(message)
         end = self.learn_end(message, start)
         if end is not None:
-            return Turn(message, start, end, rests)
-        return Turn(message, start, (self.find_content(message) + 1, 0), rests, has_stop=False)
+            return Turn(message, start, end, rests, prompt=prompt)
+        return Turn(message, start, (self.find_content(message) + 1, 0), rests, prompt=prompt, has_stop=False)
 
     def find_content(self, message: int) -> int:
         """The slot of the content of a turn that no token ends, so that it has to be the turn's end."""
@@ -160,19 +160,20 @@ class TurnLearner:
             raise ValueError(f"message {message + 1} ends with tool calls, and the chat template writes no stop token")
         return last
 
-    def learn_start(self, message: int) -> tuple[tuple[int, int], tuple[str, ...]]:
-        """Where the turn begins, and with what of the prompt it can begin."""
+    def learn_start(self, message: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
+        """Where the turn begins, with what of the prompt it can begin, and what the prompt writes after the last text;
+        None where there is nothing to prompt with."""
         own = self.slots_by_message.get(message)
         if message == 0:
-            return self.learn_first_start(own[0] if own else 0)
+            return *self.learn_first_start(own[0] if own else 0), None
         if own is None:
             return self.learn_start_after_prompt(message, None)
         key = self.describe_start(message, own[0])
         if key not in self.memory.starts:
-            (_, length), rests = self.learn_start_after_prompt(message, own[0])
-            self.memory.starts[key] = length, rests
-        length, rests = self.memory.starts[key]
-        return (own[0], length), rests
+            (_, length), rests, prompt = self.learn_start_after_prompt(message, own[0])
+            self.memory.starts[key] = length, rests, prompt
+        length, rests, prompt = self.memory.starts[key]
+        return (own[0], length), rests, prompt
 
     def describe_start(self, message: int, first: int) -> tuple[object, ...]:
         """What the beginning of a turn depends on."""
@@ -184,7 +185,7 @@ class TurnLearner:
         has_system = messages[0]["role"] != "user"
         return (self.skeleton.literals[first], *neighbours, *before, has_system, is_simple(messages[message]))
 
-    def learn_start_after_prompt(self, message: int, first: int | None) -> tuple[tuple[int, int], tuple[str, ...]]:
+    def learn_start_after_prompt(self, message: int, first: int | None) -> tuple[tuple[int, int], tuple[str, ...], str]:
         prompt = self.learn_prompt(self.outline.messages[:message], self.outline.messages[message])
         if first is None:
             if prompt.order and self.order.count(prompt.order[-1]) > 1:
@@ -193,7 +194,7 @@ class TurnLearner:
         if prompt.order[-1:] != self.order[:first][-1:]:
             raise ValueError(f"the chat template writes texts between the prompt for message {message + 1} and its own")
         header = prompt.find_header(self.skeleton.literals[first])
-        return (first, len(header)), prompt.find_rests(header)
+        return (first, len(header)), prompt.find_rests(header), prompt.text
 
     def learn_prompt(self, context: list[Message], message: Message) -> GenerationPrompt:
         """What prompts for the message that follows `context`, checked with a turn that has only a content."""

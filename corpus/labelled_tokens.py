@@ -7,7 +7,7 @@ from typing import Any
 from chat.examples import Chat
 from chat.labels import IGNORED
 from chat.masking import check_unicode
-from chat.rendering import catch_error, one_line, prepare_messages, template_errors
+from chat.rendering import catch_error, one_line, prepare_for, template_errors
 from corpus.labelled import Content, Labelled, TextPair, Words
 from corpus.labels import Labels, count_classes
 from objectives.columns import TOKENS
@@ -101,7 +101,8 @@ class LabelledTokenizer:
                 "the tokenizer has no chat template: name one with --chat-template, or give the row a text"
             )
         with template_errors():
-            text = self.tokenizer.apply_chat_template(prepare_messages(chat.messages), tools=chat.tools, tokenize=False)
+            messages = prepare_for(self.tokenizer, chat.messages)
+            text = self.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False)
         return check_unicode(text)
 
     def encode(self, texts: Sequence[Any], *, is_words: bool, adds_special: bool) -> list[Any]:

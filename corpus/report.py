@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
+from chat.token_spans import Remark
 from corpus.columns import count_column
 from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
@@ -20,6 +22,19 @@ SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
 SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
 NUM_LABELS_SHOWN = 30
 MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
+MAX_REMARK_KINDS = 200  # further ones are counted without their texts
+NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # of each kind; of others 2
+REMARKS = {
+    AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
+    " answer is trained after {rendered} (see --thinking-prefix in docs/data.md)",
+    EARLIER: "an answer before the last is trained after {rendered}, as the template writes it there; the generation"
+    " prompt ends with {prompted}",
+    AS_PROMPTED: "the last answer is trained after the generation prompt's {prompted}, and begins with {rendered}"
+    " (--thinking-prefix train-as-prompted)",
+    UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained without it"
+    " (--strict-reasoning refuses such rows)",
+    UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
+}
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 
 
@@ -34,6 +49,7 @@ class Totals:
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
     columns: Counter[str] = field(default_factory=Counter)  # rows by the columns that are not read
     stops: Counter[str] = field(default_factory=Counter)  # kept rows by what became of their stop tokens
+    remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by what there is to say of their answers
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
     values: "ValueTotals | None" = None  # of the numbers to predict, where labels are numbers
     num_loss_counted_tokens: int = 0
@@ -77,6 +93,10 @@ class Totals:
         is_known = kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS
         self.reasons[kind if is_known else "other reasons"] += count
 
+    def count_remark(self, remark: Remark, count: int) -> None:
+        is_known = remark in self.remarks or len(self.remarks) < MAX_REMARK_KINDS
+        self.remarks[remark if is_known else Remark(remark.kind)] += count
+
     def add(self, other: "Totals") -> None:
         self.rows.update(other.rows)
         self.lengths.update(other.lengths)
@@ -84,6 +104,8 @@ class Totals:
         for name, count in other.columns.items():
             count_column(self.columns, name, count)
         self.stops.update(other.stops)
+        for remark, count in other.remarks.items():
+            self.count_remark(remark, count)
         self.labels.update(other.labels)
         self.values = merge_values(self.values, other.values)
         for kind, count in other.reasons.items():
@@ -221,6 +243,17 @@ def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> li
         f"{num_longer:,} of the samples have more than {model_max_length:,} tokens, which the tokenizer says its model"
         f" takes: give --max-sample-num-tokens {model_max_length}, and --truncate to cut them instead of dropping them"
     ]
+
+
+def describe_remarks(totals: Totals) -> list[str]:
+    """Notes on answers that are trained after other words than the generation prompt's, or without their reasoning."""
+    notes, shown = [], Counter()
+    for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
+        shown[remark.kind] += 1
+        if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, 2):
+            said = REMARKS[remark.kind].format(prompted=repr(remark.prompted), rendered=repr(remark.rendered))
+            notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
+    return notes
 
 
 def print_sides(sides: dict[str, Totals], task: Task) -> None:

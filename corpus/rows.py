@@ -167,6 +167,9 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
     if isinstance(sample.tokens, TokenizedText):
         totals.rows["truncated"] += sample.tokens.is_truncated
         totals.add_labels(sample.tokens)
+    else:
+        for remark in set(sample.tokens.remarks):
+            totals.count_remark(remark, 1)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
 

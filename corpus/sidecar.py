@@ -83,6 +83,8 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "allow_missing_stop_token": options.rows.allow_missing_stop_token,
         "append_stop_token": options.rows.append_stop_token,
         "ignore_columns": list(options.rows.ignore_columns),
+        "thinking_prefix": options.rows.thinking_prefix,
+        "strict_reasoning": options.rows.strict_reasoning,
     }
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from inference.engine import Answer, Request, require
-from inference.prompts import Prompt
+from inference.prompts import Prompt, as_protocol
 from inference.sampling import make_seed
 from options import EngineOptions, SamplingOptions
 
@@ -97,7 +97,7 @@ class OpenAIEngine:
             if prompt.messages is None:
                 return self.client.completions.create(prompt=prompt.text, **common)
             tools = {"tools": prompt.tools} if prompt.tools else {}
-            return self.client.chat.completions.create(messages=prompt.messages, **tools, **common)
+            return self.client.chat.completions.create(messages=as_protocol(prompt.messages), **tools, **common)
         except APIStatusError as error:
             raise ValueError(f"{self.where}: refused ({error.status_code}): {error.message}") from None
         except APIConnectionError as error:

@@ -14,17 +14,21 @@ completion are the reference, which the model is not shown. Beside them there ar
 """
 
 import base64
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ONLY_FOR_MASKING
-from chat.rendering import prepare_messages, template_errors
+from chat.placeholders import make_outline, split_at_placeholders
+from chat.rendering import prepare_for, template_errors
 from corpus.files import Row, Source, find_sources, iterate_rows, read_chunks
 from corpus.formats import Fields, find_format, parse_row, quote, read_example
 
 NUM_REASONS_SHOWN = 10
+
+Tools = list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,16 +177,62 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
             " learned to chat"
         )
     try:
+        check_completeness(prompt, tokenizer)
         with template_errors():
-            return tokenizer.apply_chat_template(
-                prepare_messages(prompt.messages),
-                tools=prompt.tools,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-            )["input_ids"]
+            return apply_template(prompt.messages, prompt.tools, tokenizer, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
     except ValueError as error:
         raise ValueError(f"{prompt.place}: {error}") from None
+
+
+def apply_template(messages: list[Message], tools: Tools, tokenizer: Any, **how: Any) -> Any:
+    """What transformers makes of a conversation that the assistant is to continue."""
+    return tokenizer.apply_chat_template(
+        prepare_for(tokenizer, messages), tools=tools, add_generation_prompt=True, **how
+    )
+
+
+def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
+    """Refuses a chat of which the template leaves out what the model has to read, as process_data.py does: the tools,
+    or what others than the assistant say."""
+    outline = make_outline(prompt.messages)
+    with template_errors():
+        text = apply_template(outline.messages, prompt.tools, tokenizer, tokenize=False)
+    if prompt.tools and not reads_tools(outline.messages, text, tokenizer):
+        raise ValueError("the chat template leaves out 'tools': remove them, or describe them in the system message")
+    written = set(split_at_placeholders(text)[0])
+    for i, leaf in enumerate(outline.leaves):
+        role = outline.messages[leaf.message]["role"]
+        if leaf.kind == "content" and role != ASSISTANT and i not in written:
+            raise ValueError(f"the chat template leaves out the content of message {leaf.message + 1} ({role})")
+
+
+def reads_tools(messages: list[Message], text: str, tokenizer: Any) -> bool:
+    """Whether the template writes or does something else without tools; with them it writes `text`."""
+    try:
+        with template_errors():
+            return apply_template(messages, None, tokenizer, tokenize=False) != text
+    except ValueError:
+        return True
+
+
+def as_protocol(messages: Sequence[Message]) -> list[Message]:
+    """The messages as OpenAI's protocol has them: no nulls, and a call's arguments as JSON text. Servers read the
+    arguments back into objects, so that their templates see what a template sees here."""
+    return [
+        {key: [wrap_call(call) for call in value] if key == "tool_calls" else value for key, value in message.items()}
+        for message in ({key: value for key, value in one.items() if value is not None} for one in messages)
+    ]
+
+
+def wrap_call(call: Fields) -> Fields:
+    if "function" not in call:  # {"name": ..., "arguments": ...} alone
+        call = {"type": "function", "function": call}
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": text}}
 
 
 def as_json(value: Any) -> Any:

@@ -88,8 +88,9 @@ def find_classification_problems(o: RowOptions) -> list[str]:
         *("label_type", "label_names", "labels_from"),
     )
     is_classification = o.format == "classification"
-    useless = ("allow_missing_stop_token", "append_stop_token") if is_classification else only_classification
-    given = [flag_name(name) for name in useless if getattr(o, name)]
+    only_language = ("allow_missing_stop_token", "append_stop_token", "thinking_prefix", "strict_reasoning")
+    useless = only_language if is_classification else only_classification
+    given = [flag_name(name) for name in useless if name in list_changed(o)]
     problems = []
     if given:
         word = "with" if is_classification else "without"

@@ -14,9 +14,12 @@ import pytest
 from forked import run_forked
 from hub_standin import send_json
 from processes import ENV, ROOT, flags
+from stock_templates import make_tokenizer
 from tiny_models import FAMILIES, save_model, save_tokenizer
+from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from chat.masking import Chat, ChatMasker
 from generate import generate
 from inference.choice import open_engine
 from inference.prompts import Prompt
@@ -128,6 +131,36 @@ def test_sampling_and_the_key_are_sent_and_every_answer_has_its_seed(server, pro
     assert {(body["top_p"], body["top_k"], body["key"]) for body in bodies} == {(0.9, 5, "Bearer secret")}
 
 
+CALL = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": {"terms": "2, 3"}}}
+ROWS = [
+    [{"role": "user", "content": "How many?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}],
+    [
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "5", "tool_call_id": "abc123def", "name": "add"},
+    ],
+]
+
+
+def test_a_server_is_sent_what_the_template_is_given_here(server, world, tmp_path):
+    """Servers read a call's JSON text into an object: rendered so, what is sent is what a row has up to the answer."""
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+    answered = [[*messages, {"role": "assistant", "content": "Five."}] for messages in ROWS]
+    rows = [{"messages": messages, "tools": tools} for messages in answered]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(world, server, str(tmp_path / "rows.jsonl"), tmp_path / "answers.jsonl", concurrency=1)
+    tokenizer = make_tokenizer(*TRAITS["closed by the next turn"])
+    masked = ChatMasker(tokenizer).mask([Chat(messages, tools=tools) for messages in answered])
+    for (_, sent), row in zip(server.asked, masked, strict=True):
+        for message in sent["messages"]:
+            assert None not in message.values()
+            for call in message.get("tool_calls", []):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        prompt = tokenizer.apply_chat_template(sent["messages"], tools=sent["tools"], add_generation_prompt=True)
+        assert prompt["input_ids"] == row.input_ids[: row.spans[-1].start]
+
+
 def test_what_a_server_refuses_is_told_and_what_was_answered_before_is_kept(server, prompts, world, tmp_path):
     server.refuses = "no such model"
     with pytest.raises(ValueError, match=r"--model m: refused \(400\): .*no such model"):
@@ -200,7 +233,7 @@ def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
     import vllm
 
     assert vllm.asked[0]["model"] == str(path) and vllm.asked[0]["dtype"] == "bfloat16"
-    monkeypatch.delitem(sys.modules, "vllm")
+    sys.modules.pop("vllm")
 
 
 @pytest.mark.wide

@@ -7,55 +7,17 @@ import copy
 import json
 import re
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from breadth import wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults, list_trained_texts
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from stock_templates import TEMPLATES, TRL, make_tokenizer
 from trait_templates import TRAITS
-from transformers import PreTrainedTokenizerFast
 
 from chat.masking import Chat, ChatMasker, split_by_training
-
-HERE = Path(__file__).parent / "chat_templates"
-TRL = find_spec("trl")
-
-# eos_token and generation_config.json's eos_token_id, by what a template's name begins with: the longest counts
-STOPS = {
-    "cohere": ("<|END_OF_TURN_TOKEN|>",),
-    "command_r": ("<|END_OF_TURN_TOKEN|>",),
-    "deepseek": ("<｜end▁of▁sentence｜>",),
-    "gemma": ("<eos>", "<end_of_turn>"),
-    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
-    "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
-    "glm4": ("<|endoftext|>", "<|user|>", "<|observation|>"),
-    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),
-    "idefics3": ("<end_of_utterance>",),
-    "smolvlm": ("<end_of_utterance>",),
-    "llama": ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
-    "llama2": ("</s>",),
-    "llava_next": ("</s>",),
-    "muse_glimmer": ("<|eot|>", "<|eom|>"),
-    "phi3": ("<|endoftext|>", "<|assistant|>", "<|end|>"),
-    "phi4_mini": ("<|endoftext|>", "<|end|>"),
-    "qwen": ("<|im_end|>", "<|endoftext|>"),
-    "mistral": ("</s>",),
-    "nemotron_mini": ("</s>",),
-    "nemotron_super": ("<|eot_id|>", "<|end_of_text|>"),
-    "vicuna": ("</s>",),
-    "zephyr": ("</s>",),
-    "falcon": ("<|endoftext|>",),
-    "granite": ("<|end_of_text|>",),
-    "olmo": ("<|endoftext|>",),
-    "": ("<|im_end|>",),
-}
-SPECIAL = re.compile(
-    r"<\|[^|<>'\" ]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_[a-z]+>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]+\]|<SPECIAL_[0-9]+>"
-)
+from chat.rendering import prepare_for
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
 ANSWER = {"role": "assistant", "content": "Five of them."}
@@ -127,40 +89,6 @@ CASES = {
     "parts": [in_parts(USER), in_parts(ANSWER), in_parts(MORE), in_parts({**ANSWER, "content": "Six of us."})],
     "parts and calls": [in_parts(USER), calling(FLAG), in_parts(result()), in_parts(ANSWER)],
 }  # fmt: skip
-
-
-def find_templates() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Every template: its text, and the stop tokens, of which the first is the tokenizer's."""
-    found = {}
-    folders = {"": HERE} | ({"trl:": Path(TRL.origin).parent / "chat_templates"} if TRL else {})
-    for prefix, folder in folders.items():
-        for path in sorted(folder.glob("*.jinja")):
-            stops = STOPS[max((start for start in STOPS if path.stem.startswith(start)), key=len)]
-            found[prefix + path.stem] = (path.read_text(), stops)
-    return found | TRAITS
-
-
-TEMPLATES = find_templates()
-
-
-@cache
-def train_base() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["How many? Five of them. Be brief. user assistant tool"] * 5, trainer)
-    return tokenizer
-
-
-def make_tokenizer(template: str, stops: tuple[str, ...]) -> PreTrainedTokenizerFast:
-    tokenizer = copy.deepcopy(train_base())
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=stops[0], bos_token="<s>")
-    special = sorted({*stops, *SPECIAL.findall(template)} - {"<s>"})
-    wrapped.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    wrapped.chat_template = template
-    return wrapped
 
 
 @cache
@@ -372,6 +300,8 @@ def test_long_conversations_cost_few_renderings():
 
     masker.mask([make_row(30)])
     tokenizer, masker.tokenizer = masker.tokenizer, Counting()
+    prepare_for(masker.tokenizer, [])  # finds out once what form the template reads
+    rendered.clear()
     try:
         results = masker.mask([make_row(num_rounds) for num_rounds in (20, 60, 100)])
     finally:

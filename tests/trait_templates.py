@@ -184,3 +184,41 @@ TRAITS: dict[str, tuple[str, tuple[str, ...]]] = {  # template, stop tokens: the
         ("<|return|>", "<|call|>", "<|end|>"),
     ),
 }  # fmt: skip
+
+
+def thinking(answer: str, prompt: str, *, before: str = "") -> str:
+    """ChatML whose answers are written by `answer`, and whose generation prompt goes on with `prompt`."""
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        + (before + answer)
+        + "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n" + prompt + "' }}{% endif %}"
+    )
+
+
+WRITTEN_REASONING = (
+    "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n' }}"
+    "{% else %}{{ '<think></think>' }}{% endif %}{{ m.content }}"
+)
+# How the generation prompt goes on where a row without reasoning does not: template, the prompt's further words, and
+# what has to follow them before the answer (None: nothing can).
+PROMPTED_REASONING: dict[str, tuple[str, str, str | None]] = {
+    "reasoning only in contents": (  # as in R1's distills and QwQ: earlier reasoning is cut off, none is ever written
+        thinking("{{ m.content.split('</think>')[-1] }}", "<think>\n"), "<think>\n", "\n</think>\n\n",
+    ),
+    "an empty reasoning on one line": (thinking(WRITTEN_REASONING, "<think>\n"), "<think>\n", "\n</think>\n"),
+    "no line breaks": (  # as in DeepSeek V3.1 and V3.2
+        thinking("{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '</think>' }}"
+                 "{{ m.content }}", "<think>"), "<think>", "</think>",
+    ),
+    "a channel that is closed": (  # as in the large Gemma 4
+        thinking("{{ m.content }}", "<|channel>thought\n<channel|>"), "<|channel>thought\n<channel|>", "",
+    ),
+    "a tag that the template never closes": (thinking("{{ m.content }}", "<think>\n"), "<think>\n", None),
+    "a tag that nobody knows": (thinking("{{ m.content }}", "<|ponder|>"), "<|ponder|>", None),
+}  # fmt: skip
+# Contents are written only where they are lists of parts, as in SmolVLM, Idefics 3 and LLaVA-NeXT.
+ONLY_PARTS = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+    "{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)

@@ -72,7 +72,9 @@ COMMON: dict[str, Rule] = {
     "hub_strategy": needless("every export is uploaded"),
     "bf16": IN_BF16,
     "tf32": needless("products are in bfloat16"),
-    "fp16": lambda to, key, value: f"{DIFFERS}: float16 needs loss scaling, which is not here: computed in bfloat16" if value else NEEDLESS,
+    "fp16": lambda to, key, value: (
+        f"{DIFFERS}: float16 needs loss scaling, which is not here: computed in bfloat16" if value else NEEDLESS
+    ),
     "fp8": say_if_true(float8=True),
     "resume_from_checkpoint": RESUMED,
     "save_only_model": RESUMED,

@@ -1,0 +1,321 @@
+"""Prompts and rows: what a model is asked is what it was trained after, or process_data.py says how the two differ."""
+
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from breadth import wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_oracle import find_faults
+from stock_templates import TEMPLATES, make_tokenizer
+from tiny_data import read_lines
+from tiny_models import SHAPE, save_model
+from trait_templates import ONLY_PARTS, PROMPTED_REASONING
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from chat.labels import IGNORED
+from chat.masking import Chat, ChatMasker
+from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
+from chat.token_spans import Remark, TokenizedChat
+from corpus.formats import find_format, read_example
+from corpus.labelled_tokens import LabelledTokenizer
+from evaluation.likelihood import encode_choices
+from generate import open_model
+from inference.engine import Request
+from inference.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts
+from options import GenerateOptions, ProcessDataOptions, group_options
+from process_data import process_data
+
+IM_END = "<|im_end|>"
+USER, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Five."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"terms": {"type": "string", "description": "Which."}}}}}  # fmt: skip
+RESULT = {"role": "tool", "content": "5", "tool_call_id": "abc123def", "name": "add"}
+
+
+def calling(arguments: dict | str, **fields: str) -> dict:
+    call = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **fields}
+
+
+def parts(message: dict) -> dict:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+ROWS = {
+    "one turn": {"messages": [USER, ANSWER]},
+    "system": {"messages": [SYSTEM, USER, ANSWER, USER, {**ANSWER, "train": True}]},
+    "parts": {"messages": [parts(SYSTEM), parts(USER), parts(ANSWER)]},
+    "reasoning_content": {"messages": [USER, {**ANSWER, "reasoning_content": "Count."}]},
+    "thinking": {"messages": [USER, {**ANSWER, "thinking": "Count."}, USER, {**ANSWER, "thinking": "Again."}]},
+    "reasoning": {"messages": [SYSTEM, USER, {**ANSWER, "reasoning": "Count."}]},
+    "inline": {"messages": [USER, {"role": "assistant", "content": "<think>\nCount.\n</think>\n\nFive."}]},
+    "calls": {"messages": [USER, calling({"terms": "2, 3"}), RESULT, ANSWER], "tools": [TOOL]},
+    "calls as text": {"messages": [USER, calling('{"terms": "2, 3"}'), RESULT, ANSWER], "tools": json.dumps([TOOL])},
+    "a call at the end": {"messages": [SYSTEM, USER, calling({"terms": "2, 3"}, reasoning="Add.")], "tools": [TOOL]},
+    "tools": {"messages": [SYSTEM, USER, ANSWER], "tools": [TOOL]},
+    "sharegpt": {"system": "S", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+    "alpaca": {"instruction": "Hi", "input": "there", "output": "Ho"},
+}
+OWN = {"only parts": (ONLY_PARTS, (IM_END,))} | {
+    name: (template, (IM_END,)) for name, (template, _, _) in PROMPTED_REASONING.items()
+}
+ALL = TEMPLATES | OWN
+
+
+NO_REASONING = re.compile(r"\A(?:<think></think>|</think>)")
+
+
+@cache
+def find_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    return make_tokenizer(*ALL[name])
+
+
+def make_masker(name: str, **options: object) -> ChatMasker:
+    tokenizer = find_tokenizer(name)
+    stops = tokenizer.convert_tokens_to_ids(list(ALL[name][1]))
+    return ChatMasker(tokenizer, stop_token_ids=stops, allow_missing_stop_token=True, **options)
+
+
+def mask(masker: ChatMasker, row: dict) -> TokenizedChat | ValueError:
+    (masked,) = masker.mask([read_example(row, find_format(row), is_given=False)])
+    return masked
+
+
+def before_answer(masked: TokenizedChat) -> list[int]:
+    return masked.input_ids[: masked.spans[-1].start]
+
+
+PIECES = (" ", "\n", "a", "b", "<think>", "</think>", "<", "é", "|", "<channel|>")
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join).filter(str.strip)
+
+
+def decode_answer(masked: TokenizedChat, masker: ChatMasker) -> str:
+    return masker.tokenizer.decode(masked.input_ids[masked.spans[-1].start : masked.spans[-1].end])
+
+
+SOME = ("trl:qwen3", "trl:gemma4_v5", "trl:deepseek_r1_distill", "trl:smolvlm", "trl:nemotron_3_nano_training", *OWN)
+
+
+@pytest.mark.parametrize("as_prompted", [False, True])
+@pytest.mark.parametrize("name", [name if name in SOME else wide(name) for name in ALL])
+def test_a_prompt_is_its_row_up_to_the_answer_or_a_remark_says_how_they_differ(name, as_prompted):
+    masker = make_masker(name, **({"thinking_prefix": "train-as-prompted"} if as_prompted else {}))
+    for kind, row in ROWS.items():
+        masked = mask(masker, row)
+        if isinstance(masked, ValueError):
+            continue
+        prompt = encode_prompt(read_prompt(row, None), masker.tokenizer)
+        said = {remark.kind for remark in masked.remarks if remark.prompted}
+        assert (prompt == before_answer(masked)) == (AS_RENDERED not in said), kind
+        if AS_PROMPTED in said:
+            (closing,) = {remark.rendered for remark in masked.remarks if remark.kind == AS_PROMPTED}
+            plain, trained = (decode_answer(found, masker) for found in (mask(make_masker(name), row), masked))
+            assert trained.startswith(closing) and plain.endswith(trained.removeprefix(closing)), kind
+
+
+@pytest.mark.parametrize("name", PROMPTED_REASONING)
+def test_rows_after_the_prompts_own_words(name):
+    """The text is the prompt as transformers renders it, what closes the reasoning, and the answer as it was."""
+    _, words, closing = PROMPTED_REASONING[name]
+    masker, tokenizer = make_masker(name, thinking_prefix="train-as-prompted"), find_tokenizer(name)
+    plain, changed = mask(make_masker(name), ROWS["one turn"]), mask(masker, ROWS["one turn"])
+    assert [remark.kind for remark in plain.remarks] == [AS_RENDERED]
+    assert plain.remarks[0].prompted == f"{IM_END}\n<|im_start|>assistant\n{words}"
+    if closing is None:
+        assert changed == plain
+        with pytest.raises(ValueError, match="--thinking-prefix train-as-prompted has no effect"):
+            ChatMasker(tokenizer, thinking_prefix="train-as-prompted").check_template()
+        return
+    ChatMasker(tokenizer, thinking_prefix="train-as-prompted").check_template()
+    prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(changed.input_ids) == f"{prompt}{closing}Five.{IM_END}\n"
+    assert [tokenizer.decode(changed.input_ids[span.start : span.end]) for span in changed.spans] == [
+        f"{closing}Five.{IM_END}"
+    ]
+    assert changed.remarks == (Remark(AS_PROMPTED, plain.remarks[0].prompted, closing),)
+    masked = mask(masker, {"messages": [USER, ANSWER, USER, ANSWER]})
+    assert [remark.kind for remark in masked.remarks] == [EARLIER, AS_PROMPTED]
+    untrained = mask(masker, {"messages": [USER, {**ANSWER, "train": False}, USER, ANSWER]})
+    assert [remark.kind for remark in untrained.remarks] == [AS_PROMPTED]
+
+
+@pytest.mark.parametrize("name", PROMPTED_REASONING)
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(
+        st.text(st.sampled_from(" \nab<think></think>é|"), min_size=1).filter(str.strip), min_size=4, max_size=4
+    )
+)
+def test_any_texts_are_trained_after_the_prompt_as_they_are_without(name, texts):
+    """What is inserted aside, the rows are the same tokens with the same labels, whatever anybody says."""
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    tokenizer = find_tokenizer(name)
+    (plain,) = make_masker(name).mask([Chat(messages)])
+    (changed,) = make_masker(name, thinking_prefix="train-as-prompted").mask([Chat(messages)])
+    if isinstance(plain, ValueError):
+        assert isinstance(changed, ValueError) and str(changed) == str(plain)
+        return
+    if all(remark.kind != AS_PROMPTED for remark in changed.remarks):
+        assert (changed.input_ids, changed.labels) == (plain.input_ids, plain.labels)
+        return
+    closing = PROMPTED_REASONING[name][2]
+    prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    given = tokenizer.apply_chat_template(messages[:-1], tokenize=False)
+    answer = NO_REASONING.sub("", rendered.removeprefix(given + "<|im_start|>assistant\n"), count=1)
+    assert tokenizer.decode(changed.input_ids) == prompt + closing + answer
+    trained = tokenizer.decode(changed.input_ids[changed.spans[-1].start : changed.spans[-1].end])
+    assert (closing + answer).removesuffix("\n").endswith(trained)
+    assert len(closing + answer.rstrip("\n")) - len(trained) <= 1  # a character that is one token with the prompt's
+    assert changed.spans[:-1] == plain.spans[:-1]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_masks_of_templates_that_prompt_for_reasoning(name):
+    if name != "only parts":  # the oracle gives texts as they are
+        for row in (ROWS["one turn"], ROWS["system"], ROWS["reasoning_content"]):
+            assert not find_faults(make_masker(name), row["messages"], None)
+
+
+def test_reasoning_that_the_template_leaves_out_is_said_and_refused_if_strict():
+    name = "reasoning only in contents"
+    for kind in ("reasoning_content", "thinking", "reasoning", "inline"):
+        masked = mask(make_masker(name, thinking_prefix="train-as-prompted"), ROWS[kind])
+        assert Remark(UNTRAINED_REASONING) in masked.remarks, kind
+        assert all(remark.kind != AS_PROMPTED for remark in masked.remarks), "has reasoning, though it is not written"
+        refused = mask(make_masker(name, strict_reasoning=True), ROWS[kind])
+        assert isinstance(refused, ValueError) and "leaves out the reasoning" in str(refused)
+    written = "an empty reasoning on one line"
+    for kind in ("reasoning_content", "thinking", "reasoning"):
+        assert mask(make_masker(written, strict_reasoning=True), ROWS[kind]).remarks == ()
+    both = {"messages": [USER, {**ANSWER, "thinking": "Count.", "reasoning_content": "Count."}]}
+    assert mask(make_masker(written, strict_reasoning=True), both).remarks == ()
+    skipped = {"messages": [USER, {**ANSWER, "reasoning": "Count.", "train": False}, USER, ANSWER]}
+    assert not isinstance(mask(make_masker(name, strict_reasoning=True), skipped), ValueError)
+
+
+def test_keys_that_the_template_does_not_write_are_named():
+    message = {**ANSWER, "reasoning_details": "Count.", "id": 7}
+    masked = mask(make_masker("reasoning only in contents"), {"messages": [{**USER, "name": "Bob"}, message]})
+    found = {(remark.prompted, remark.rendered) for remark in masked.remarks if remark.kind == UNREAD_KEY}
+    assert found == {("assistant", "reasoning_details"), ("assistant", "id"), ("user", "name")}
+    masked = mask(make_masker("reasoning ends with a stop"), {"messages": [{**USER, "name": "Bob"}, ANSWER]})
+    assert not isinstance(masked, ValueError) and masked.remarks == ()
+
+
+def write_model(path: Path, name: str) -> Path:
+    tokenizer = make_tokenizer(*ALL[name])
+    save_model(LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def process(path: Path, rows: list[dict], output: Path, **options: object) -> list[dict]:
+    (output.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = dict(model_name_or_path=str(path), input_file=str(output.parent / "rows.jsonl"), num_proc=1)
+    process_data(group_options(ProcessDataOptions, **given, output_file=str(output), **options))
+    return read_lines(output)
+
+
+def cut_at_answer(sample: dict) -> list[int]:
+    first = next(i for i, label in enumerate(sample["labels"]) if label != IGNORED)
+    return sample["input_ids"][:first]
+
+
+VLLM = """
+from types import SimpleNamespace as Made
+asked = []
+SamplingParams = Made
+class LLM:
+    def __init__(self, **options):
+        pass
+    def generate(self, prompts, params, lora_request):
+        asked.extend(prompt["prompt_token_ids"] for prompt in prompts)
+        said = Made(text="", finish_reason="length", token_ids=[7])
+        return [Made(outputs=[said], prompt_token_ids=prompt["prompt_token_ids"]) for prompt in prompts]
+"""
+
+
+@pytest.mark.parametrize("name", ["only parts", "an empty reasoning on one line"])
+def test_engines_are_given_what_was_trained_up_to_the_answer(name, world, tmp_path, monkeypatch):
+    path = write_model(tmp_path / "model", name)
+    rows = [ROWS[kind] for kind in ("one turn", "parts" if name == "only parts" else "reasoning_content")]
+    rows.append({"messages": [SYSTEM, USER, {**ANSWER, "train": False}, USER, ANSWER]})
+    options = {} if name == "only parts" else {"thinking_prefix": "train-as-prompted"}
+    expected = [cut_at_answer(sample) for sample in process(path, rows, tmp_path / "data.jsonl", **options)]
+    prompts = read_prompts([str(tmp_path / "rows.jsonl")], None)
+    requests = [Request(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    given = dict(model=str(path), max_new_tokens=1, batch_size=2, prompts=str(tmp_path / "rows.jsonl"), output="o")
+
+    engine, seen = open_model(group_options(GenerateOptions, **given), world), []
+
+    def keep(_: object, __: object, kwargs: dict) -> None:
+        mask = kwargs.get("attention_mask", torch.ones_like(kwargs["input_ids"]))
+        seen.extend(ids[shown.bool()].tolist() for ids, shown in zip(kwargs["input_ids"], mask, strict=True))
+
+    assert engine.obstacle is None  # measured by the model's own calls, before the hook sees them
+    engine.model.register_forward_pre_hook(keep, with_kwargs=True)
+    list(engine.answer(requests))
+    assert sorted(seen) == sorted(expected)
+    list(engine.stream(prompts[0]))
+    assert seen[len(expected)] == expected[0]
+
+    choices = [Prompt(row={}, messages=prompt.messages, choices=("Five.", "Six.")) for prompt in prompts]
+    for prompt, ids in zip(choices, expected, strict=True):
+        assert all(choice.ids[: choice.num_given] == ids for choice in encode_choices(prompt, 0, engine))
+
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "vllm.py").write_text(VLLM)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    list(open_model(group_options(GenerateOptions, **given, engine="vllm"), world).answer(requests))
+    assert sys.modules.pop("vllm").asked == expected
+
+
+def test_calls_are_written_as_the_protocol_has_them():
+    alone = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": "é"}}]}
+    assert as_protocol([alone]) == [
+        {"role": "assistant", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": '{"a": "é"}'}}]}
+    ]  # fmt: skip
+
+
+def test_prompts_of_which_the_template_leaves_something_out_are_refused():
+    silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer = make_tokenizer(silent, (IM_END,))
+    with pytest.raises(ValueError, match=r"row 3: the chat template leaves out the content of message 1 \(system\)"):
+        encode_prompt(Prompt(place="row 3", row={}, messages=[SYSTEM, USER]), tokenizer)
+    with pytest.raises(ValueError, match="leaves out 'tools'"):
+        encode_prompt(Prompt(row={}, messages=[USER], tools=[TOOL]), tokenizer)
+    assert encode_prompt(Prompt(row={}, messages=[USER]), tokenizer) == tokenizer("How many?")["input_ids"]
+
+
+def test_classifiers_read_chats_in_the_form_that_the_template_writes():
+    tokenizer = find_tokenizer("only parts")
+    text = LabelledTokenizer.render(type("", (), {"tokenizer": tokenizer}), Chat([USER]))
+    assert text == f"user: How many?{IM_END}\n"
+
+
+def test_the_report_counts_rows_and_shows_both_ends(tmp_path, capsys):
+    path = write_model(tmp_path / "model", "an empty reasoning on one line")
+    rows = [ROWS["one turn"], ROWS["one turn"], ROWS["reasoning_content"]]
+    process(path, rows, tmp_path / "data.jsonl")
+    printed = capsys.readouterr().out
+    assert "note: 2 of 3 rows: THE MODEL IS NOT TRAINED AS IT IS PROMPTED" in printed
+    assert r"assistant\n<think>\n'" in printed and r"after '<|im_end|>\n<|im_start|>assistant\n<think>'" in printed
+    process(path, rows, tmp_path / "data.jsonl", thinking_prefix="train-as-prompted")
+    printed = capsys.readouterr().out
+    assert "2 of 3 rows: the last answer is trained after the generation prompt's" in printed
+    assert "NOT TRAINED AS IT IS PROMPTED" not in printed
+    sidecar = json.loads((tmp_path / "data.jsonl.meta.json").read_text())
+    assert sidecar["options"]["thinking_prefix"] == "train-as-prompted"
+    write_model(tmp_path / "distill", "reasoning only in contents")
+    with pytest.raises(ValueError, match=r"1 of 3 rows cannot be used:\n  rows.jsonl:3: the chat template leaves out"):
+        process(tmp_path / "distill", rows, tmp_path / "data.jsonl", strict_reasoning=True)
