@@ -20,7 +20,7 @@ from typing import Any
 
 from corpus.mixture import Mixture
 from evaluation.data_sets import check_set, collect_set, measure_sets, open_set
-from evaluation.harness import check_harness, collect_harness, run_harness
+from evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
 from evaluation.models import Named, list_models, name_files
 from evaluation.results import Measured, write_results
 from evaluation.tasks import Task, collect_task, measure_task, open_task
@@ -59,7 +59,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
         measured += [
             collect_set(name, data, found[0], [own[name] for own in outcomes]) for name, data in data_sets.items()
         ]
-        measured += collect_harness([own.get("lm_eval") for own in outcomes])
+        measured += collect_harness([own.get(HARNESS) for own in outcomes])
         report(options, models, found, measured)
 
 
@@ -91,7 +91,7 @@ def measure(
             found, data_sets, folder, dtype=options.engines.dtype, cap=options.max_tokens_per_gpu, world=world
         )
     if options.lm_eval:
-        outcome["lm_eval"] = run_harness(found, options, folder, device=world.device)
+        outcome[HARNESS] = run_harness(found, options, folder, device=world.device)
     return outcome
 
 
