@@ -27,6 +27,7 @@ from evaluation.tasks import Task, collect_task, measure_task, open_task
 from inference.choice import open_engine
 from inference.engine import require
 from inference.models import FoundModel, check_answering, find_answering_model
+from ranks.messages import say
 from ranks.world import World, call_with_world
 
 
@@ -51,7 +52,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     outcomes = []
     for model, own in zip(models, found, strict=True):
         if world.rank == 0:
-            print(f"{model.label}: {model.name}", flush=True)
+            say(f"{model.label}: {model.name}")
         outcomes.append(measure(model, own, options, tasks, data_sets, world=world))
         gc.collect()  # a model is gone before the next one comes
     if world.rank == 0:
@@ -105,8 +106,8 @@ def report(
         for model, own in zip(models, found, strict=True)
     ]
     verdicts = write_results(folder, measured, identities, num_resamples=options.num_resamples)
-    print("\n".join(verdicts))
-    print(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
+    say("\n".join(verdicts))
+    say(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from command_line import describe_options, parse_options, read_yaml
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
 from ranks.ending import exit_with_message
+from ranks.messages import say
 from trainers.conversion import convert, recognize
 from trainers.rules import MISSING
 
@@ -39,14 +40,14 @@ def import_config(options: ImportConfigOptions) -> None:
             needed.append("input_file")
         head += "".join(f"# {name}: has to be given\n" for name in needed if name not in values)
         output.write_text(head + describe_options(options_class, values))
-    print(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
+    say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     width = max(map(len, to.told))
     for key, what in to.told.items():
-        print(f"  {key:{width}}  {what}")
+        say(f"  {key:{width}}  {what}")
     unsaid = [key for key, what in to.told.items() if what.startswith(MISSING)]
     num_said = len(to.told) - len(unsaid)
-    print(f"{num_said} of {len(to.told)} keys are said or needless; no counterpart: {', '.join(unsaid) or 'none'}")
-    print(f"wrote {' and '.join(map(str, outputs))}")
+    say(f"{num_said} of {len(to.told)} keys are said or needless; no counterpart: {', '.join(unsaid) or 'none'}")
+    say(f"wrote {' and '.join(map(str, outputs))}")
 
 
 if __name__ == "__main__":

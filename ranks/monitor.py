@@ -34,6 +34,7 @@ from ranks.ending import (
 )
 from ranks.lifeline import Lifeline, Message, make_socket_pair
 from ranks.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunLock, write_exit_file
+from ranks.messages import clean, say
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 from ranks.terminal import leave_bars
 
@@ -366,9 +367,9 @@ class RunControl:
             try:
                 is_first = write_exit_file(self.output_dir, cause.record)
             except OSError as error:
-                print(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", file=sys.stderr)
+                say(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", is_error=True)
         if is_first and cause.code != ExitCode.DONE:
-            print(leave_bars() + cause.text, file=sys.stderr, flush=True)
+            print(leave_bars() + clean(cause.text), file=sys.stderr, flush=True)
 
     def _is_untouched(self, cause: Cause) -> bool:
         """Whether the run is refused before it has written anything into a directory that it made."""
