@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import logging
 import math
 import os
 import re
@@ -52,6 +53,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             f"the package {error.name} is not installed, without which no option can be read: install the dependencies"
             " in pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
         )
+    refuse_hub_kernels()
     argv = sys.argv[1:] if argv is None else argv
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
     markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
@@ -90,6 +92,15 @@ def check_unicode(words: list[str]) -> None:
         except UnicodeEncodeError:
             shown = word.encode("utf-8", "backslashreplace").decode()
             raise ValueError(f"{shown}: is not UTF-8 text; rename that file or directory") from None
+
+
+def refuse_hub_kernels() -> None:
+    """Keeps libraries from the compiled code that they would download and run where the package kernels is installed:
+    transformers for layers with a state, bitsandbytes when it is imported, on some processors."""
+    os.environ["USE_HUB_KERNELS"] = "0"  # transformers, also in processes that this one starts
+    if "kernels" not in sys.modules:
+        sys.modules["kernels"] = None  # an import of it fails
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it would say to install the package
 
 
 def find_preset_words(words: list[str], options_class: type) -> list[str]:

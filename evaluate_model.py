@@ -20,7 +20,7 @@ from typing import Any
 
 from corpus.mixture import Mixture
 from evaluation.data_sets import check_set, collect_set, measure_sets, open_set
-from evaluation.harness import check_harness, collect_harness, run_harness
+from evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
 from evaluation.models import Named, list_models, name_files
 from evaluation.results import Measured, write_results
 from evaluation.tasks import Task, collect_task, measure_task, open_task
@@ -28,6 +28,7 @@ from inference.choice import open_engine
 from inference.engine import require
 from inference.models import FoundModel, check_answering, find_answering_model
 from ranks.agreement import compare_ranks
+from ranks.messages import say
 from ranks.program import describe_program
 from ranks.world import World, call_with_world
 
@@ -54,7 +55,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     outcomes = []
     for model, own in zip(models, found, strict=True):
         if world.rank == 0:
-            print(f"{model.label}: {model.name}", flush=True)
+            say(f"{model.label}: {model.name}")
         outcomes.append(measure(model, own, options, tasks, data_sets, world=world))
         gc.collect()  # a model is gone before the next one comes
     if world.rank == 0:
@@ -62,7 +63,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
         measured += [
             collect_set(name, data, found[0], [own[name] for own in outcomes]) for name, data in data_sets.items()
         ]
-        measured += collect_harness([own.get("lm_eval") for own in outcomes])
+        measured += collect_harness([own.get(HARNESS) for own in outcomes])
         report(options, models, found, measured)
 
 
@@ -94,7 +95,7 @@ def measure(
             found, data_sets, folder, dtype=options.engines.dtype, cap=options.max_tokens_per_gpu, world=world
         )
     if options.lm_eval:
-        outcome["lm_eval"] = run_harness(found, options, folder, device=world.device)
+        outcome[HARNESS] = run_harness(found, options, folder, device=world.device)
     return outcome
 
 
@@ -108,8 +109,8 @@ def report(
         for model, own in zip(models, found, strict=True)
     ]
     verdicts = write_results(folder, measured, identities, num_resamples=options.num_resamples)
-    print("\n".join(verdicts))
-    print(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
+    say("\n".join(verdicts))
+    say(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from inference.models import find_answering_model
 from inference.prompts import read_prompts
 from inference.terminal import chat
 from ranks.agreement import compare_ranks
+from ranks.messages import say
 from ranks.program import describe_program
 from ranks.world import World, call_with_world
 
@@ -47,7 +48,7 @@ def generate(options: GenerateOptions, world: World) -> None:
     if lines is not None:
         num_cut = sum(line["finish_reason"] == "length" for line in lines)
         cut = f"; {num_cut:,} of them cut at --max-new-tokens {options.sampling.max_new_tokens}" if num_cut else ""
-        print(f"wrote {len(lines):,} answers to {output}{cut}")
+        say(f"wrote {len(lines):,} answers to {output}{cut}")
 
 
 def open_model(options: GenerateOptions, world: World) -> Engine:

@@ -13,6 +13,7 @@ from pathlib import Path
 from command_line import describe_options, parse_options, read_yaml
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
 from ranks.ending import exit_with_message
+from ranks.messages import say
 from trainers.conversion import TRAINERS, convert, list_differences
 from trainers.recognition import OTHER_OBJECTIVES, recognize
 from trainers.rules import Conversion
@@ -30,15 +31,15 @@ def import_config(options: ImportConfigOptions) -> None:
     if options.tokenized_data:
         to.train["data_path"] = options.tokenized_data
     outputs = write_files(to, output_dir, head=f"# From {path.name} ({trainer}), by import_config.py.\n")
-    print(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
+    say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     width = max(map(len, to.told))
     for key, what in to.told.items():
-        print(f"  {key:{width}}  {what}")
+        say(f"  {key:{width}}  {what}")
     differing = list_differences(to)
     num_said = len(to.told) - len(differing)
     names = ", ".join(line.partition(":")[0] for line in differing)
-    print(f"{num_said} of {len(to.told)} keys mean the same here; no counterpart, or differing: {names or 'none'}")
-    print(f"wrote {' and '.join(map(str, outputs))}")
+    say(f"{num_said} of {len(to.told)} keys mean the same here; no counterpart, or differing: {names or 'none'}")
+    say(f"wrote {' and '.join(map(str, outputs))}")
     if to.needs_data is not None:
         data = " ".join(str(output_dir / name) for name in name_data_files(to))
         raise ValueError(

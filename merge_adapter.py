@@ -27,6 +27,7 @@ from objectives.causal_lm import CausalLM
 from objectives.text_tower import is_multimodal, text_config
 from objectives.vision import VisionLanguage
 from options import LoRAOptions, MergeAdapterOptions, VisionOptions
+from ranks.messages import say
 from ranks.world import World, call_on_rank0, call_with_world
 
 
@@ -83,7 +84,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         ExportParts(objective, Full(), generation_config, tokenizer, dtype, source),
         world=world,
     )
-    print(f"{method.describe()}; merged into {name}: {output_dir}")
+    say(f"{method.describe()}; merged into {name}: {output_dir}")
 
 
 def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from model.merging import merge_into, open_models
 from ranks.ending import ExitCode, exit_with_message
+from ranks.messages import say
 
 
 def merge_models(options: MergeModelsOptions) -> None:
@@ -29,7 +30,7 @@ def merge_models(options: MergeModelsOptions) -> None:
     merge_into(output_dir, models, weights, base)
     parts = " + ".join(f"{weight:g} x {model.name}" for weight, model in zip(weights, models, strict=True))
     how = parts if base is None else f"{base.name} + the differences from it of {parts}"
-    print(f"wrote {output_dir}: {how}")
+    say(f"wrote {output_dir}: {how}")
 
 
 def main(options: MergeModelsOptions) -> None:

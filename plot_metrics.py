@@ -8,7 +8,6 @@ The page is one file that needs no network (docs/curves.md). With --follow it is
 and keeps up with runs that go on. Runs may have ended or not: they are only read.
 """
 
-import sys
 from pathlib import Path
 
 from command_line import parse_options
@@ -19,13 +18,14 @@ from plots.page import choose_smoothing, make_curves_page
 from plots.run_files import Run, iterate_warnings, open_runs
 from plots.server import serve
 from ranks.ending import exit_with_message
+from ranks.messages import say
 
 
 def plot_metrics(options: PlotOptions) -> None:
     """Writes or serves the curves; ValueError or OSError for what cannot be done."""
     runs = open_runs([Path(run) for run in options.runs])
     for warning in iterate_warnings(runs):
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", is_error=True)
     if options.follow:
         serve(runs, port=options.port, smoothing=options.smoothing)
     else:
@@ -40,10 +40,10 @@ def write_curves(path: Path, runs: list[Run], *, smoothing: int | None) -> None:
     if path.suffix.lower() == ".html":
         with written_aside(path) as (aside,):
             aside.write_text(make_curves_page(runs, smoothing=smoothing), encoding="utf-8")
-        print(f"curves: {path.absolute().as_uri()}")
+        say(f"curves: {path.absolute().as_uri()}")
     else:
         write_figure(path, runs, smoothing=choose_smoothing(runs) if smoothing is None else smoothing)
-        print(f"curves: {path}")
+        say(f"curves: {path}")
 
 
 def main() -> None:

@@ -64,6 +64,7 @@ from disk import hash_file, written_aside
 from model.files import find_model
 from options import ProcessDataOptions, RowOptions
 from ranks.ending import ExitCode, exit_with_message
+from ranks.messages import say
 
 BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10
@@ -149,7 +150,7 @@ def process_data(options: ProcessDataOptions) -> None:
     if outputs.is_split:
         print_sides(dict(zip(SIDES, sides, strict=True)), task)
     for note in notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     print_outputs(outputs, added_tokens=added_tokens)
     print_samples(totals.samples[: options.preview], tokenizer, mask=options.string_for_printing_masks)
 
@@ -364,18 +365,18 @@ def check_sides(sides: Sequence[Totals], *, share: float) -> None:
 
 def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:
     for files in outputs.data_sets:
-        print(f"wrote {files.data} and {files.sidecar.name}")
+        say(f"wrote {files.data} and {files.sidecar.name}")
     if outputs.has_stale_validation:
-        print(f"removed {outputs.validation.data}, which an earlier run split off")
+        say(f"removed {outputs.validation.data}, which an earlier run split off")
     if outputs.rejected.exists():
-        print(f"rejected rows, with reasons: {outputs.rejected}")
+        say(f"rejected rows, with reasons: {outputs.rejected}")
     tokenizers = [str(files.tokenizer) for files in outputs.data_sets if files.tokenizer.exists()]
     if tokenizers:
         added = ", ".join(f"{token} (id {token_id})" for token, token_id in added_tokens.items())
         where = " and ".join(tokenizers)
-        print(f"tokenizer, which training uses: {where}; added to its vocabulary: {added or 'nothing'}")
+        say(f"tokenizer, which training uses: {where}; added to its vocabulary: {added or 'nothing'}")
     if outputs.page is not None:
-        print(f"page to look at: {outputs.page}")
+        say(f"page to look at: {outputs.page}")
 
 
 def raise_interrupt(*_: object) -> NoReturn:

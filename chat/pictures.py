@@ -7,6 +7,8 @@ torch where it is installed; nothing here does.
 import base64
 import binascii
 import io
+import os
+import stat
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from chat.rendering import one_line
 from chat.token_spans import Located, Passage, Pictures
+from ranks.messages import hide_secrets
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,15 +25,20 @@ if TYPE_CHECKING:
 MAX_PIXELS = 89_478_485  # where Pillow itself begins to warn of decompression bombs
 NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install pillow"
 SHOWN_CHARS = 60  # of a reference, in messages
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that are opened
+PHOTO = "MPO"  # several JPEGs in one file: a phone's photo, and what belongs to it
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # modes that convert to RGB
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value
 TRIED_SIZE = (64, 48)  # of the image that a processor is tried with
 SECONDS_TO_DOWNLOAD = 30
-LIMIT_OF_DOWNLOADS = 1 << 28  # bytes
+LIMIT_OF_BYTES = 1 << 28  # of an image as a file or a download
 
 
 def name_reference(reference: str) -> str:
     """A reference as messages say it."""
     if reference.startswith("data:"):
         return "a data: URL"
+    reference = hide_secrets(reference)
     return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
 
 
@@ -50,12 +58,29 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
         except binascii.Error as error:
             raise ValueError(f"a data: URL whose base64 is broken: {error}") from None
     try:
-        return (directory / reference).read_bytes()
+        return read_regular_file(directory / reference)
     except FileNotFoundError:
         raise ValueError(f"{name_reference(reference)}: there is no such file") from None
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{name_reference(reference)}: cannot be read: {reason}") from None
+
+
+def read_regular_file(path: Path) -> bytes:
+    """Its bytes. OSError for what is no file with an end: devices, pipes, sockets; and for one that is too large."""
+    with open(path, "rb", opener=open_at_once) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("is no regular file")
+        data = file.read(LIMIT_OF_BYTES + 1)  # whatever its size is said to be
+    if len(data) > LIMIT_OF_BYTES:
+        raise OSError(f"larger than {LIMIT_OF_BYTES:,} bytes")
+    return data
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """Opens a pipe that nobody writes to, too, without waiting."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def download(url: str, *, may_download: bool) -> bytes:
@@ -66,34 +91,71 @@ def download(url: str, *, may_download: bool) -> bytes:
         raise ValueError(f"{name_reference(url)}: is fetched from the network only with --allow-downloads")
     try:
         with urllib.request.urlopen(url, timeout=SECONDS_TO_DOWNLOAD) as response:
-            data = response.read(LIMIT_OF_DOWNLOADS + 1)
+            data = response.read(LIMIT_OF_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{name_reference(url)}: cannot be fetched: {error}") from None
-    if len(data) > LIMIT_OF_DOWNLOADS:
-        raise ValueError(f"{name_reference(url)}: larger than {LIMIT_OF_DOWNLOADS:,} bytes")
+        raise ValueError(f"{name_reference(url)}: cannot be fetched: {hide_secrets(str(error))}") from None
+    if len(data) > LIMIT_OF_BYTES:
+        raise ValueError(f"{name_reference(url)}: larger than {LIMIT_OF_BYTES:,} bytes")
     return data
 
 
 def open_image(reference: str, *, directory: Path) -> "Image":
-    """The image upright (EXIF) and in RGB, as transformers loads it. ValueError for one that cannot be shown whole."""
+    """The image upright (EXIF) and in RGB, as transformers loads it, but that 16 bits become 8 with all their range.
+
+    ValueError for one that cannot be shown whole.
+    """
+    data, name = read_reference(reference, directory=directory), name_reference(reference)
+    try:
+        return decode_image(data)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def decode_image(data: bytes) -> "Image":
+    """See `open_image`."""
     import PIL.Image
     import PIL.ImageOps
 
-    data, name = read_reference(reference, directory=directory), name_reference(reference)
     try:
-        image = PIL.Image.open(io.BytesIO(data))
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)  # others start programs (EPS) or are hardly tried
         width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise ValueError(f"{name}: {width:,} x {height:,} pixels, allowed are {MAX_PIXELS:,} in all")
-        if getattr(image, "n_frames", 1) > 1:
-            raise ValueError(f"{name}: is animated ({image.n_frames} frames): give one of them as an image")
-        return PIL.ImageOps.exif_transpose(image).convert("RGB")
+        num_frames = 1 if image.format == PHOTO else getattr(image, "n_frames", 1)
+        if width * height <= MAX_PIXELS and num_frames == 1:
+            image.load()
+            image = PIL.ImageOps.exif_transpose(image) if image.mode in EIGHT_BITS else narrow(image)
     except PIL.Image.DecompressionBombError:
-        raise ValueError(f"{name}: more pixels than the {MAX_PIXELS:,} that are allowed") from None
+        raise ValueError(f"more pixels than the {MAX_PIXELS:,} that are allowed") from None
     except PIL.UnidentifiedImageError:
-        raise ValueError(f"{name}: is no image that Pillow knows") from None
-    except (OSError, SyntaxError) as error:  # as decoders say that a file is cut off or broken
-        raise ValueError(f"{name}: is broken: {one_line(error)}") from None
+        raise ValueError(f"is no image of a kind that is read ({', '.join(FORMATS)})") from None
+    except Exception as error:  # decoders raise anything for a file that is cut off or broken
+        raise ValueError(f"is broken: {one_line(error) or type(error).__name__}") from None
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{width:,} x {height:,} pixels, allowed are {MAX_PIXELS:,} in all")
+    if num_frames > 1:
+        kind = "holds several images" if image.format == "TIFF" else "is animated"
+        raise ValueError(f"{kind} ({num_frames} frames): give one of them as an image")
+    if image.mode not in EIGHT_BITS:
+        raise ValueError(f"has pixels of Pillow's mode {image.mode}, whose black and white are unknown: save it as RGB")
+    return image.convert("RGB")
+
+
+def narrow(image: "Image") -> "Image":
+    """Upright, and with the upper 8 bits of 16, as Pillow itself reads colours of 16 bits; other modes as they are."""
+    import numpy as np
+    import PIL.Image
+    import PIL.ImageOps
+
+    is_integer = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # older Pillow's
+    if not is_integer:
+        return image
+    tags = getattr(image, "tag_v2", {})  # of TIFF
+    (num_bits,) = set(tags.get(BITS_PER_SAMPLE, (16,)))
+    pixels = (np.asarray(image).astype(np.int64) >> (num_bits - 8)).astype(np.uint8)
+    if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO:
+        pixels = 255 - pixels
+    narrowed = PIL.Image.fromarray(pixels)
+    narrowed.info, narrowed._exif = image.info, image.getexif()
+    return PIL.ImageOps.exif_transpose(narrowed)
 
 
 def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:

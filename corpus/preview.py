@@ -6,7 +6,6 @@ Images are on it as thumbnails that are drawn anew, so nothing of their files bu
 
 import html
 import io
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import TokenizedSample
 from objectives.columns import Task
 from pages.page import escape_json, fold, make_page
+from ranks.messages import make_visible, say
 
 PAGE = Path(__file__).with_name("preview.html")
 NUM_PAGE_SAMPLES = 200
@@ -42,8 +42,6 @@ COLOURS = {
 }
 RESET = "\033[0m"
 OPEN, CLOSE = "[[", "]]"  # around what is trained, where there are no colours
-# What a terminal would obey, not show: control characters, and those that turn the direction of writing.
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: s
     """Prints each sample: in colours on a terminal, else with brackets; with `mask` for what is not trained."""
     in_colour = sys.stdout.isatty()
     for sample in samples:
-        print(f"\n--- {sample.place}: {make_visible(sample.tokens.summary)}")
+        say(f"\n--- {sample.place}: {sample.tokens.summary}")
         print(format_sample(split_segments(sample.tokens, tokenizer), mask=mask, in_colour=in_colour))
 
 
@@ -148,11 +146,6 @@ def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
         colour = COLOURS[segment.is_trained, segment.is_special]
         shown.append(f"{colour}{text}{RESET}" if in_colour else text)
     return "".join(shown)
-
-
-def make_visible(text: str) -> str:
-    """What a terminal would obey as escapes."""
-    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def write_page(

@@ -16,6 +16,7 @@ from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
 from corpus.writer import TokenizedSample
 from objectives.columns import TOKENS, Task
+from ranks.messages import say
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
 SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
@@ -190,21 +191,21 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
     blank = f", {rows['blank_lines']:,} blank lines" if rows["blank_lines"] else ""
     formats = ", ".join(sorted({source.format for source in sources if source.format is not None}))
     speed = f"{rows['in'] / seconds:,.0f} rows/s"
-    print(f"{describe_sources(sources)}: {rows['in']:,} rows{blank}, read as {formats}, {speed}")
+    say(f"{describe_sources(sources)}: {rows['in']:,} rows{blank}, read as {formats}, {speed}")
     for key, label in {"kept": "kept", **DROPPED}.items():
-        print(f"  {label:<24}{rows[key]:>14,}")
+        say(f"  {label:<24}{rows[key]:>14,}")
     if totals.num_samples != rows["kept"]:
-        print(f"  {'blocks':<24}{totals.num_samples:>14,}")
-    print(f"  {'tokens':<24}{totals.num_tokens:>14,}")
+        say(f"  {'blocks':<24}{totals.num_samples:>14,}")
+    say(f"  {'tokens':<24}{totals.num_tokens:>14,}")
     if task.is_language:
         share = totals.num_loss_counted_tokens / totals.num_tokens
-        print(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
+        say(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
         print_stops(totals)
     elif rows["truncated"]:
-        print(f"  {'truncated':<24}{rows['truncated']:>14,}")
+        say(f"  {'truncated':<24}{rows['truncated']:>14,}")
     shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
     lengths = [f"{name} {percentile(totals.lengths, at):,}" for name, at in shares.items()]
-    print(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
+    say(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
     if not task.is_language:
         print_labels(totals, task)
 
@@ -223,15 +224,15 @@ def print_labels(totals: Totals, task: Task) -> None:
     """Each label with its count and its share, in the order of the classes."""
     if totals.values is not None:
         found = ", ".join(f"{name} {value:g}" for name, value in totals.values.describe().items())
-        print(f"  values to predict: {found}")
+        say(f"  values to predict: {found}")
         return
     kinds = {"single": "one of", "multi": "several of"}
-    print(f"  {task.objective}: {kinds[task.label_type]} {task.num_labels:,} labels")
+    say(f"  {task.objective}: {kinds[task.label_type]} {task.num_labels:,} labels")
     whole = totals.labels.total() if task.objective == TOKENS else totals.num_samples
     for name in task.label_names[:NUM_LABELS_SHOWN]:
-        print(f"    {name:<22}{totals.labels[name]:>14,}  {totals.labels[name] / max(whole, 1):.1%}")
+        say(f"    {name:<22}{totals.labels[name]:>14,}  {totals.labels[name] / max(whole, 1):.1%}")
     if task.num_labels > NUM_LABELS_SHOWN:
-        print(f"    and {task.num_labels - NUM_LABELS_SHOWN:,} more, which are in the sidecar")
+        say(f"    and {task.num_labels - NUM_LABELS_SHOWN:,} more, which are in the sidecar")
 
 
 def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> list[str]:
@@ -262,7 +263,7 @@ def print_sides(sides: dict[str, Totals], task: Task) -> None:
     for name, totals in sides.items():
         dropped = "".join(f", {totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
         trained = f", {totals.num_loss_counted_tokens:,} trained" if task.is_language else ""
-        print(
+        say(
             f"  {name:<24}{totals.num_samples:>14,}  samples of {totals.num_tokens:,} tokens{trained};"
             f" {totals.rows['in'] / num_rows:.1%} of the rows{dropped}"
         )

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,26 +13,32 @@ from command_line import check_yaml
 from evaluation.comparison import Scores
 from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
+from evaluation.task_files import describe_task_file, find_name, is_file, read_config
 from inference.engine import require
 from inference.hf_engine import HFEngine
 from inference.models import FoundModel
 from options import EvaluateOptions
 
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+HARNESS = "--lm-eval"  # its results among those of sets, whose names are files'
 MAX_SHOWN = 4000  # characters of a prompt that are kept for the page
 
 
 def check_harness(tasks: Sequence[str]) -> None:
-    """ValueError if the harness is asked for and not installed, or a file of a task is not there."""
+    """ValueError if the harness is asked for and not installed, or a file of a task is not there or defines none."""
     if not tasks:
         return
     require("lm_eval", flag="--lm-eval")
-    for task in tasks:
-        if is_file(task) and not Path(task).is_file():
+    for task in filter(is_file, tasks):
+        if not Path(task).is_file():
             raise ValueError(f"--lm-eval {task}: no such file")
-
-
-def is_file(task: str) -> bool:
-    return task.endswith((".yaml", ".yml"))
+        check_yaml(Path(task), named=f"--lm-eval {task}")
+        try:
+            find_name(Path(task))
+        except ValueError as error:
+            raise ValueError(f"--lm-eval {error}") from None
 
 
 def run_harness(
@@ -39,7 +46,8 @@ def run_harness(
 ) -> dict[str, list[dict[str, Any]]]:
     """Each task's samples, with what they were scored, by the task's name."""
     path = folder / "lm_eval.json"
-    made_by = found.identify() | {"tasks": list(options.lm_eval), "dtype": options.engines.dtype}
+    tasks = [describe_task_file(Path(task)) if is_file(task) else task for task in options.lm_eval]
+    made_by = found.identify() | {"tasks": tasks, "dtype": options.engines.dtype, "lm_eval": version("lm_eval")}
     if not is_made_by(path, made_by):
         samples = call_harness(HFEngine(found, options.engines, options.sampling, device=device), options.lm_eval)
         write_made(path, json.dumps(samples), made_by)
@@ -50,17 +58,40 @@ def call_harness(engine: HFEngine, tasks: Sequence[str]) -> dict[str, list[dict[
     """Runs the harness on a model that is loaded here."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+
+    manager, names = open_tasks(tasks)
+    model = HFLM(pretrained=engine.model, tokenizer=engine.tokenizer, batch_size=engine.batch_size)
+    try:
+        results = simple_evaluate(model=model, tasks=names, task_manager=manager, log_samples=True, bootstrap_iters=0)
+    except KeyError as error:
+        raise ValueError(f"--lm-eval {' '.join(tasks)}: the harness does not find {error}") from None
+    if not results["samples"]:
+        raise ValueError(f"--lm-eval {' '.join(tasks)}: the harness finds no task there")
+    return {task: [keep(sample) for sample in samples] for task, samples in results["samples"].items()}
+
+
+def open_tasks(tasks: Sequence[str]) -> tuple["TaskManager", list[str]]:
+    """The harness's index of tasks, and what it finds these in it by: a task's file by its path, a group by name."""
     from lm_eval.tasks import TaskManager
 
-    for task in filter(is_file, tasks):
-        check_yaml(Path(task), named=f"--lm-eval {task}")
-    folders = sorted({str(Path(task).absolute().parent) for task in tasks if is_file(task)})
-    names = [Path(task).stem if is_file(task) else task for task in tasks]
-    model = HFLM(pretrained=engine.model, tokenizer=engine.tokenizer, batch_size=engine.batch_size)
-    names_its_own = any(not is_file(task) for task in tasks)  # looking through all of the harness's takes minutes
-    manager = TaskManager(include_path=folders or None, include_defaults=names_its_own)
-    results = simple_evaluate(model=model, tasks=names, task_manager=manager, log_samples=True, bootstrap_iters=0)
-    return {task: [keep(sample) for sample in samples] for task, samples in results["samples"].items()}
+    files = {task: Path(task).absolute() for task in tasks if is_file(task)}
+    described = [describe_task_file(path) for path in files.values()]
+    # Looking through all of the harness's own takes minutes.
+    needs_its_own = len(files) < len(tasks) or any(one["others"] for one in described)
+    folders = sorted({str(path.parent) for path in files.values()})
+    manager = TaskManager(include_path=folders or None, include_defaults=needs_its_own)
+    names = list(tasks)
+    for i, task in enumerate(tasks):
+        if task not in files:
+            continue
+        names[i] = str(files[task])
+        if "group" in read_config(files[task])[0]:
+            names[i] = find_name(files[task])
+            entry = manager.task_index.get(names[i])
+            if entry is None or Path(entry.yaml_path).resolve() != files[task].resolve():
+                where = "nowhere" if entry is None else entry.yaml_path
+                raise ValueError(f"--lm-eval {task}: the harness finds group {names[i]} in {where}: rename one of them")
+    return manager, names
 
 
 def keep(sample: dict[str, Any]) -> dict[str, Any]:

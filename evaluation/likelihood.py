@@ -1,17 +1,20 @@
 """Choices by likelihood: the answer is the choice that the model finds likeliest after the prompt.
 
 As EleutherAI's harness does it: the sum of the log-probabilities of a choice's tokens, and for the normalised answer
-that sum divided by the choice's length in characters. L tokens of prompt and choice, V vocabulary size.
+that sum divided by the choice's length in characters. White space that a prompt ends in is scored with its choices,
+since tokenizers join it with what follows. L tokens of prompt and choice, V vocabulary size.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inference.hf_engine import HFEngine
-from inference.prompts import Prompt, encode_prompt
+from inference.prompts import Prompt, encode_text, render_prompt
+from ranks.ending import log
 from ranks.terminal import show_progress
 
 MAX_BATCH_TOKENS = 4096  # that have logits at once
@@ -25,24 +28,41 @@ class Candidate:
     choice: int
     ids: list[int]
     num_given: int  # the prompt's tokens
+    joins: bool = False  # one of the prompt's tokens becomes another where the choice follows
 
 
 def encode_choices(prompt: Prompt, number: int, engine: HFEngine) -> list[Candidate]:
-    """The choices' tokens. A text is tokenized with each choice as one, a chat's answer by itself."""
-    given = encode_prompt(prompt, engine.tokenizer)
-    is_chat = prompt.messages is not None and engine.tokenizer.chat_template is not None
+    """The choices' tokens. Prompt and choice are tokenized as one text, as in training; a chat is rendered first."""
+    text, is_rendered = render_prompt(prompt, engine.tokenizer)
+    context = text.rstrip()
+    given = encode_text(context, engine.tokenizer, is_rendered=is_rendered)
+    is_empty = not context or not given
+    if is_empty:
+        given = [find_prefix(prompt, engine.tokenizer)]
     candidates = []
     for i, choice in enumerate(prompt.choices):
-        if is_chat:
-            ids = given + engine.tokenizer(choice, add_special_tokens=False)["input_ids"]
-        else:
-            text = prompt.text + choice
-            ids = encode_prompt(Prompt(row={}, text=text), engine.tokenizer)
-        if len(ids) <= len(given):
-            raise ValueError(f"{prompt.place}: choice {i} adds no token to the prompt")
+        whole = encode_text(text + choice, engine.tokenizer, is_rendered=is_rendered)
+        if is_empty:  # tokenizers may have put the prefix there already
+            whole = [*given, *(whole[1:] if whole[:1] == given else whole)]
+        ids = [*given, *whole[len(given) :]]
+        if len(ids) == len(given):
+            raise ValueError(f"{prompt.place}: choice {i} adds no token to the prompt: begin it with a space")
         engine.check_length(prompt, len(ids))
-        candidates.append(Candidate(number, i, ids, len(given)))
+        candidates.append(Candidate(number, i, ids, len(given), joins=whole[: len(given)] != given))
     return candidates
+
+
+def find_prefix(prompt: Prompt, tokenizer: Any) -> int:
+    """The token that stands before a choice without a prompt."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise ValueError(f"{prompt.place}: is empty, and the tokenizer has no token for the beginning or end of a text")
+
+
+def measure_length(choice: str) -> int:
+    """Its characters, without the white space that only separates it from the prompt."""
+    return len(choice.lstrip()) or len(choice)
 
 
 @torch.no_grad()
@@ -52,6 +72,12 @@ def score_choices(
     """For each prompt of this rank's share, by its number, the log-probability of each of its choices."""
     own = range(rank, len(prompts), world_size)
     candidates = [candidate for i in own for candidate in encode_choices(prompts[i], i, engine)]
+    num_joined = sum(candidate.joins for candidate in candidates)
+    if num_joined:
+        log.warning(
+            f"note: {num_joined:,} of {len(candidates):,} choices share a token with the end of their prompt, and only"
+            " the tokens after it are scored: begin choices with a space, or end prompts with one"
+        )
     candidates.sort(key=lambda candidate: len(candidate.ids), reverse=True)
     found = {i: [0.0] * len(prompts[i].choices) for i in own}
     for batch in show_progress(list(make_batches(candidates, engine.batch_size)), "choices", unit="batch"):

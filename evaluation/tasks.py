@@ -11,7 +11,7 @@ import numpy as np
 from disk import written_aside
 from evaluation.comparison import Scores
 from evaluation.kept import is_made_by, read_lines, write_made
-from evaluation.likelihood import score_choices
+from evaluation.likelihood import measure_length, score_choices
 from evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
 from evaluation.results import Measured, Sample
 from inference.answers import AnswerFile, describe_making, dump
@@ -22,6 +22,7 @@ from options import EvaluateOptions, SamplingOptions
 from ranks.world import World, call_on_rank0, gather_on_rank0
 
 CHOICE_MEASURES = ["choice", "choice_normalised"]
+SCORING = "white space at a prompt's end is scored with its choices"  # changes with what their numbers mean
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def summarize_answers(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
 def answer_choices(task: Task, engine: Engine, folder: Path, world: World) -> list[Sample] | None:
     """Which choice is likeliest, by the sum of its tokens' log-probabilities, and by it over the choice's length."""
     path = folder / f"{task.name}.choices.jsonl"
-    made_by = engine.describe() | {"rows": [prompt.row for prompt in task.prompts]}
+    made_by = engine.describe() | {"rows": [prompt.row for prompt in task.prompts], "scoring": SCORING}
     if not call_on_rank0(world, lambda: is_made_by(path, made_by)):
         own = score_choices(engine, task.prompts, rank=world.rank, world_size=world.world_size)
         gathered = gather_on_rank0(world, own)
@@ -139,7 +140,7 @@ def answer_choices(task: Task, engine: Engine, folder: Path, world: World) -> li
 
 def choose(prompt: Prompt, values: Sequence[float]) -> Sample:
     """The likeliest choices of a prompt, from its choices' log-probabilities."""
-    by_length = [value / len(choice) for value, choice in zip(values, prompt.choices, strict=True)]
+    by_length = [value / measure_length(choice) for value, choice in zip(values, prompt.choices, strict=True)]
     best, best_by_length = (max(range(len(own)), key=own.__getitem__) for own in (values, by_length))
     scores = (float(best == prompt.right_choice), float(best_by_length == prompt.right_choice))
     return {

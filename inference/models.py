@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
-from disk import hash_file, read_object
+from disk import hash_file, hash_json, read_object
 from methods.lora_files import ADAPTER_WEIGHTS, BASE_FILE, add_adapter
 from methods.lora_settings import ADAPTER_CONFIG, check_settings
 from model.files import find_model, find_weights
@@ -20,6 +21,8 @@ from model.finite import check_finite
 from objectives.causal_lm import CausalLM
 from objectives.columns import SEQUENCES, TOKENS
 from ranks.terminal import shows_progress
+
+PROBE = "a b"  # a text that shows which special tokens a tokenizer adds
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,12 @@ class FoundModel:
         return found[0] if found else None
 
     def identify(self) -> dict[str, Any]:
-        """What tells it from others: names, and digests of config and weights."""
+        """What tells it from others: names, and digests of config, weights, tokenizer and defaults of generation."""
         identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
+        tokenizer = [fingerprint_tokenizer(self.tokenizer), self.tokenizer(PROBE)["input_ids"]]  # with special tokens
+        identity |= {"tokenizer": hash_json(tokenizer), "chat_template": fingerprint_chat_template(self.tokenizer)}
+        generation = Path(self.directory) / "generation_config.json"
+        identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
         if self.adapter is not None:
             digests = {name: hash_file(self.adapter / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
             identity |= {"adapter": str(self.adapter), "adapter_sha256": digests}

@@ -9,11 +9,13 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from inference.engine import Answer, Request, require
 from inference.prompts import Prompt, as_protocol
 from inference.sampling import make_seed
 from options import EngineOptions, SamplingOptions
+from ranks.messages import HIDDEN, hide_secrets
 
 NUM_RETRIES = 6  # each waits longer, up to the client's 8 seconds
 SECONDS_FOR_AN_ANSWER = 1800.0
@@ -28,15 +30,19 @@ class OpenAIEngine:
         from openai import OpenAI
 
         self.model, self.sampling, self.engine = model, sampling, engine
+        address, key = urlsplit(engine.base_url), os.environ.get(engine.api_key_env)
+        self.address = address._replace(netloc=address.netloc.rpartition("@")[2]).geturl()
+        given = (key, address.password or address.username)
+        self.secrets = [form for secret in given if secret for form in (secret, unquote(secret))]
         self.client = OpenAI(
             base_url=engine.base_url,
-            api_key=os.environ.get(engine.api_key_env) or NO_KEY,
+            api_key=key or NO_KEY,
             max_retries=NUM_RETRIES,
             timeout=SECONDS_FOR_AN_ANSWER,
         )
 
     def describe(self) -> dict[str, Any]:
-        return {"engine": "openai", "model": self.model, "base_url": self.engine.base_url}
+        return {"engine": "openai", "model": self.model, "base_url": self.address}
 
     def answer(
         self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
@@ -78,7 +84,7 @@ class OpenAIEngine:
 
     @property
     def where(self) -> str:
-        return f"--base-url {self.engine.base_url}, --model {self.model}"
+        return f"--base-url {self.address}, --model {self.model}"
 
     def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
         """The client's answer. `top_k` is no part of OpenAI's protocol; other servers take it beside it."""
@@ -99,8 +105,14 @@ class OpenAIEngine:
             tools = {"tools": prompt.tools} if prompt.tools else {}
             return self.client.chat.completions.create(messages=as_protocol(prompt.messages), **tools, **common)
         except APIStatusError as error:
-            raise ValueError(f"{self.where}: refused ({error.status_code}): {error.message}") from None
+            raise ValueError(f"{self.where}: refused ({error.status_code}): {self.hide(error.message)}") from None
         except APIConnectionError as error:
-            raise ValueError(f"{self.where}: cannot be reached: {error.__cause__ or error}") from None
+            raise ValueError(f"{self.where}: cannot be reached: {self.hide(str(error.__cause__ or error))}") from None
         except APIError as error:
-            raise ValueError(f"{self.where}: {error}") from None
+            raise ValueError(f"{self.where}: {self.hide(str(error))}") from None
+
+    def hide(self, text: str) -> str:
+        """What a server or the client says, without what it was given to let us in."""
+        for secret in sorted(self.secrets, key=len, reverse=True):
+            text = text.replace(secret, HIDDEN)
+        return hide_secrets(text)

@@ -165,12 +165,14 @@ def add_choices(prompt: Prompt, row: Fields) -> Prompt:
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The tokens that the model is given, as process_data.py would make them up to the answer."""
+    text, is_rendered = render_prompt(prompt, tokenizer)
+    return encode_text(text, tokenizer, is_rendered=is_rendered)
+
+
+def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
+    """What the model is given as text, and whether the chat template wrote it, special tokens and all."""
     if prompt.messages is None or (prompt.text is not None and tokenizer.chat_template is None):
-        ids = tokenizer(prompt.text, add_special_tokens=True)["input_ids"]
-        ends_itself = (
-            len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not prompt.text.endswith(tokenizer.eos_token)
-        )
-        return ids[:-1] if ends_itself else ids
+        return prompt.text, False
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{prompt.place}: a chat, and the tokenizer has no chat template: give prompts as text, or a model that has"
@@ -179,9 +181,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
     try:
         check_completeness(prompt, tokenizer)
         with template_errors():
-            return apply_template(prompt.messages, prompt.tools, tokenizer, tokenize=True, return_dict=True)[
-                "input_ids"
-            ]
+            return apply_template(prompt.messages, prompt.tools, tokenizer, tokenize=False), True
     except ValueError as error:
         raise ValueError(f"{prompt.place}: {error}") from None
 
@@ -233,6 +233,15 @@ def wrap_call(call: Fields) -> Fields:
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": text}}
+
+
+def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
+    """The tokens of what `render_prompt` gives; the one that ends a text is left out, as the answer goes on."""
+    ids = tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+    if is_rendered:
+        return ids
+    ends_itself = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
+    return ids[:-1] if ends_itself else ids
 
 
 def as_json(value: Any) -> Any:

@@ -1,12 +1,12 @@
 """A chat in the terminal: answers stream, Ctrl-C ends an answer and not the program, Ctrl-D ends it."""
 
 import signal
-import sys
 from contextlib import closing, suppress
 
 from chat.examples import ASSISTANT, Message
 from inference.engine import Engine
 from inference.prompts import Prompt
+from ranks.messages import make_visible, say
 
 HELP = """/reset        forget the conversation
 /system TEXT  begin a new conversation with these instructions; without TEXT, with none
@@ -36,9 +36,9 @@ def chat(engine: Engine) -> None:
             messages = [{"role": "system", "content": rest.strip()}] if rest.strip() else []
             print("(a new conversation, with these instructions)" if messages else "(a new conversation)")
         elif word.startswith("/"):
-            print(f"{word} is no command:\n{HELP}")
+            say(f"{word} is no command:\n{HELP}")
         elif word:
-            messages = say(engine, messages, line.strip())
+            messages = ask(engine, messages, line.strip())
 
 
 def read_line() -> str | None:
@@ -53,7 +53,7 @@ def read_line() -> str | None:
             return None
 
 
-def say(engine: Engine, messages: list[Message], text: str) -> list[Message]:
+def ask(engine: Engine, messages: list[Message], text: str) -> list[Message]:
     """Prints the answer as it comes; returns the conversation with it, or as it was where there is none."""
     asked = [*messages, {"role": "user", "content": text}]
     pieces: list[str] = []
@@ -63,12 +63,12 @@ def say(engine: Engine, messages: list[Message], text: str) -> list[Message]:
         with closing(engine.stream(prompt)) as stream:
             for piece in stream:
                 pieces.append(piece)
-                print(piece, end="", flush=True)
+                print(make_visible(piece), end="", flush=True)
         print()
     except KeyboardInterrupt:
         print(" (interrupted)")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", is_error=True)
         return messages
     answer = "".join(pieces)
     return [*asked, {"role": ASSISTANT, "content": answer}] if answer.strip() else messages

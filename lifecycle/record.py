@@ -30,6 +30,7 @@ from options import (
 from ranks.devices import describe_device
 from ranks.ending import EXIT_FILE, log
 from ranks.lock import OWN_FILES
+from ranks.messages import hide_secrets
 from ranks.world import World
 
 OF_METHOD = "data of the method"  # in a run's identity
@@ -212,7 +213,7 @@ def describe_start(
         "device": describe_device(world.device),
         "versions": read_versions(),
         "git_commit": read_git_commit(),
-        "command": sys.argv,
+        "command": [hide_secrets(word) for word in sys.argv],
     }
 
 

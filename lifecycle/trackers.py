@@ -7,7 +7,6 @@ import hashlib
 import heapq
 import itertools
 import json
-import os
 import queue
 import re
 import threading
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from disk import read_object, written_aside
 from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
 from ranks.ending import log
+from ranks.messages import hide_secrets
 
 TRACKERS_FILE = "trackers.json"  # in the run's directory: which run of each tracker it is
 QUEUE_LENGTH = 1000  # steps and validations that a tracker may be behind
@@ -233,19 +233,6 @@ def describe(error: BaseException) -> str:
     """An exception's type and first line, without secrets."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return hide_secrets(f"{type(error).__name__}: {line[:300]}")
-
-
-def hide_secrets(text: str) -> str:
-    """`text` without users' names and passwords in addresses, and without the values of tokens in the environment."""
-    secrets = [
-        value
-        for name, value in os.environ.items()
-        if re.search(r"TOKEN|PASSWORD|SECRET|API_?KEY", name.upper()) and len(value) >= 6
-    ]
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
-    text = re.sub(r"([?&][^=&\s]*token[^=&\s]*=)[^&\s]+", r"\1***", text)
-    return re.sub(r"(\w+://)[^/@\s]+@", r"\1***@", text)
 
 
 class KnownRuns:

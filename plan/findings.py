@@ -1,6 +1,5 @@
 """What a plan is made of: the machine, the run as far as it is known, and what is found out about both."""
 
-import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from lifecycle.start import Errors, RunInputs
 from plan.simulation import PlannedModel, Ranks
 from ranks.memory import resident_memory
+from ranks.messages import say
 from sampler import RunPosition
 
 
@@ -24,13 +24,12 @@ class Findings:
 
     def print(self) -> None:
         count = len(self.problems)
-        print("\n".join(self.lines))
+        say("\n".join(self.lines))
         for warning in self.warnings:
-            print(f"warning: {warning}")
-        print(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found")
+            say(f"warning: {warning}")
+        say(f"\n{count or 'no'} problem{'' if count == 1 else 's'} found")
         for problem in self.problems:
-            print(f"  - {problem}")
-        sys.stdout.flush()
+            say(f"  - {problem}")
 
 
 @dataclass(frozen=True)

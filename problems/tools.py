@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from options import (
     EngineOptions,
@@ -69,7 +71,25 @@ def find_engine_problems(o: EngineOptions) -> list[str]:
             problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
     if o.engine == "openai" and o.base_url is None:
         problems.append("--engine openai needs --base-url, such as http://localhost:8000/v1")
+    if o.base_url is not None and not is_address(o.base_url):
+        problems.append(
+            "--base-url: expected http:// or https://, a host, and no query (?...), which the client would not send:"
+            " keys belong into the variable that --api-key-env names"
+        )
+    is_named = o.api_key_env != EngineOptions.api_key_env
+    if o.engine == "openai" and is_named and o.api_key_env not in os.environ:  # it may be the key itself
+        problems.append("--api-key-env: the environment has no such variable: give a variable's name, not the key")
     return problems
+
+
+def is_address(text: str) -> bool:
+    """Whether a server's address can be taken apart, and has nothing that the client would lose."""
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018  (a ValueError if it is no number)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
 def find_sampling_problems(o: SamplingOptions) -> list[str]:

@@ -16,6 +16,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
+from ranks.messages import hide_secrets, say
+
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 
 EXIT_FILE = "exit.json"  # in a run's directory: how its last start ended
@@ -83,7 +85,7 @@ class Cause:
         return {
             "code": int(self.code),
             "name": ExitCode(self.code).name.lower(),
-            "message": self.message,
+            "message": hide_secrets(self.message),
             "rank": self.rank,
             "step": self.step,
             "host": self.host,
@@ -140,7 +142,7 @@ def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoRetu
     if local_rank != "0":
         time.sleep(SECONDS_TO_BE_ENDED)
     where = "" if rank in (None, "0") else f"[rank {rank}] "
-    print(f"{where}error: {message}", file=sys.stderr, flush=True)
+    say(f"{where}error: {message}", is_error=True)
     os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank
 
 

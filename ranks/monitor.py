@@ -35,6 +35,7 @@ from ranks.ending import (
 )
 from ranks.lifeline import Lifeline, Message, make_socket_pair
 from ranks.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, HeldDirectory, RunLock, write_exit_file
+from ranks.messages import clean, say
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 from ranks.terminal import leave_bars
 
@@ -389,10 +390,10 @@ class RunControl:
             try:
                 is_first = write_exit_file(self.output_dir, cause.record)
             except OSError as error:
-                print(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", file=sys.stderr)
+                say(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", is_error=True)
         if is_first and cause.code != ExitCode.DONE:
             # One write, the line's end included: several ranks may print at once.
-            print(f"{leave_bars()}{cause.text}\n", end="", file=sys.stderr, flush=True)
+            print(f"{leave_bars()}{clean(cause.text)}\n", end="", file=sys.stderr, flush=True)
 
     def _is_untouched(self, cause: Cause) -> bool:
         """Whether the run is refused before it has written anything into a directory that it made."""

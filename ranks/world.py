@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 SECONDS_AFTER_WATCHDOG = 300.0
 
 from ranks.ending import log
+from ranks.messages import CleanFormatter
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ def connect_lifeline(world: World, control: RunControl) -> None:
 
 def setup_logging(level: str) -> None:
     """Rank 0 prints from `level` on, the other ranks only errors."""
-    handlers = [LinesAboveBars()] if shows_progress() else None
-    logging.basicConfig(format="%(message)s", level=logging.ERROR, handlers=handlers)
+    handler = LinesAboveBars() if shows_progress() else logging.StreamHandler()
+    handler.setFormatter(CleanFormatter())
+    logging.basicConfig(level=logging.ERROR, handlers=[handler])
     log.setLevel(level if os.environ.get("RANK", "0") == "0" else "ERROR")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, needs_browser
-from evaluations import evaluate_here, list_means
+from evaluations import evaluate_here
 from forked import run_forked
 from in_process import train_here
 from processes import flags
@@ -202,20 +202,20 @@ def test_answers_are_kept_scored_and_added_up(results, root, files):
 @torch.no_grad()
 def test_choices_are_those_that_a_plain_loop_finds_likeliest(results, root, files):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(files["base"]), AutoTokenizer.from_pretrained(files["base"])
-    texts = ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "One, two,"]
+    texts = [("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant", "\n"), ("One, two,", "")]
     lines = read_lines(root / "results" / "samples" / "base" / "choices.scores.jsonl")
     rows = [json.loads(line) for line in Path(files["choices"]).read_text().splitlines()]
     right = []
-    for line, text, row in zip(lines, texts, rows, strict=True):
+    for line, (text, space), row in zip(lines, texts, rows, strict=True):
         given = tokenizer(text)["input_ids"]
         expected = []
         for choice in row["choices"]:
-            ids = given + tokenizer(choice)["input_ids"]
+            ids = given + tokenizer(space + choice)["input_ids"]
             logs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
             expected.append(sum(logs[i - 1, ids[i]].item() for i in range(len(given), len(ids))))
         assert line["log_probabilities"] == pytest.approx(expected, abs=1e-4)
         assert line["answer"] == row["choices"][expected.index(max(expected))]
-        by_length = [value / len(choice) for value, choice in zip(expected, row["choices"], strict=True)]
+        by_length = [value / len(choice.strip()) for value, choice in zip(expected, row["choices"], strict=True)]
         right.append(by_length.index(max(by_length)) == row["answer"])
     metric = next(m for m in results["sets"][1]["metrics"] if m["name"] == "choice_normalised")
     assert metric["values"][0]["mean"] == pytest.approx(sum(right) / 2)
@@ -272,28 +272,6 @@ def test_two_processes_find_what_one_finds(results, root, files):
         for metric, its in zip(one["metrics"], other["metrics"], strict=True):
             means, theirs = ([value["mean"] for value in m["values"]] for m in (metric, its))
             assert theirs == pytest.approx(means, rel=1e-6), metric["name"]
-
-
-@pytest.mark.wide
-def test_the_harness_is_used_as_it_is(world, root, files):
-    (root / "lm").mkdir()
-    rows = [dict(q="1 2 3", c=[" 4", " x y"], a=0), dict(q="a b c", c=[" z", " d"], a=1)]
-    (root / "lm" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "lm" / "tiny_choice.yaml").write_text(
-        f"task: tiny_choice\ndataset_path: json\ndataset_kwargs:\n  data_files: {root}/lm/rows.jsonl\n"
-        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{c}}'\n"
-        "doc_to_target: a\ntarget_delimiter: ''\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n"
-    )
-    ours = [dict(prompt=row["q"], choices=row["c"], answer=row["a"]) for row in rows]
-    (root / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ours))
-    found = run(
-        world, root / "harness", model=(files["base"], files["other"]), task=str(root / "same.jsonl"),
-        lm_eval=str(root / "lm" / "tiny_choice.yaml"), num_resamples=200,
-    )  # fmt: skip
-    same, harness = found["sets"]
-    assert (harness["name"], harness["num_samples"]) == ("tiny_choice", 2)
-    by_name, own = list_means(harness), list_means(same)
-    assert (by_name["acc"], by_name["acc_norm"]) == (own["choice"], own["choice_normalised"])
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from inference.choice import open_engine
 from inference.prompts import Prompt
 from inference.terminal import chat
 from options import EngineOptions, GenerateOptions, SamplingOptions, group_options
+from problems.finding import find_problems
 
 
 class Server(ThreadingHTTPServer):
@@ -169,6 +170,51 @@ def test_what_a_server_refuses_is_told_and_what_was_answered_before_is_kept(serv
     (tmp_path / "answers.jsonl.part0").write_text("")
     lines = run(world, server, prompts, tmp_path / "answers.jsonl")
     assert len(lines) == 10
+
+
+def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_LOGIN", "k3y")
+    output = tmp_path / "answers.jsonl"
+    address = server.url.replace("http://", "http://someone:p%40ss-w0rd@")
+    given = dict(base_url=address, api_key_env="MY_LOGIN", model="m")
+    server.refuses = (
+        "not with k3y, nor p@ss-w0rd or p%40ss-w0rd, at http://someone:p%40ss-w0rd@host?access_token=abc&x=1"
+    )
+    with pytest.raises(ValueError, match=r"refused \(400\)") as caught:
+        run(world, server, prompts, output, **given)
+    told = str(caught.value)
+    assert server.url in told and "not with ***, nor *** or ***, at http://***@host?access_token=***&x=1" in told
+    server.refuses = None
+    (tmp_path / "answers.jsonl.part0").unlink(missing_ok=True)
+    assert run(world, server, prompts, output, **given)[0]["made_by"]["base_url"] == server.url
+    assert {body["key"] for _, body in server.asked} == {"Basic c29tZW9uZTpwQHNzLXcwcmQ="}  # as httpx sends it
+    nobody = server.url.replace(str(server.server_port), "9").replace("http://", "http://someone:p%40ss-w0rd@")
+    monkeypatch.setattr("inference.openai_engine.NUM_RETRIES", 0)
+    with pytest.raises(ValueError, match="cannot be reached") as caught:
+        run(world, server, prompts, tmp_path / "other.jsonl", **given | dict(base_url=nobody))
+    for text in (told, str(caught.value), *(path.read_text() for path in tmp_path.iterdir())):
+        assert not any(secret in text for secret in ("k3y", "w0rd", "someone"))
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["localhost:8000/v1", "http://h/v1?api-key=s3cret", "http://u:s3cret/x@h/v1", "ftp://u:s3cret@h", "http:///v1"],
+)
+def test_addresses_that_the_client_cannot_use_are_refused_and_not_repeated(address):
+    options = group_options(GenerateOptions, model="m", engine="openai", base_url=address, api_key_env="s3cret-key")
+    address_problem, key_problem = find_problems(options)
+    assert address_problem.startswith("--base-url: expected http://")
+    assert "s3cret" not in address_problem + key_problem and "no such variable" in key_problem
+
+
+def test_an_answer_cannot_drive_the_terminal(server, monkeypatch, capsys):
+    typed = iter(["a \x1b]0;title\x07 b \x1b[2J\u202eend", "/\x1b[31m", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    engine = EngineOptions(engine="openai", base_url=server.url)
+    chat(open_engine(None, "m", engine, SamplingOptions(), device=None))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and "\u202e" not in out
+    assert r"A \x1b]0;TITLE\x07 B \x1b[2J\u202eEND" in out and r"/\x1b[31m is no command" in out
 
 
 def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):

@@ -22,13 +22,13 @@ from lifecycle.trackers import (
     TrackedRun,
     Trackers,
     clean_name,
-    hide_secrets,
     name_step_metrics,
     name_validation_metrics,
 )
 from options import TrainOptions, group_options
 from problems import reporting
 from problems.finding import find_problems
+from ranks.messages import hide_secrets
 
 STEPS, KILLED_AFTER, RESUMED_FROM = 6, 4, 2
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")

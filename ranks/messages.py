@@ -1,0 +1,54 @@
+"""Texts for people to read: nothing in them that a terminal obeys, and no passwords or keys.
+
+Models, data, servers and other people's files decide what much of our output says.
+"""
+
+import logging
+import os
+import re
+import sys
+
+# What a terminal would obey, not show: control characters, those that turn the direction of writing; and halves of
+# characters (file names that are not UTF-8), which cannot be printed.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # of variables in the environment
+NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # of those, the names of what only says where a secret is
+SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
+HIDDEN = "***"
+QUERY = re.compile(
+    r"([?&][^=&\s]*(?:token|key|secret|password|signature|credential|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE
+)
+USER = re.compile(r"(\w+://)[^/?#\s]+@")
+
+
+def make_visible(text: str) -> str:
+    """What a terminal would obey as escapes; tabs and ends of lines stay."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def hide_secrets(text: str) -> str:
+    """`text` without users' names and passwords in addresses, and without the values of keys in the environment."""
+    secrets = [
+        value
+        for name, value in os.environ.items()
+        if SECRET_NAMES.search(name.upper()) and not NO_SECRETS.search(name.upper()) and len(value) >= SHORTEST_SECRET
+    ]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return USER.sub(rf"\1{HIDDEN}@", QUERY.sub(rf"\1{HIDDEN}", text))
+
+
+def clean(text: str) -> str:
+    return make_visible(hide_secrets(text))
+
+
+def say(text: str, *, is_error: bool = False) -> None:
+    """Prints a line for people."""
+    print(clean(text), file=sys.stderr if is_error else sys.stdout, flush=True)
+
+
+class CleanFormatter(logging.Formatter):
+    """Log lines for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean(super().format(record))
