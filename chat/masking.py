@@ -26,7 +26,7 @@ from chat.pictures import ImageExpander
 from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_parts, make_outline
 from chat.placing import check_names
 from chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
-from chat.rendering import catch_error, prepare_for, template_errors
+from chat.rendering import Patience, catch_error, check_length, prepare_for
 from chat.skeletons import Render, Skeleton, Span, match_text
 from chat.template_check import TemplateChecker
 from chat.token_bytes import ByteEncoder
@@ -133,6 +133,7 @@ class ChatMasker:
         self.strict_reasoning = strict_reasoning
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         self.matcher = PromptMatcher(self.encode_text, template, as_prompted=thinking_prefix != "as-rendered")
+        self.patience = Patience()
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
@@ -173,7 +174,10 @@ class ChatMasker:
         return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
     def mask_chats(self, chats: Sequence[Chat], *, appends_stop: bool = False) -> list[TokenizedChat | ValueError]:
-        """Chats: token ids as `apply_chat_template` gives them, labels by what the template wrote where."""
+        """Chats: token ids as `apply_chat_template` gives them, labels by what the template wrote where.
+
+        Raises ValueError if the template takes too long for several of them.
+        """
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
@@ -183,6 +187,7 @@ class ChatMasker:
             catch_error(self.locate, rendered, chat)
             for rendered, chat in zip(self.render_each(prepared), prepared, strict=True)
         ]
+        self.patience.check()
         if appends_stop:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         located = [catch_error(self.put_images, found, chat) for found, chat in zip(located, prepared, strict=True)]
@@ -226,7 +231,7 @@ class ChatMasker:
         return located
 
     def locate_now(self, rendered: Rendered, chat: PreparedChat) -> Located:
-        text = check_unicode(rendered.text)
+        text = check_unicode(check_length(rendered.text))
         if rendered.marked is None:
             spans = self.find_spans(text, chat)
         else:
@@ -383,7 +388,7 @@ class ChatMasker:
             return [Rendered(text) for text in self.render(conversations, tools=tools)]
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with template_errors():
+        with self.patience.render(len(conversations)):
             texts, marked = render_jinja_template(
                 [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,
@@ -401,7 +406,7 @@ class ChatMasker:
         generation_prompt: bool = False,
     ) -> list[str]:
         """The texts that `apply_chat_template` tokenizes."""
-        with template_errors():
+        with self.patience.render(len(conversations)):
             return self.tokenizer.apply_chat_template(
                 [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,

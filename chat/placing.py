@@ -5,7 +5,6 @@ changing them. What stands elsewhere, or is not written, refuses the conversatio
 """
 
 import json
-import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -25,10 +24,9 @@ from chat.placeholders import (
     mark_keys,
     split_at_placeholders,
 )
+from chat.rendering import LIST_AS_IT_STANDS
 from chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
 from chat.turns import Stops
-
-LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")
 
 
 def check_rest(outline: Outline, stops: Stops) -> None:

@@ -5,33 +5,52 @@ transformers runs them in jinja's sandbox, which keeps them from files and proce
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from chat.examples import Message
-from chat.placeholders import REASONING_KEYS
+from chat.examples import ASSISTANT, Message
+from chat.placeholders import REASONING_KEYS, is_text_part
 
 RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
-RENDER_BYTES = 4 << 30  # of memory, for trying a template
+RENDER_BYTES = 4 << 30  # of memory, for one call
+RENDER_CHARACTERS = 128 << 20  # of one conversation; a file's longest row has half as many
+MAX_NUM_SLOW = 3  # conversations that take longer than RENDER_SECONDS, before no more are rendered
 LONGEST_REASON = 400  # characters of an error that are told
 TOO_MUCH_MEMORY = 3  # exit code
 
+LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # what stands before a text in a list that is printed
 EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
 T = TypeVar("T")
+
+
+class UnreadableContent(ValueError):
+    """A message's content has a form that the chat template does not read."""
+
+
+class TemplateTooSlow(ValueError):
+    """A rendering took longer than RENDER_SECONDS."""
 
 
 @contextmanager
 def template_errors() -> Iterator[None]:
     """A template is someone else's program, and can fail in any way: what it raises becomes a ValueError."""
     try:
-        with time_limit(RENDER_SECONDS):
+        with time_limit(RENDER_SECONDS), memory_limit(RENDER_BYTES):
             yield
+    except UnreadableContent:
+        raise
+    except TimeoutError as error:
+        raise TemplateTooSlow(f"the chat template fails: {error}") from None
+    except MemoryError:
+        raise ValueError(f"the chat template fails: needs more than {RENDER_BYTES >> 30} GiB") from None
     except Exception as error:
         raise ValueError(f"the chat template fails: {str(error) or type(error).__name__}") from None
 
@@ -39,7 +58,11 @@ def template_errors() -> Iterator[None]:
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted,
-    which is where worker processes work; elsewhere there is no limit."""
+    which is where worker processes work; elsewhere there is no limit.
+
+    One operation on huge values cannot be interrupted either. If it takes this much CPU time beyond the limit, the
+    kernel ends the process with SIGVTALRM, unless somebody else handles that signal.
+    """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -49,11 +72,70 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     handler = signal.signal(signal.SIGALRM, give_up)
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    virtual = signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, *virtual)
         signal.setitimer(signal.ITIMER_REAL, remaining, interval)
         signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Raises MemoryError in the block where it needs this much more memory. Only on Linux."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource  # not everywhere
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = measure_memory() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def measure_memory() -> int:
+    """The size of this process's address space, in bytes."""
+    with open("/proc/self/statm") as memory:
+        return int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Patience:
+    """Renders rows within the limits. A row that exceeds the time is refused; after MAX_NUM_SLOW of them all rows are,
+    since with so many the rows would take days."""
+
+    num_slow: int = 0
+
+    @contextmanager
+    def render(self, num_conversations: int = 1) -> Iterator[None]:
+        """`template_errors` for rows. Many conversations at once can take long without any of them being at fault."""
+        self.check()
+        try:
+            with template_errors():
+                yield
+        except TemplateTooSlow:
+            self.num_slow += num_conversations == 1
+            raise
+
+    def check(self) -> None:
+        """Raises ValueError if the template took too long too often."""
+        if self.num_slow >= MAX_NUM_SLOW:
+            raise ValueError(
+                f"the chat template takes longer than {RENDER_SECONDS:g} seconds on a conversation, for"
+                f" {self.num_slow} of the rows: use another (--chat-template), or leave such rows out"
+            )
+
+
+def check_length(text: str) -> str:
+    """`text`, which a template wrote, if it is not too long to be tokenized."""
+    if len(text) > RENDER_CHARACTERS:
+        raise ValueError(f"the chat template writes {len(text):,} characters, allowed: {RENDER_CHARACTERS:,}")
+    return text
 
 
 def check_in_child(function: Callable[[], object]) -> None:
@@ -63,14 +145,10 @@ def check_in_child(function: Callable[[], object]) -> None:
         return
 
     def run() -> None:
-        import resource  # not everywhere
-
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with open("/proc/self/statm") as memory:
-            used = int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + RENDER_BYTES,) * 2)
         try:
-            function()
+            with memory_limit(RENDER_BYTES):
+                function()
         except MemoryError:
             os._exit(TOO_MUCH_MEMORY)
 
@@ -102,7 +180,32 @@ def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages in the form that the tokenizer's chat template reads. Rows and prompts both go through here, so that
     a model is prompted with the text that it was trained on."""
     prepared = prepare_messages(messages)
-    return [as_parts(message) for message in prepared] if takes_parts(tokenizer) else prepared
+    if takes_parts(tokenizer):
+        return [as_parts(message) for message in prepared]
+    return [
+        as_text(message, number) if has_text_parts(message) and not reads_parts(tokenizer, message["role"]) else message
+        for number, message in enumerate(prepared, start=1)
+    ]
+
+
+def reads_parts(tokenizer: Any, role: str) -> bool:
+    """Whether the template writes the text of a content that is a list of parts, for messages of this role."""
+    template = tokenizer.chat_template
+    return writes_parts(tokenizer, role, template if isinstance(template, str) else repr(template))
+
+
+@lru_cache(maxsize=64)
+def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
+    """`reads_parts`, found once per tokenizer, role and template."""
+    said = {"role": role, "content": "Two and two."}
+    others = [message for message in EXCHANGE if message["role"] != role]
+    messages = [*others, as_parts(said)] if role in (ASSISTANT, "tool") else [as_parts(said), *others]
+    try:
+        with template_errors():
+            before, found, _ = tokenizer.apply_chat_template(messages, tokenize=False).partition(said["content"])
+    except ValueError:
+        return False
+    return found != "" and LIST_AS_IT_STANDS.search(before) is None
 
 
 def takes_parts(tokenizer: Any) -> bool:
@@ -131,6 +234,23 @@ def as_parts(message: Message) -> Message:
     content = message.get("content")
     is_text = isinstance(content, str) and content != ""
     return {**message, "content": [{"type": "text", "text": content}]} if is_text else message
+
+
+def has_text_parts(message: Message) -> bool:
+    """Whether the content is a list of nothing but texts."""
+    parts = message.get("content")
+    return isinstance(parts, list) and parts != [] and all(map(is_text_part, parts))
+
+
+def as_text(message: Message, number: int) -> Message:
+    """The message with its only part as a text. Several parts could be joined in more than one way."""
+    parts = message["content"]
+    if len(parts) > 1:
+        raise UnreadableContent(
+            f"the chat template reads the content of message {number} ({message['role']}) only as a text, not as a list"
+            f" of {len(parts)} parts: join them, with the spaces or line breaks that belong between them"
+        )
+    return {**message, "content": parts[0]["text"]}
 
 
 def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:

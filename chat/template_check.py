@@ -180,8 +180,7 @@ class TemplateChecker:
             )
 
     def ends_with_special_token(self, ids: list[int]) -> bool:
-        *_, stop = self.stops.special.findall(self.decode(ids)) or [""]
-        return bool(stop) and ids[-1] == self.tokenizer.convert_tokens_to_ids(stop)
+        return self.stops.special.fullmatch(self.tokenizer.convert_ids_to_tokens(ids[-1])) is not None
 
     def find_problem_of_turn(self, ids: list[int], earlier: list[int], message: Message) -> str | None:
         """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""

@@ -15,8 +15,13 @@ from chat.examples import ASSISTANT, Message
 from chat.placeholders import OTHER_STAND_IN, STAND_IN, Outline, has_calls, list_keys, split_at_placeholders
 from chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
 
-REASONING_OPENING = re.compile(r"<\|?think(?:ing)?\|?>")
-PROMPTED_REASONING = re.compile(REASONING_OPENING.pattern + r"\s*(?:</\|?think(?:ing)?\|?>\s*)?\Z")
+REASONING_OPENING = re.compile(r"<\|?think(?:ing|:\w+)?\|?>|<\|START_THINKING\|>|\[THINK\]|<\|channel>thought")
+REASONING_CLOSING = re.compile(r"</\|?think(?:ing|:\w+)?\|?>|<\|END_THINKING\|>|\[/THINK\]|<channel\|>")
+PROMPTED_REASONING = re.compile(rf"(?:{REASONING_OPENING.pattern})\s*(?:(?:{REASONING_CLOSING.pattern})\s*)?\Z")
+
+
+class UnknownPrompt(ValueError):
+    """The template prompts for a turn with something else than what the turn begins with, or with nothing."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class GenerationPrompt:
 class TurnMemory:
     """What was learned of turns, by what the template writes where they begin and end, and what is around them."""
 
-    starts: dict[tuple[object, ...], tuple[int, tuple[str, ...], str]] = field(default_factory=dict)
+    starts: dict[tuple[object, ...], tuple[int, tuple[str, ...], str | None]] = field(default_factory=dict)
     ends: dict[tuple[object, ...], tuple[int, int] | None] = field(default_factory=dict)
 
     def make_room(self) -> None:
@@ -165,12 +170,12 @@ class TurnLearner:
         None where there is nothing to prompt with."""
         own = self.slots_by_message.get(message)
         if message == 0:
-            return *self.learn_first_start(own[0] if own else 0), None
+            return *self.learn_start_after_header(own[0] if own else 0), None
         if own is None:
             return self.learn_start_after_prompt(message, None)
         key = self.describe_start(message, own[0])
         if key not in self.memory.starts:
-            (_, length), rests, prompt = self.learn_start_after_prompt(message, own[0])
+            (_, length), rests, prompt = self.learn_start_before(message, own[0])
             self.memory.starts[key] = length, rests, prompt
         length, rests, prompt = self.memory.starts[key]
         return (own[0], length), rests, prompt
@@ -184,6 +189,19 @@ class TurnLearner:
         ]
         has_system = messages[0]["role"] != "user"
         return (self.skeleton.literals[first], *neighbours, *before, has_system, is_simple(messages[message]))
+
+    def learn_start_before(self, message: int, first: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
+        """Where a turn begins whose first text is in this slot: after its prompt. Some templates do not prompt after an
+        assistant's message; then it is after the header that would follow a user's."""
+        try:
+            return self.learn_start_after_prompt(message, first)
+        except UnknownPrompt as error:
+            if self.outline.messages[message - 1]["role"] == "user":
+                raise
+            try:
+                return *self.learn_start_after_header(first), None
+            except ValueError:
+                raise error from None
 
     def learn_start_after_prompt(self, message: int, first: int | None) -> tuple[tuple[int, int], tuple[str, ...], str]:
         prompt = self.learn_prompt(self.outline.messages[:message], self.outline.messages[message])
@@ -207,24 +225,26 @@ class TurnLearner:
         if at < 0 or cut_order[at] in order or cut_order[:at][-1:] != order[-1:]:
             raise no_prompt(literal, prompt)
         if prompted == plain and literal[len(prompt) :].strip():
-            raise ValueError(
-                "the chat template has no generation prompt, so the assistant's header cannot be told from its text"
-                f" in {literal[len(prompt) :]!r}: let the template write the header when add_generation_prompt is set"
-            )
+            raise not_prompted(context[-1]["role"], literal[len(prompt) :])
         unknown = GenerationPrompt(prompt, split_at_placeholders(plain)[1][-1], order)
         header = literal if prompt.startswith(literal) else unknown.find_header(literal)
         return replace(unknown, header=header)
 
-    def learn_first_start(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
-        """Where a conversation begins with the assistant: after the header that would follow a user's turn."""
-        user = self.stand_in("user", OTHER_STAND_IN)
-        standing_in = self.stand_in(ASSISTANT, STAND_IN)
-        prompt = self.learn_prompt([user], standing_in)
-        header = prompt.header.removeprefix(prompt.plain)
+    def learn_start_after_header(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
+        """Where a turn begins that nothing prompts for, such as the first message of a conversation: after the header
+        that would follow a user's turn."""
+        prompt = self.learn_prompt([self.stand_in("user", OTHER_STAND_IN)], self.stand_in(ASSISTANT, STAND_IN))
         literal = self.skeleton.literals[first]
-        if not header or literal.count(header) != 1:
-            raise no_prompt(literal, prompt.text)
-        return (first, literal.index(header) + len(header)), prompt.find_rests(prompt.header)
+        for whole in dict.fromkeys((prompt.header, prompt.base)):
+            header = whole[self.find_border(prompt.plain, whole) :]
+            if header.strip() and literal.count(header) == 1:
+                return (first, literal.index(header) + len(header)), prompt.find_rests(whole)
+        raise no_prompt(literal, prompt.text)
+
+    def find_border(self, plain: str, prompted: str) -> int:
+        """Where `prompted` no longer is what `plain` is, but not within a special token."""
+        at = common_length(plain, prompted)
+        return next((t.start() for t in self.stops.special.finditer(prompted) if t.start() < at < t.end()), at)
 
     def learn_end(self, message: int, start: tuple[int, int]) -> tuple[int, int] | None:
         """Where the turn ends: behind its end-of-turn token. None without one, if it may be missing."""
@@ -280,10 +300,15 @@ class TurnLearner:
         if cut_own[-1] not in remaining or None in ends:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
         last = max(ends)
-        known_ids = [k for k in own if self.outline.leaves[self.order[k]].kind == "id" and self.order[k] not in cut_own]
-        last = max([last, *(k for k in known_ids if k == last + 1)])  # some write ids only where a result follows
+        if not self.is_ended(literals[-1], self.skeleton.literals[last + 1]):  # some write ids where a result follows
+            known_ids = [k for k in own if leaves[self.order[k]].kind == "id" and self.order[k] not in cut_own]
+            last = max([last, *(k for k in known_ids if k == last + 1)])
         end = self.learn_end_in_literal(message, literals[-1], self.skeleton.literals[last + 1], cut_own[-1])
         return None if end is None else (last + 1, end)
+
+    def is_ended(self, cut: str, literal: str) -> bool:
+        """Whether `literal`, which follows a turn's last text, begins with all that ends the turn if cut there."""
+        return self.stops.special.search(cut) is not None and literal.startswith(cut.rstrip())
 
     def find_last(self, leaf: int, cut_own: list[int], own: list[int]) -> int | None:
         """The slot where the leaf is for the last time within its turn: as often as in a conversation cut there."""
@@ -376,9 +401,21 @@ def is_simple(message: Message) -> bool:
     return set(message) == {"role", "content"} and isinstance(message["content"], str) and message["content"] != ""
 
 
-def no_prompt(literal: str, prompt: str) -> ValueError:
-    return ValueError(
+def no_prompt(literal: str, prompt: str) -> UnknownPrompt:
+    return UnknownPrompt(
         f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}"
+    )
+
+
+def not_prompted(role: str, literal: str) -> UnknownPrompt:
+    if role == "user":
+        return UnknownPrompt(
+            "the chat template has no generation prompt, so the assistant's header cannot be told from its text in"
+            f" {literal!r}: let the template write the header when add_generation_prompt is set"
+        )
+    return UnknownPrompt(
+        f"the chat template writes no generation prompt after a message of the role {role}, and the assistant's turn"
+        f" after it begins with {literal!r}, not with the header that it has after a user's message"
     )
 
 

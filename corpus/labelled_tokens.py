@@ -7,7 +7,7 @@ from typing import Any
 from chat.examples import Chat
 from chat.labels import IGNORED
 from chat.masking import check_unicode
-from chat.rendering import catch_error, one_line, prepare_for, template_errors
+from chat.rendering import Patience, catch_error, check_length, one_line, prepare_for
 from corpus.labelled import Content, Labelled, TextPair, Words
 from corpus.labels import Labels, count_classes
 from objectives.columns import TOKENS
@@ -57,6 +57,7 @@ class LabelledTokenizer:
                 " tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.labels = tokenizer, labels
+        self.patience = Patience()
         self.max_length = max_length if truncates else None
         tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
         self.backend = tokenizer.backend_tokenizer
@@ -67,6 +68,7 @@ class LabelledTokenizer:
         """Each row's tokens and target, or why it cannot be used."""
         targets = [catch_error(self.labels.encode, row) for row in rows]
         prepared = [catch_error(self.prepare, row.content) for row in rows]
+        self.patience.check()
         by_kind: dict[tuple[bool, bool], list[int]] = {}
         for i, (row, text) in enumerate(zip(rows, prepared, strict=True)):
             if not isinstance(text, ValueError):
@@ -100,10 +102,10 @@ class LabelledTokenizer:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or give the row a text"
             )
-        with template_errors():
+        with self.patience.render():
             messages = prepare_for(self.tokenizer, chat.messages)
             text = self.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False)
-        return check_unicode(text)
+        return check_unicode(check_length(text))
 
     def encode(self, texts: Sequence[Any], *, is_words: bool, adds_special: bool) -> list[Any]:
         return self.backend.encode_batch(texts, is_pretokenized=is_words, add_special_tokens=adds_special)

@@ -18,16 +18,31 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+EXIT_SECONDS = 5.0  # to wait for a dying worker's exit code
 THREADS = "worker"  # how the threads that speak to the workers are called
 
 
 class WorkerDied(Exception):
-    """A worker ended without a result."""
+    """A worker ended without a result, with this exit code."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+    @property
+    def reason(self) -> str:
+        if self.exit_code == -signal.SIGVTALRM:  # a time limit of chat/rendering.py
+            return (
+                "a worker process was ended: one operation of the chat template takes so long, and cannot be"
+                " interrupted: nothing was written; use another template (--chat-template)"
+            )
+        return "a worker process was killed, perhaps for want of memory: nothing was written; try a smaller --num-proc"
 
 
 def run_in_order(
@@ -48,10 +63,8 @@ def run_in_order(
             while pending:
                 item, future = pending.popleft()
                 yield item, future.result()
-    except WorkerDied:
-        raise ValueError(
-            "a worker process was killed, perhaps for want of memory: nothing was written; try a smaller --num-proc"
-        ) from None
+    except WorkerDied as death:
+        raise ValueError(death.reason) from None
 
 
 @contextmanager
@@ -67,7 +80,7 @@ def start_workers(process: Callable[[Any], Any], num_workers: int) -> Iterator[C
             with closing(theirs):  # a worker's end is open in that worker only, or its death would not be heard
                 workers.append(context.Process(target=serve, args=(process, theirs)))
                 workers[-1].start()
-            free.put(ours)
+            free.put((ours, workers[-1]))
         yield lambda item: threads.submit(exchange, item, free)
     finally:
         started = [worker for worker in workers if worker.pid is not None]
@@ -78,16 +91,17 @@ def start_workers(process: Callable[[Any], Any], num_workers: int) -> Iterator[C
             worker.join()
 
 
-def exchange(item: Item, free: "SimpleQueue[Connection]") -> Any:
+def exchange(item: Item, free: "SimpleQueue[tuple[Connection, BaseProcess]]") -> Any:
     """The item's result, from a worker that is free. Raises what the worker raised, and WorkerDied if it ended."""
-    connection = free.get()
+    connection, worker = free.get()
     try:
         connection.send(item)
         result, error = connection.recv()
     except (EOFError, OSError):
-        raise WorkerDied from None
+        worker.join(EXIT_SECONDS)  # its end of the pipe is closed when it ends
+        raise WorkerDied(worker.exitcode) from None
     finally:
-        free.put(connection)
+        free.put((connection, worker))
     if error is not None:
         raise error
     return result

@@ -123,7 +123,33 @@ def render(masker: ChatMasker, messages: list[dict], tools: list[dict] | None, *
         )
         named.append({"thinking": thought, **message, "reasoning_content": thought})
     named = [{key: value for key, value in message.items() if value is not None} for message in named]
-    return masker.tokenizer.apply_chat_template(named, tools=tools, tokenize=False, add_generation_prompt=prompt)
+
+    def apply(given: list[dict]) -> str:
+        return masker.tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=prompt)
+
+    try:
+        text = apply(named)
+    except Exception:
+        if all(only_text(message) is None for message in named):
+            raise
+        return apply(list(map(with_text, named)))
+    texts = [only_text(message) for message in named]
+    is_read = all(said is None or (said.strip() in text and LIST not in text.replace('"', "'")) for said in texts)
+    return text if is_read else apply(list(map(with_text, named)))
+
+
+LIST = "'type': 'text'"
+
+
+def only_text(message: dict) -> str | None:
+    """The text of a content that is a list of one part."""
+    content = message.get("content")
+    return content[0].get("text") if isinstance(content, list) and len(content) == 1 else None
+
+
+def with_text(message: dict) -> dict:
+    said = only_text(message)
+    return message if said is None else {**message, "content": said}
 
 
 def find_trained_characters(masker: ChatMasker, masked: TokenizedChat, text: str) -> list[bool]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import resource
 import signal
 import sys
 
@@ -524,6 +525,119 @@ def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypa
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.5)
     with pytest.raises(ValueError, match=reason):
         with_template(base_tokenizer, CHATML_TEMPLATE + "{{ (" + bomb + ") and '' }}")
+
+
+LONG = "{% if 'long' in messages[0].content %}"
+SLOW = {
+    "endless": (ENDLESS, "takes longer than 0.2 seconds"),
+    "uses much memory": ("{{ ('a' * 6 * 10 ** 9) and '' }}", "needs more than 4 GiB"),
+    "writes much": ("{{ 'a' * 5000 }}", "writes 5,"),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+@pytest.mark.parametrize("case", SLOW)
+def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokenizer, monkeypatch, case):
+    bomb, reason = SLOW[case]
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(chat_rendering, "RENDER_CHARACTERS", 4000)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + bomb + "{% endif %}")
+    before, bad, after = masker.mask(
+        [Chat([QUESTION, ANSWER]), Chat([{"role": "user", "content": "long"}, ANSWER]), Chat([QUESTION, ANSWER])]
+    )
+    assert reason in str(bad) and before == after == mask_one(masker, [QUESTION, ANSWER])
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_template_that_is_slow_on_many_rows_is_given_up(base_tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.1)
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + ENDLESS + "{% endif %}")
+    with pytest.raises(ValueError, match=r"takes longer than 0\.1 seconds on a conversation, for 3 of the rows"):
+        masker.mask([Chat([{"role": "user", "content": f"long {i}"}, ANSWER]) for i in range(1000)])
+
+
+PARTS_BY_ROLE = (  # the user's content may be a list of parts; those of others are written as they are
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'user' and m.content is not string %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SWALLOWING = CHATML_TEMPLATE.replace("message['content']", "(message['content'] if message.content is string else '')")
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, PARTS_BY_ROLE, SWALLOWING])
+def test_a_list_of_one_text_is_that_text(base_tokenizer, template):
+    """As transformers renders the row with its contents as texts; several parts only where the template reads lists."""
+    masker = with_template(base_tokenizer, template)
+    texts = [SYSTEM, QUESTION, ANSWER]
+    lists = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in texts]
+    (masked,) = masker.mask([Chat(lists)])
+    assert masked.input_ids == masker.tokenizer.apply_chat_template(texts, return_dict=True)["input_ids"]
+    assert masked.labels == mask_one(masker, texts).labels
+    several = [{"type": "text", "text": text} for text in ("How ", "many?")]
+    (found,) = masker.mask([Chat([{"role": "user", "content": several}, ANSWER])])
+    if template == PARTS_BY_ROLE:
+        assert found == mask_one(masker, [QUESTION, ANSWER])
+        return
+    assert str(found).startswith("the chat template reads the content of message 1 (user) only as a text, not as a")
+
+
+PROMPTS_AFTER_USERS = CHATML_TEMPLATE.replace(
+    "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'assistant'"
+)
+
+
+def test_two_assistant_turns_need_no_prompt_between_them(base_tokenizer):
+    masker = with_template(base_tokenizer, PROMPTS_AFTER_USERS)
+    more = {"role": "assistant", "content": "Or six."}
+    expected = ["Five.<|im_end|>", "Or six.<|im_end|>", "Five.<|im_end|>"]
+    assert trained_texts(masker, [QUESTION, ANSWER, more, QUESTION, ANSWER]) == expected
+    renaming = PROMPTS_AFTER_USERS.replace(
+        "'<|im_start|>' + message['role'] + '\n'",
+        "'<|im_start|>' + ('again' if loop.previtem and loop.previtem.role == message.role else message.role) + '\n'",
+    )
+    assert renaming != PROMPTS_AFTER_USERS
+    (refused,) = with_template(base_tokenizer, renaming).mask([Chat([QUESTION, ANSWER, more])])
+    assert "no generation prompt after a message of the role assistant" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<think:fast>", "</think:fast>"),
+        ("<|channel>thought\n", "<channel|>"),
+    ],
+)
+def test_prompts_that_open_and_close_the_reasoning(base_tokenizer, opening, closing):
+    """Turns do without it: they begin where the prompt and the row part."""
+    prompt = f"{{{{ '<|im_start|>assistant\n{opening}{closing}' }}}}".replace("\n", "\\n")
+    template = CHATML_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", prompt)
+    assert prompt in template
+    assert trained_texts(with_template(base_tokenizer, template), [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+
+
+KIMI = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls %}{% for call in m.tool_calls %}"
+    "{{ '<call>functions.' + call.function.name + ':0 ' + call.function.arguments | tojson + '</call>' }}{% endfor %}"
+    "{% elif m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id + '\n' + m.content }}{% else %}{{ m.content }}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_an_id_that_stands_only_with_the_result_does_not_belong_to_the_call(base_tokenizer):
+    call = {"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": {"n": 2}}}
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "functions.add:0"},
+        ANSWER,
+    ]
+    expected = ['<call>functions.add:0 {"n": 2}</call><|im_end|>', "Five.<|im_end|>"]
+    assert trained_texts(with_template(base_tokenizer, KIMI), messages) == expected
 
 
 def test_templates_run_in_the_sandbox(base_tokenizer):
