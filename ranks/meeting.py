@@ -5,7 +5,6 @@ Before it there is neither process group nor lifeline, so only the store knows w
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ranks.ending import ExitCode, RunError
+from ranks.messages import say
 from ranks.peers import describe_ranks
 
 START_TIMEOUT = 600.0
@@ -110,7 +110,7 @@ def late_notice(seconds: float, text: str) -> Iterator[None]:
 def print_notice(text: str) -> None:
     """Prints to stderr, once per node; rank 0's logger cannot, since rank 0 may be the one that is missing."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"[rank {os.environ['RANK']}] {text}", file=sys.stderr, flush=True)
+        say(f"[rank {os.environ['RANK']}] {text}", is_error=True)
 
 
 def count_local_ranks() -> int:
