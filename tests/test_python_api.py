@@ -316,7 +316,8 @@ run_training(torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rd
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process_data", [True, False])
-def test_two_stages_as_instructlabs_users_write_them(process_data, chats):
+def test_two_stages_as_instructlabs_users_write_them(process_data, chats, tmp_path):
+    chats = chats | dict(ckpt_output_dir=str(tmp_path / "run"), data_output_dir=str(tmp_path / "data"))
     words = [sys.executable, "-c", STAGES, json.dumps(chats | dict(process_data=process_data, max_steps=1))]
     environment = ENV | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}  # a checkout of this name comes first
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
