@@ -21,6 +21,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from chat.labels import IGNORED
 from chat.masking import Chat, ChatMasker
 from chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
+from chat.rendering import Patience
 from chat.token_spans import Remark, TokenizedChat
 from corpus.formats import find_format, read_example
 from corpus.labelled_tokens import LabelledTokenizer
@@ -299,7 +300,7 @@ def test_prompts_of_which_the_template_leaves_something_out_are_refused():
 
 def test_classifiers_read_chats_in_the_form_that_the_template_writes():
     tokenizer = find_tokenizer("only parts")
-    text = LabelledTokenizer.render(type("", (), {"tokenizer": tokenizer}), Chat([USER]))
+    text = LabelledTokenizer.render(type("", (), {"tokenizer": tokenizer, "patience": Patience()}), Chat([USER]))
     assert text == f"user: How many?{IM_END}\n"
 
 
