@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
-from ranks.messages import hide_secrets, say
+from .messages import hide_secrets, say
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 

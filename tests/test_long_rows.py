@@ -52,7 +52,7 @@ def test_the_same_gradients_whatever_blocks_keep(case, world, tmp_path):
     plain = run_backward(build(path, world))
     for mode in MODES:
         tiled = run_backward(build(path, world, activation_checkpointing=mode, tiled_mlp=True))
-        check_same(tiled, plain, within=1e-6 if case in FAMILIES else 1e-5)  # states add up what differs
+        check_same(tiled, plain, within=2e-6 if case in FAMILIES else 1e-5)  # states add up what differs
     offloaded = dict(activation_checkpointing="full", offload_activations=True)
     check_same(run_backward(build(path, world, **offloaded)), plain, within=0.0)
     check_same(run_backward(build(path, world, **offloaded, tiled_mlp=True)), tiled, within=0.0)

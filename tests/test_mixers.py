@@ -83,7 +83,8 @@ def test_packed_losses_and_gradients_are_the_models_own(name, mode, paths, expec
     assert own.keys() == gradients.keys()
     for key, gradient in gradients.items():
         difference = (own[key].full_tensor() - gradient).norm()
-        assert difference <= 1e-5 * gradient.norm() + 1e-7, key
+        # Terms thousands of times as large cancel in a state's bias: its rounding differs from processor to processor.
+        assert difference <= 1e-5 * gradient.norm() + 3e-7, key
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_read_in_parts_is_read_as_a_whole(family, tmp_pat
     monkeypatch.setattr("model.weights.plan_reading", fail)
     with caplog.at_level("WARNING", logger="mini_trainer"):
         whole = read_tensors(path)
-    assert "so rank 0 reads them as a whole, in fp32 (AttributeError" in caplog.text
+    assert re.search(r"so rank 0 reads them as a whole, in fp32, .*\(AttributeError", caplog.text)
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in parts.items())
 
