@@ -529,7 +529,7 @@ def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypa
 
 LONG = "{% if 'long' in messages[0].content %}"
 SLOW = {
-    "endless": (ENDLESS, "takes longer than 1.0 seconds"),
+    "endless": (ENDLESS, "takes longer than 1 seconds"),
     "uses much memory": ("{{ ('a' * 6 * 10 ** 9) and '' }}", "needs more than 4 GiB"),
     "writes much": ("{{ 'a' * 5000 }}", "writes 5,"),
 }
@@ -554,7 +554,7 @@ def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokeniz
 def test_a_template_that_is_slow_on_many_rows_is_given_up(base_tokenizer, monkeypatch):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + ENDLESS + "{% endif %}")
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1.0)
-    with pytest.raises(ValueError, match=r"takes longer than 1\.0 seconds on a conversation, for 3 of the rows"):
+    with pytest.raises(ValueError, match=r"takes longer than 1 seconds on a conversation, for 3 of the rows"):
         masker.mask([Chat([{"role": "user", "content": f"long {i}"}, ANSWER]) for i in range(1000)])
 
 
