@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 
 from chat.templates import load_tokenizer
 from command_line import parse_options
+from families.seeing import SeeingFamily
+from families.text import TextFamily
+from families.text_tower import is_multimodal, text_config
 from lifecycle.export import ExportParts, write_export
 from methods.full import Full
 from methods.lora import LoRA
@@ -23,10 +26,7 @@ from model.config import ModelSource, load_config, load_generation_config
 from model.files import find_model, find_weights
 from model.method import MetaModel
 from model.weights import read_weights
-from objectives.causal_lm import CausalLM
-from objectives.text_tower import is_multimodal, text_config
-from objectives.vision import VisionLanguage
-from options import LoRAOptions, MergeAdapterOptions, VisionOptions
+from options import LoRAOptions, MergeAdapterOptions
 from ranks.messages import say
 from ranks.world import World, call_on_rank0, call_with_world
 
@@ -51,8 +51,8 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     revision = options.model_revision or (config.revision if is_own else None)
     model_dir = find_model(name, revision=revision, trust_remote_code=options.trust_remote_code)
     find_weights(name, model_dir)
-    objective = CausalLM()
-    model_config = load_config(model_dir, objective, trust_remote_code=options.trust_remote_code)
+    family = TextFamily()
+    model_config = load_config(model_dir, family, trust_remote_code=options.trust_remote_code)
     generation_config = load_generation_config(model_dir, model_config)
     with_tokenizer = [path for path in (adapter, adapter.parent) if (path / "tokenizer_config.json").is_file()]
     tokenizer = load_tokenizer(
@@ -64,15 +64,15 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     # Its layers with adapters, without memory; then each tensor of the sum.
     source = ModelSource(model_dir, model_config, options.trust_remote_code, name=name)
     with torch.device("meta"):
-        model = objective.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
+        model = family.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
     if adapts_tower(adapter, model):
-        objective = VisionLanguage(VisionOptions(freeze=("nothing",)), objective)
-    left_out = objective.leave_out(model)
-    meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, objective, left_out)
+        family = SeeingFamily(family)
+    left_out = family.leave_out(model)
+    meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, family, left_out)
     method = LoRA(LoRAOptions(lora=True, lora_adapter=options.adapter), seed=0)
     method.given = config
     method.choose_layers(meta)
-    readers = read_weights(source, objective)
+    readers = read_weights(source, family)
     method.prepare(meta, readers, world=world, progress=lambda where: None)
     trained = {own_name: readers[own_name]().float() for own_name in method.saved_names.values()}
     dtype = getattr(torch, options.export_dtype)
@@ -81,7 +81,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         method.merger.list_groups(trained, dtype),
         output_dir,
         model_config,
-        ExportParts(objective, Full(), generation_config, tokenizer, dtype, source),
+        ExportParts(family, Full(), generation_config, tokenizer, dtype, source),
         world=world,
     )
     say(f"{method.describe()}; merged into {name}: {output_dir}")
@@ -91,7 +91,7 @@ def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
     """Whether layers of what a model sees with have adapters, and not the language model's alone."""
     if not is_multimodal(model.config):
         return False
-    outside = tuple(f"{PREFIX}{name}." for name in VisionLanguage(VisionOptions(), CausalLM()).find_tower_layers(model))
+    outside = tuple(f"{PREFIX}{name}." for name in SeeingFamily(TextFamily()).find_tower_layers(model))
     with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
         return any(key.startswith(outside) for key in file.keys())  # noqa: SIM118
 

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
 from disk import hash_file
+from families.micro_batch import MicroBatch
 from methods.full import gather_one, gather_parameters
 from methods.osft_calibration import (
     Statistics,
@@ -40,8 +41,8 @@ from methods.osft_subspaces import (
 )
 from model.method import MetaModel, WeightGroup
 from model.weights import Reader
-from objectives.micro_batch import MicroBatch
-from objectives.objective import Objective, PackedModel
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from options import DataOptions, OSFTOptions
 from ranks.ending import log
 from ranks.world import World, broadcast_from_rank0, call_on_rank0
@@ -157,7 +158,7 @@ class OSFT:
         model, basis = meta.model, self.options.osft_basis
         if not self.options.osft_train_others:
             model.requires_grad_(False)
-            for name in meta.objective.find_head(model):
+            for name in meta.family.find_head(model):
                 model.get_submodule(name).requires_grad_(True)
         self.layers = []
         for name, kept in num_kept.items():

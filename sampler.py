@@ -17,10 +17,11 @@ import numpy as np
 
 from batch_packer import pack_batch
 from corpus.mixture import Mixture, interleave
-from objectives.micro_batch import MicroBatch
+from families.micro_batch import MicroBatch
 from objectives.objective import Objective
 from options import DataOptions, EndOptions
-from ranks.row_group import count_sharing
+from ranks.row_group import Place, RowGroup, count_sharing
+from ranks.world import World
 
 Item = TypeVar("Item")
 
@@ -53,17 +54,11 @@ class Batch:
     sample_ids: np.ndarray  # (batch_size,) rows of the data set
     lengths: np.ndarray  # (batch_size,) tokens
     num_loss_tokens: int  # trained targets, over all ranks
-    loss_divisor: float  # what their summed loss is divided by: their number, or their classes' weights
-    num_counted_tokens: int  # all tokens, of the samples that have targets
+    divisors: dict[str, float]  # of sums over the global batch, by name (see `Objective.weigh`)
     table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids; table[k][group] where ranks share rows
     micro_batches: list[MicroBatch]  # this rank's column of the table
     data: Mixture  # whose rows they are
     num_sharing: int = 1  # ranks that share each packed row
-
-    @property
-    def divisors(self) -> dict[str, int]:
-        """What makes sums over the global batch its means, as arguments of `lifecycle.step.run_backward`."""
-        return dict(divisor=self.loss_divisor, num_tokens=self.num_counted_tokens)
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,36 +152,48 @@ def iterate_batches(
     start: RunPosition = RunPosition(),
     num_steps: int | None,
     attention_cost: float,
-    rank: int,
-    world_size: int,
+    world: World | Place,
 ) -> Iterator[Batch]:
     """The global batches from `start` up to `num_steps` (None: without end), each with this rank's micro-batches."""
-    step, num_drawn, num_sharing = start.step, start.num_samples, count_sharing(objective.row_group)
-    cap, num_rows, own = options.max_tokens_per_gpu * num_sharing, world_size // num_sharing, rank // num_sharing
+    step, num_drawn, num_sharing = start.step, start.num_samples, count_sharing(world.row_group)
+    cap, own = options.max_tokens_per_gpu * num_sharing, world.rank // num_sharing
+    num_rows = world.world_size // num_sharing
     while num_steps is None or step < num_steps:
         sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
         lengths = data.lengths[sample_ids]
         table = pack_batch(lengths, cap, num_rows, attention_cost, data.images_of(sample_ids))
-        micro_batches = [
-            replace(read_micro_batch(data, sample_ids[row[own]], objective), draws=[num_drawn + i for i in row[own]])
-            for row in table
-        ]
+        micro_batches = []
+        for row in table:
+            draws = [num_drawn + i for i in row[own]]
+            micro_batches.append(
+                read_micro_batch(data, sample_ids[row[own]], objective, row_group=world.row_group, draws=draws)
+            )
         counts = data.num_loss_tokens[sample_ids]  # (batch_size,)
-        num_targets, num_counted_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
-        divisor = objective.measure_divisor(num_targets, map(data.read, sample_ids.tolist()))
+        num_targets, num_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
+        divisors = objective.weigh(num_targets, num_tokens, map(data.read, sample_ids.tolist()))
         data.release_pages()
-        sums = num_targets, divisor, num_counted_tokens
-        yield Batch(step, sample_ids, lengths, *sums, table, micro_batches, data, num_sharing)
+        yield Batch(step, sample_ids, lengths, num_targets, divisors, table, micro_batches, data, num_sharing)
         step, num_drawn = step + 1, num_drawn + options.batch_size
 
 
-def read_micro_batch(data: Mixture, rows: np.ndarray, objective: Objective) -> MicroBatch:
-    """The rows packed; of several data sets with the one that each is from. Without rows, an idle micro-batch."""
-    if len(rows) == 0:
-        return objective.pack([objective.make_idle_sample()], num_sources=len(data.sources))
+def read_micro_batch(
+    data: Mixture,
+    rows: np.ndarray,
+    objective: Objective,
+    *,
+    row_group: RowGroup | None = None,
+    draws: list[int] | None = None,
+) -> MicroBatch:
+    """The rows packed; of several data sets with the one that each is from. Without rows, an idle micro-batch.
+
+    `draws`: the rows' positions in the stream that a run draws from.
+    """
     num_sources = len(data.sources)
-    sources = data.source_of(rows) if num_sources > 1 else None
-    return objective.pack([data.read(row) for row in rows.tolist()], sources=sources, num_sources=num_sources)
+    sources = data.source_of(rows) if num_sources > 1 and len(rows) else None
+    samples = [data.read(row) for row in rows.tolist()] or [objective.make_idle_sample()]
+    micro_batch = objective.pack(samples, sources=sources, num_sources=num_sources, row_group=row_group)
+    micro_batch.draws = draws
+    return micro_batch
 
 
 def pin_memory(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -84,8 +84,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         start=run.start,
         num_steps=num_steps,
         attention_cost=flops.attention_cost,
-        rank=world.rank,
-        world_size=world.world_size,
+        world=world,
     )
     if world.device.type == "cuda":
         batches = pin_memory(batches)

@@ -36,14 +36,13 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from harness import build, describe_versions, make_options
+from harness import build, describe_versions, make_options, pack_sequences
 
 from methods.full import Full
 from model.check import check_model
 from model.config import check_rope
 from model.flops import count_flops
-from objectives.causal_lm import CausalLM, choose_auto_class
-from objectives.micro_batch import pack_samples
+from objectives.next_tokens import CausalLM, choose_auto_class
 from ranks.world import init_world
 
 LENGTHS = (45, 1, 70, 7)
@@ -237,8 +236,8 @@ def run_packed(path: Path, activation_checkpointing: str, num_vocab: int) -> tup
     config = packed_model.model.config
     check_rope(config, longest=max(LENGTHS))
     count_flops(packed_model.model, config)
-    check_model(packed_model, objective, Full(), device=world.device)
-    loss_sum = packed_model(pack_samples([(ids, ids, None) for ids in make_sequences(num_vocab)]))
+    check_model(packed_model, objective, Full(), world=world)
+    loss_sum = packed_model(pack_sequences(make_sequences(num_vocab)))
     loss_sum.backward()
     params = packed_model.model.named_parameters()
     return loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}

@@ -29,23 +29,23 @@ from architectures import (
     make_parser,
     save_tiny_model,
 )
-from harness import build, describe_versions, make_options, read_tensor
+from harness import build, describe_versions, make_options, pack_sequences, read_tensor
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
+from families.text import TextFamily
+from families.text_tower import find_placeholders
 from lifecycle.export import ExportParts, export_model
 from lifecycle.tower_files import find_tensors
 from methods.full import Full
 from model.check import check_model
 from model.config import ModelSource, check_rope, load_config, load_generation_config
 from model.flops import count_flops
-from objectives.causal_lm import CausalLM
-from objectives.micro_batch import pack_samples
-from objectives.objective import PackedModel
-from objectives.text_tower import find_placeholders
+from objectives.next_tokens import CausalLM
+from objectives.packed_model import PackedModel
 from ranks.world import World, init_world
 
 # Sizes of towers that do not run, by more names than a language model's.
@@ -100,8 +100,8 @@ def run_packed(path: Path, sequences: list[np.ndarray], world: World) -> tuple[P
     config = packed_model.model.config
     check_rope(config, longest=max(LENGTHS))
     count_flops(packed_model.model, config)
-    check_model(packed_model, objective, Full(), device=world.device)
-    loss_sum = packed_model(pack_samples([(ids, ids, None) for ids in sequences]))
+    check_model(packed_model, objective, Full(), world=world)
+    loss_sum = packed_model(pack_sequences(sequences))
     loss_sum.backward()
     params = packed_model.model.named_parameters()
     return packed_model, loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}
@@ -109,12 +109,12 @@ def run_packed(path: Path, sequences: list[np.ndarray], world: World) -> tuple[P
 
 def export(packed_model: PackedModel, path: Path, export_dir: Path, world: World) -> None:
     objective = CausalLM()
-    config = load_config(str(path), objective)
+    config = load_config(str(path), TextFamily())
     words = {f"w{i}": i for i in range(SIZE_OF["vocab_size"])}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
     generation_config = load_generation_config(str(path), config)
     source = ModelSource(str(path), config)
-    parts = ExportParts(objective, Full(), generation_config, tokenizer, torch.float32, source)
+    parts = ExportParts(objective.family, Full(), generation_config, tokenizer, torch.float32, source)
     export_model(packed_model, export_dir, parts, world=world)
 
 

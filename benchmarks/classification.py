@@ -27,15 +27,13 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
-from harness import describe_versions, make_options, read_clock
+from harness import describe_versions, make_options, open_objective, read_clock
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from lifecycle.start import choose_objective
 from lifecycle.step import TrainState, train_step
 from methods.full import Full
 from model.build import build_model
-from model.config import ModelSource, load_config
 from model.flops import count_flops
 from objectives.columns import SEQUENCE_SCHEMA
 from optim.optimizers import build_optimizer
@@ -89,17 +87,16 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
         objective="sequence-classification", batch_size=args.batch_size, max_tokens_per_gpu=args.max_tokens_per_gpu,
         learning_rate=LEARNING_RATE, activation_checkpointing="none",
     )  # fmt: skip
-    data, objective = Mixture([TokenizedData(data_path)]), choose_objective(options)
-    objective.open_data(data.task, data.count_labels)
-    config = load_config(model_dir, objective)
+    data = Mixture([TokenizedData(data_path)])
+    objective, source = open_objective(options, data, model_dir)
     model = build_model(
-        ModelSource(model_dir, config), options.compute, options.sharding, objective=objective, method=Full(),
+        source, options.compute, options.sharding, objective=objective, method=Full(),
         world=world,
     )  # fmt: skip
     state = TrainState(model, Full(), build_optimizer(model, options.optimization), world)
     batches = iterate_batches(
-        data, options.data, objective=objective, num_steps=args.num_samples // args.batch_size, rank=0, world_size=1,
-        attention_cost=count_flops(model.model, config).attention_cost,
+        data, options.data, objective=objective, num_steps=args.num_samples // args.batch_size, world=world,
+        attention_cost=count_flops(model.model, source.config).attention_cost,
     )  # fmt: skip
     start = read_clock(world.device)
     for batch in prefetch(batches):

@@ -22,11 +22,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
 from sharing import BORDERS, run_rows
 from tiny_models import FAMILIES, SHAPE, build, load_source, save_model
 
-from lifecycle.start import RunInputs, choose_method
+from families.text import TextFamily
+from lifecycle.choosing import choose_method
+from lifecycle.start import RunInputs
 from lifecycle.step import run_backward
 from model.build import choose_compute_dtype
-from objectives.causal_lm import CausalLM
-from objectives.objective import PackedModel
+from objectives.next_tokens import CausalLM
+from objectives.packed_model import PackedModel
 from optim.optimizers import build_optimizer
 from options import OptimizationOptions, TrainOptions, group_options
 from plan.simulation import Load, Ranks, lay_out_model, simulate_step
@@ -87,7 +89,6 @@ def measure_memory(
     peaks = []
     for row_group in row_groups.values():
         objective = CausalLM()
-        objective.row_group = row_group
         model = build(directory / "measured", world, objective=objective)
         optimizer = build_optimizer(model, OptimizationOptions())
         counter = MemoryCounter()
@@ -96,8 +97,10 @@ def measure_memory(
         with counter:
             for _ in range(2):  # the first step makes the optimizer's state
                 for _ in range(2):
-                    probe = objective.make_probe(args.num_tokens, args.num_tokens // 2, longest=args.longest)
-                    run_backward(model, probe, divisor=args.num_tokens)
+                    probe = objective.make_probe(
+                        args.num_tokens, args.num_tokens // 2, longest=args.longest, row_group=row_group
+                    )
+                    run_backward(model, probe, {"targets": args.num_tokens})
                 optimizer.step()
                 optimizer.zero_grad()
         peaks.append(counter.num_peak)
@@ -106,9 +109,8 @@ def measure_memory(
 
 def plan_memory(args: argparse.Namespace, directory: Path, options: TrainOptions, num_ranks: int) -> int:
     """What a plan says of the same step."""
-    inputs = RunInputs(
-        CausalLM(), choose_method(options), options.data, choose_compute_dtype(options.compute, torch.device("cpu"))
-    )
+    compute_dtype = choose_compute_dtype(options.compute, torch.device("cpu"))
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, compute_dtype, objective=CausalLM())
     inputs.model_dir, inputs.config = str(directory), load_source(directory).config
     planned = lay_out_model(options, inputs, options.compute)
     load = Load(args.num_tokens, args.num_tokens // 2, args.longest, accumulates=True)

@@ -37,6 +37,7 @@ from make_tiny_model import save_tiny_model, train_tokenizer
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from families.text import TextFamily
 from lifecycle.export import ExportParts, export_model
 from lifecycle.step import TrainState, train_step
 from methods.full import Full
@@ -45,13 +46,14 @@ from methods.osft_calibration import prepare_statistics
 from methods.osft_subspaces import find_targets
 from model.blocks import find_blocks
 from model.config import ModelSource, load_generation_config
-from objectives.causal_lm import CausalLM
-from objectives.objective import PackedModel
+from objectives.next_tokens import CausalLM
+from objectives.packed_model import PackedModel
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
 from options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
 from osft import OSFT
 from process_data import process_data
+from ranks.row_group import Place
 from ranks.world import World, init_world, setup_logging
 from sampler import Batch, iterate_batches
 
@@ -119,7 +121,7 @@ def save(state: TrainState, export_dir: Path, model_dir: Path) -> None:
     generation_config = load_generation_config(str(model_dir), state.model.model.config)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     source = ModelSource(str(model_dir), state.model.model.config)
-    parts = ExportParts(CausalLM(), state.method, generation_config, tokenizer, torch.float32, source)
+    parts = ExportParts(TextFamily(), state.method, generation_config, tokenizer, torch.float32, source)
     export_model(state.model, export_dir, parts, world=state.world)
 
 
@@ -134,9 +136,7 @@ def data_options(*, batch_size: int, seed: int) -> DataOptions:
 
 
 def read_batches(data: Mixture, options: DataOptions, *, num_steps: int) -> Iterator[Batch]:
-    return iterate_batches(
-        data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.0, rank=0, world_size=1
-    )
+    return iterate_batches(data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.0, world=Place())
 
 
 @torch.no_grad()

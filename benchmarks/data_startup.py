@@ -21,6 +21,7 @@ import pyarrow as pa
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from objectives.columns import SCHEMA
+from ranks.row_group import Place
 
 VOCAB_SIZE = 32_000
 
@@ -49,7 +50,7 @@ def measure(path: str) -> None:
     from batch_packer import pack_batch
     from corpus.mixture import Mixture
     from corpus.reader import TokenizedData
-    from objectives.causal_lm import CausalLM
+    from objectives.next_tokens import CausalLM
     from options import DataOptions
     from sampler import iterate_batches, prefetch
 
@@ -61,7 +62,7 @@ def measure(path: str) -> None:
     data.fit_to(options.max_tokens_per_gpu, drop_overlong=False)
     batches = prefetch(
         iterate_batches(
-            data, options, objective=CausalLM(), num_steps=20, attention_cost=1e-4, rank=0, world_size=8
+            data, options, objective=CausalLM(), num_steps=20, attention_cost=1e-4, world=Place(0, 8)
         )
     )  # fmt: skip
     next(batches)

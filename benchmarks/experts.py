@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import build_state, describe_versions, make_batch, make_options
 
+from families.text import TextFamily
 from lifecycle.step import TrainState, train_step
 from model.config import ModelSource, load_config
 from model.stored import StoredFiles
 from model.weights import read_weights
-from objectives.causal_lm import CausalLM
 from ranks.world import init_world
 
 NUM_EXPERTS, NUM_STEPS = 128, 4
@@ -81,14 +81,14 @@ def write_model(path: Path, *, num_layers: int) -> int:
 
 def measure_reading(path: Path) -> list[str]:
     """Lines on the plan of the reading and on the reading of every tensor."""
-    source = ModelSource(str(path), load_config(str(path), CausalLM()))
+    source = ModelSource(str(path), load_config(str(path), TextFamily()))
     seconds = {}
     kept_open = StoredFiles.kept_open
     for mode in ("a file opened once a tensor of experts", "a file opened for each stored tensor"):
         if mode.endswith("stored tensor"):
             StoredFiles.kept_open = lambda self: contextlib.nullcontext()
         start = time.process_time()
-        readers = read_weights(source, CausalLM())
+        readers = read_weights(source, TextFamily())
         planned = time.process_time()
         for read in readers.values():
             read()
@@ -130,7 +130,7 @@ def find_gradients(state: TrainState, rows: list[list[np.ndarray]]) -> tuple[flo
     loss_sum.backward()
     gradients = torch.cat([param.grad.full_tensor().flatten() for param in state.model.parameters()])
     state.optimizer.zero_grad()
-    return float(loss_sum.detach()) / len(micro_batch.trained_index), gradients
+    return float(loss_sum.detach()) / len(micro_batch.targets.index), gradients
 
 
 if __name__ == "__main__":

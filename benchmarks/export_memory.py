@@ -25,10 +25,11 @@ from harness import build, describe_versions, make_options, read_status, watch_m
 from loading import write_model
 from make_tiny_model import train_tokenizer
 
+from families.text import TextFamily
 from lifecycle.export import ExportParts, export_model
 from methods.full import Full
 from model.config import ModelSource, load_config
-from objectives.causal_lm import CausalLM
+from objectives.next_tokens import CausalLM
 from ranks.world import init_world
 
 
@@ -37,9 +38,9 @@ def measure(work_dir: Path) -> str:
     world, objective, model_dir = init_world(), CausalLM(), str(work_dir / "model")
     options = make_options(activation_checkpointing="none", compute_dtype="float32")
     model = build(model_dir, options, world)
-    source = ModelSource(model_dir, load_config(model_dir, objective))
+    source = ModelSource(model_dir, load_config(model_dir, TextFamily()))
     tokenizer = train_tokenizer([], vocab_size=288)
-    parts = ExportParts(objective, Full(), GenerationConfig(), tokenizer, torch.bfloat16, source)
+    parts = ExportParts(objective.family, Full(), GenerationConfig(), tokenizer, torch.bfloat16, source)
     at_start, cpu, wall = read_status("RssAnon"), time.process_time(), time.monotonic()
     with watch_memory() as peak:
         export_model(model, work_dir / "export", parts, world=world)

@@ -3,7 +3,8 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,18 +12,24 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 from chat.labels import IGNORED
+from corpus.mixture import Mixture
+from families.micro_batch import MicroBatch
+from families.text import TextFamily
+from lifecycle.choosing import choose_objective, choose_settings
 from lifecycle.step import TrainState
 from lifecycle.tower_files import StoredTensor
 from methods.full import Full
 from model.build import build_model
 from model.config import ModelSource, load_config
 from model.method import Method
-from objectives.causal_lm import CausalLM
+from objectives.choice import make_family, make_objective
 from objectives.columns import SCHEMA, WEIGHTS_COLUMN
-from objectives.micro_batch import MicroBatch, pack_samples
-from objectives.objective import PackedModel
+from objectives.next_tokens import CausalLM
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from optim.optimizers import build_optimizer
 from options import TrainOptions, group_options, replace_options
 from ranks.world import World
@@ -40,7 +47,7 @@ def build(model_dir: str | Path, options: TrainOptions, world: World, *, method:
     plain = replace_options(options, compile=False, activation_checkpointing="none")
     method.study(lambda: build(model_dir, plain, world), objective=objective, world=world)
     return build_model(
-        ModelSource(str(model_dir), load_config(str(model_dir), objective)),
+        ModelSource(str(model_dir), load_config(str(model_dir), TextFamily())),
         options.compute,
         options.sharding,
         objective=objective,
@@ -59,22 +66,40 @@ def build_state(
     return TrainState(model, method, build_optimizer(model, options.optimization, seed=options.data.seed), world)
 
 
+def open_objective(
+    options: TrainOptions, data: Mixture, model_dir: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[Objective, ModelSource]:
+    """What a run with these options learns from the data, and its model's config."""
+    name, settings = choose_objective(options), choose_settings(options)
+    family = make_family(name, settings)
+    source = ModelSource(str(model_dir), load_config(str(model_dir), family))
+    objective = make_objective(name, settings, family, data.task, data.count_labels)
+    if tokenizer is not None:
+        family = objective.family.complete(source.config, tokenizer, trust_remote_code=False)
+        objective = replace(objective, family=family)
+    return objective, source
+
+
 def make_batch(rows: list[list[np.ndarray]], *, step: int = 0, world: World) -> Batch:
     """The batch of one step, with micro-batches of the token ids in `rows`, all trained, and as long on every rank."""
-    micro_batches = [pack_samples([(ids, ids, None) for ids in row]).to(world.device) for row in rows]
+    micro_batches = [pack_sequences(row).to(world.device) for row in rows]
     lengths = np.array([len(ids) for row in rows for ids in row] * world.world_size)
     ids = np.arange(len(lengths))
     splits = np.cumsum([len(row) for row in rows])[:-1]
     columns = [np.split(part, splits) for part in np.split(ids, world.world_size)]
     table = [[list(column[k]) for column in columns] for k in range(len(rows))]
     num_loss_tokens = world.world_size * sum(map(count_targets, micro_batches))
-    return Batch(
-        step, ids, lengths, num_loss_tokens, num_loss_tokens, int(lengths.sum()), table, micro_batches, data=None
-    )
+    divisors = CausalLM().weigh(num_loss_tokens, int(lengths.sum()), ())
+    return Batch(step, ids, lengths, num_loss_tokens, divisors, table, micro_batches, data=None)
+
+
+def pack_sequences(sequences: Sequence[np.ndarray]) -> MicroBatch:
+    """A micro-batch of sequences of token ids, all trained."""
+    return CausalLM().pack([{"input_ids": ids, "labels": ids} for ids in sequences])
 
 
 def count_targets(micro_batch: MicroBatch) -> int:
-    return len(micro_batch.trained_index)
+    return len(micro_batch.targets.index)
 
 
 def write_random_data(path: Path, lengths: np.ndarray, *, shares: tuple[float, float] = (0.3, 0.85)) -> None:

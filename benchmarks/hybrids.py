@@ -22,11 +22,10 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
-from harness import build, describe_versions, make_options, time_call
+from harness import build, describe_versions, make_options, pack_sequences, time_call
 
 from batch_packer import pack_batch
 from chat.labels import IGNORED
-from objectives.micro_batch import pack_samples
 from ranks.world import init_world, setup_logging
 
 SHAPE = dict(vocab_size=8000, hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2)
@@ -56,7 +55,7 @@ def step_packed(model, samples: list[np.ndarray], *, max_tokens: int) -> float:
     """The summed loss of the batch, whose gradients it leaves."""
     lengths, total = np.array([len(ids) for ids in samples]), 0.0
     for (row,) in pack_batch(lengths, max_tokens, 1, 0.0):
-        loss = model(pack_samples([(samples[i], samples[i], None) for i in row]))
+        loss = model(pack_sequences([samples[i] for i in row]))
         loss.backward()
         total += loss.item()
     model.zero_grad()

@@ -33,10 +33,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "benchmarks")]
 from harness import describe_versions
 from scaling import GPUS_PER_NODE, Communication, Costs, Network, Simulated, assume_costs, simulate_step
 
-from lifecycle.start import RunInputs, choose_method
+from families.text import TextFamily
+from lifecycle.choosing import choose_method
+from lifecycle.start import RunInputs
 from model.context_parallel import count_key_heads
 from model.flops import FlopCount
-from objectives.causal_lm import CausalLM
+from objectives.next_tokens import CausalLM
 from options import TrainOptions, group_options
 from plan.simulation import SHARDED, Load, PlannedModel, Ranks, lay_out_model
 from plan.simulation import simulate_step as plan_step
@@ -105,7 +107,7 @@ def lay_out_few(name: str, num_blocks: int, num_sharing: int) -> tuple[TrainOpti
         TrainOptions, model_name_or_path="", output_dir="", compute_dtype="bfloat16", activation_checkpointing="full",
         context_parallel=num_sharing if num_sharing > 1 else None,
     )  # fmt: skip
-    inputs = RunInputs(CausalLM(), choose_method(options), options.data, torch.bfloat16)
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, torch.bfloat16, objective=CausalLM())
     inputs.model_dir, inputs.config = "", make_config(name, num_blocks)
     return options, lay_out_model(options, inputs, options.compute)
 

@@ -23,8 +23,10 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
 from tiny_models import build, load_source
 
-from lifecycle.start import RunInputs, choose_method
-from objectives.causal_lm import CausalLM
+from families.text import TextFamily
+from lifecycle.choosing import choose_method
+from lifecycle.start import RunInputs
+from objectives.next_tokens import CausalLM
 from optim.optimizers import build_optimizer
 from options import TrainOptions, group_options
 from plan.simulation import Load, Ranks, lay_out_model, simulate_step
@@ -53,7 +55,7 @@ def make_options(path: Path, dtype: str, changes: dict) -> TrainOptions:
 def plan(path: Path, dtype: str, changes: dict, num_tokens: int, longest: int, num_ranks: int) -> tuple[float, ...]:
     """GiB of the peak and of what is in CPU memory, KiB of a token more."""
     options = make_options(path, dtype, changes)
-    inputs = RunInputs(CausalLM(), choose_method(options), options.data, getattr(torch, dtype))
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, getattr(torch, dtype), objective=CausalLM())
     inputs.model_dir, inputs.config = str(path), load_source(path).config
     load = Load(num_tokens, num_tokens, longest=longest, accumulates=False)
     memory = simulate_step(options, lay_out_model(options, inputs, options.compute), load, Ranks(num_ranks, num_ranks))

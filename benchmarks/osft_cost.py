@@ -40,11 +40,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import build_state, count_state_bytes, make_batch, make_options, read_clock, time_call
 
+from families.text import TextFamily
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState, train_step
 from methods.osft_subspaces import count_kept, make_subspace
 from model.build import choose_compute_dtype
-from objectives.causal_lm import CausalLM
+from objectives.next_tokens import CausalLM
 from options import TrainOptions
 from osft import OSFT, OSFTLinear
 from plan.simulation import SHARDED, Load, Ranks, lay_out_model, simulate_step
@@ -153,7 +154,13 @@ def simulate_bytes(shape: dict, ratio: float, dtype: str) -> int:
     options = make_options(osft=True, osft_unfreeze_rank_ratio=ratio, compute_dtype=dtype)
     compute_dtype = choose_compute_dtype(options.compute, torch.device("cpu"))
     inputs = RunInputs(
-        CausalLM(), OSFT(options.osft), options.data, compute_dtype, model_dir="", config=LlamaConfig(**shape)
+        TextFamily(),
+        OSFT(options.osft),
+        options.data,
+        compute_dtype,
+        model_dir="",
+        config=LlamaConfig(**shape),
+        objective=CausalLM(),
     )
     planned = lay_out_model(options, inputs, options.compute)
     load = Load(num_tokens=512, num_trained=256, longest=256, accumulates=True)

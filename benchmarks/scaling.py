@@ -42,10 +42,11 @@ from batch_packer import pack_batch
 from chat.labels import IGNORED
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from families.micro_batch import MicroBatch
 from lifecycle.step import run_backward
 from model.blocks import find_blocks
 from model.flops import FlopCount, count_flops
-from objectives.micro_batch import MicroBatch, pack_samples
+from objectives.next_tokens import CausalLM
 from ranks.world import setup_logging
 
 GPUS_PER_NODE = 8
@@ -131,21 +132,22 @@ def measure_costs(
     def make(num_samples: int, length: int, share: float) -> MicroBatch:
         ids = random.integers(3, 500, (num_samples, length))
         labels = np.where(np.arange(length) < (1 - share) * length, IGNORED, ids)
-        return pack_samples([(row, label, None) for row, label in zip(ids, labels, strict=True)]).to(world.device)
+        samples = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+        return CausalLM().pack(samples).to(world.device)
 
     def run(micro_batch: MicroBatch) -> float:
-        return time_call(lambda: run_backward(model, micro_batch, divisor=1), world.device)
+        return time_call(lambda: run_backward(model, micro_batch, {"targets": 1, "tokens": 1}), world.device)
 
     shapes = [(n, length, share) for length in (longest // 32, longest // 8, longest // 2, longest)
               for n in {1, longest // length // 2 or 1, longest // length} for share in (0.1, 0.9)]  # fmt: skip
     fitted = [make(*shape) for shape in shapes]
     lengths = data.lengths[: 12 * longest // int(data.lengths.mean())]
     samples = [data.read(row) for row in range(len(lengths))]
-    unseen = [pack_samples([samples[i] for i in row[0]]) for row in pack_batch(lengths, longest, 1)]
+    unseen = [CausalLM().pack([samples[i] for i in row[0]]) for row in pack_batch(lengths, longest, 1)]
     micro_batches = [*fitted, *(micro_batch.to(world.device) for micro_batch in unseen)]
     run(micro_batches[-1])
     seconds = np.array([min(run(m) for _ in range(num_repeats)) for m in micro_batches])
-    terms = np.array([count_terms(np.array(m.seq_lengths), len(m.trained_index)) for m in micro_batches])
+    terms = np.array([count_terms(np.array(m.row.seq_lengths), len(m.targets.index)) for m in micro_batches])
     model.zero_grad()
     costs = fit_nonnegative((terms / seconds[:, None])[: len(fitted)])
     errors = np.abs(terms @ costs / seconds - 1)

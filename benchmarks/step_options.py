@@ -26,10 +26,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from harness import build_state, make_batch, make_options, time_call
 from op_recording import OpRecorder
 
+from families.micro_batch import MicroBatch
 from lifecycle.step import TrainState, run_backward, update_weights
 from model.sharding import reshard
-from objectives.micro_batch import MicroBatch
-from objectives.objective import PackedModel
+from objectives.packed_model import PackedModel
 from ranks.world import init_world, setup_logging
 from sampler import Batch
 
@@ -52,7 +52,7 @@ Build = Callable[..., TrainState]  # with options by name
 
 def run_backwards(model: PackedModel, batch: Batch) -> None:
     for micro_batch in batch.micro_batches:
-        run_backward(model, micro_batch, divisor=batch.num_loss_tokens)
+        run_backward(model, micro_batch, batch.divisors)
 
 
 def count_kept_bytes(model: PackedModel, micro_batch: MicroBatch) -> int:
@@ -91,7 +91,7 @@ def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
         state = build(**options)
         seconds = []
         for step in range(repeats + 1):
-            run_backward(state.model, batch.micro_batches[0], divisor=batch.num_loss_tokens)
+            run_backward(state.model, batch.micro_batches[0], batch.divisors)
             update = time_call(
                 lambda state=state, step=step: update_weights(state, step=step, lr=LEARNING_RATE), state.world.device
             )
@@ -108,10 +108,11 @@ def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
 def print_reports(build: Build, batch: Batch, *, repeats: int) -> None:
     """What a step's losses by data set cost, and a validation; a data set alone computes none of the former."""
     model = build().model
-    mixed = [
-        replace(micro_batch, sources=torch.arange(len(micro_batch.trained_index)) % 3, num_sources=3)
-        for micro_batch in batch.micro_batches
-    ]
+    mixed = []
+    for micro_batch in batch.micro_batches:
+        sources = torch.arange(len(micro_batch.targets.index)) % 3
+        targets = replace(micro_batch.targets, sources=sources, num_sources=3)
+        mixed.append(MicroBatch(micro_batch.row, targets))
 
     def score() -> None:
         for micro_batch in batch.micro_batches:

@@ -50,6 +50,8 @@ from packing import DISTRIBUTIONS, draw_lengths
 from chat.labels import IGNORED
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from families.micro_batch import MicroBatch
+from families.sample import Sample
 from lifecycle.step import train_step
 from methods.full import Full
 from methods.lora import LoRA
@@ -57,8 +59,7 @@ from model.activation_checkpointing import apply_activation_checkpointing
 from model.blocks import find_blocks
 from model.flops import FlopCount, count_flops
 from model.method import Method
-from objectives.causal_lm import CausalLM
-from objectives.micro_batch import MicroBatch, Sample, pack_samples
+from objectives.next_tokens import CausalLM
 from options import LoRAOptions, TrainOptions
 from ranks.devices import peak_flops, peak_memory
 from ranks.world import World, init_world, setup_logging
@@ -141,14 +142,16 @@ class Record:
     @torch.compiler.set_stance("force_eager")
     def _evaluate(self) -> None:
         loss_sum = sum(self.sum_loss(micro_batch).item() for micro_batch in self.held_out)
-        self.losses.append(loss_sum / sum(len(micro_batch.trained_index) for micro_batch in self.held_out))
+        self.losses.append(loss_sum / sum(len(micro_batch.targets.index) for micro_batch in self.held_out))
         self.resumed = self._clocks()
 
 
 def sum_own_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
     """The loss of a row's one sample by a model of transformers, as `PackedModel.reference` gives it for ours."""
-    logits = model(input_ids=micro_batch.input_ids, use_cache=False).logits[0]  # (L, V)
-    return nn.functional.cross_entropy(logits.float(), micro_batch.targets, ignore_index=IGNORED, reduction="sum")
+    logits = model(input_ids=micro_batch.row.input_ids, use_cache=False).logits[0]  # (L, V)
+    return nn.functional.cross_entropy(
+        logits.float(), micro_batch.targets.labels, ignore_index=IGNORED, reduction="sum"
+    )
 
 
 @torch.no_grad()
@@ -218,7 +221,7 @@ def train_ours(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray
     state = build_state(args.model_dir, options, world, method=make_method(args.worker, options))
     model = state.model
     planned = iterate_batches(
-        data, options.data, objective=CausalLM(), num_steps=len(batches), rank=0, world_size=1,
+        data, options.data, objective=CausalLM(), num_steps=len(batches), world=world,
         attention_cost=count_flops(model.model, model.model.config).attention_cost,
     )  # fmt: skip
     if world.device.type == "cuda":
@@ -235,11 +238,12 @@ def train_ours(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray
     for batch, rows in zip(prefetch(planned), batches, strict=True):
         assert (batch.sample_ids == rows).all(), "the other methods train other samples"
         if batch.step == 0:
-            first = next(m for m in batch.micro_batches if len(m.seq_lengths) > 1).to(world.device)
-            borders = torch.repeat_interleave(torch.arange(len(first.seq_lengths)), torch.tensor(first.seq_lengths))
+            first = next(m for m in batch.micro_batches if len(m.row.seq_lengths) > 1).to(world.device)
+            lengths = torch.tensor(first.row.seq_lengths)
+            borders = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             record.leak = find_leak(
-                lambda ids, first=first: model.hidden_states(replace(first, input_ids=ids)),
-                first.input_ids,
+                lambda ids, first=first: model.hidden_states(first.with_row(replace(first.row, input_ids=ids))),
+                first.row.input_ids,
                 borders[None].to(world.device),
             )
             record.start(sum_loss)
@@ -266,9 +270,9 @@ def pad_samples(samples: list[Sample], device: torch.device) -> dict[str, Tensor
         return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
 
     return {
-        "input_ids": pad([ids for ids, _, _ in samples], 0),
-        "labels": pad([labels for _, labels, _ in samples], IGNORED),
-        "attention_mask": pad([np.ones_like(ids) for ids, _, _ in samples], 0),
+        "input_ids": pad([sample["input_ids"] for sample in samples], 0),
+        "labels": pad([sample["labels"] for sample in samples], IGNORED),
+        "attention_mask": pad([np.ones_like(sample["input_ids"]) for sample in samples], 0),
     }
 
 
@@ -358,8 +362,9 @@ def train_with_trainer(args: argparse.Namespace, data: Mixture, batches: list[np
     )  # fmt: skip
 
     def read(row: int, number: int) -> dict[str, list[int]]:
-        input_ids, labels, _ = data.read(row)
-        return {"input_ids": input_ids.tolist(), "labels": labels.tolist(), "sample_of": [number] * len(input_ids)}
+        sample = data.read(row)
+        input_ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+        return {"input_ids": input_ids, "labels": labels, "sample_of": [number] * len(input_ids)}
 
     per_batch = [[read(row, number) for number, row in enumerate(rows)] for rows in batches]
     if method.startswith("trl"):
@@ -432,7 +437,7 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
     batches = plan_batches(data, method, args)
     held_out = draw_samples(data, seed=args.seed, start=(args.num_steps + 1) * args.batch_size, count=NUM_HELD_OUT)
     device = find_device()
-    record = Record(device, [pack_samples([data.read(row)]).to(device) for row in held_out])
+    record = Record(device, [CausalLM().pack([data.read(row)]).to(device) for row in held_out])
     train = {"ours": train_ours, "plain": train_plain}.get(method, train_with_trainer)
     train(args, data, batches, record)
     return {

@@ -37,17 +37,17 @@ from tiny_seeing import SEEING, make_rows, save_seeing
 
 from chat.labels import IGNORED
 from corpus.reader import TokenizedData
+from families.seeing import SeeingFamily, SeeingReader
+from families.text import TextFamily
 from lifecycle.export import ExportParts, export_model
 from methods.full import Full
 from model.build import build_model
 from model.check import check_model
 from model.config import ModelSource, load_config, load_generation_config
 from model.sharding import reshard
-from objectives.causal_lm import CausalLM
-from objectives.objective import PackedModel
-from objectives.sight import Sight
-from objectives.vision import VisionLanguage
-from options import ProcessDataOptions, VisionOptions, group_options
+from objectives.next_tokens import VisionLanguage
+from objectives.packed_model import PackedModel
+from options import ProcessDataOptions, group_options
 from problems.given import is_installed
 from process_data import process_data
 from ranks.world import World, init_world
@@ -78,11 +78,10 @@ def tokenize(model_dir: Path, directory: Path, name: str) -> TokenizedData:
 def run_own(model_dir: Path, objective: VisionLanguage, rows: TokenizedData) -> tuple[Tensor, dict[str, Tensor]]:
     """transformers' summed loss and gradients, over one row after the other."""
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
-    sight, loss_sum = Sight(model), torch.zeros(())
+    reader, loss_sum = SeeingReader(model), torch.zeros(())
     for row in range(len(rows.lengths)):
         micro_batch = objective.pack([rows.read(row)])
-        logits = model(**sight.describe_own(micro_batch), use_cache=False).logits[0]
-        targets = micro_batch.targets
+        logits, targets = reader.run_own(micro_batch).logits[0], micro_batch.targets.labels
         loss_sum += torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     loss_sum.backward()
     return loss_sum.detach(), find_gradients(model)
@@ -100,17 +99,17 @@ def judge(family: str, directory: Path) -> Judged:
     """Makes the family's model, tokenizes, trains both ways, exports, and says what became of it."""
     model_dir = save_seeing(directory, family)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(directory)))
-    objective, world = VisionLanguage(VisionOptions(freeze=("nothing",)), CausalLM()), init_world()
+    family, world = SeeingFamily(TextFamily()), init_world()
     try:
-        config = load_config(str(model_dir), objective)
-        objective.use_tokenizer(None)
+        config = load_config(str(model_dir), family)
+        objective = VisionLanguage(family.complete(config, None, trust_remote_code=False))
         rows = tokenize(model_dir, directory, "data")
         source = ModelSource(str(model_dir), config)
         compute = make_options(activation_checkpointing="none")
         packed_model = build_model(
             source, compute.compute, compute.sharding, objective=objective, method=Full(), world=world
         )
-        check_model(packed_model, objective, Full(), device=world.device)
+        check_model(packed_model, objective, Full(), world=world)
     except ValueError as error:
         return Judged("refused", detail=" ".join(str(error).replace(str(model_dir), "M").split())[:300])
     samples = [rows.read(row) for row in range(len(rows.lengths))]
@@ -139,7 +138,7 @@ def export(
 ) -> Path:
     generation_config = load_generation_config(source.directory, source.config)
     tokenizer = AutoTokenizer.from_pretrained(source.directory)
-    parts = ExportParts(objective, Full(), generation_config, tokenizer, torch.float32, source)
+    parts = ExportParts(objective.family, Full(), generation_config, tokenizer, torch.float32, source)
     export_model(packed_model, directory, parts, world=world)
     return directory
 
@@ -151,10 +150,10 @@ def read_columns(rows: TokenizedData) -> list[dict]:
 
 def judge_other(model_type: str, directory: Path) -> Judged:
     """Of a type without a processor here: what refuses it before a processor is asked for."""
-    objective = VisionLanguage(VisionOptions(), CausalLM())
+    family = SeeingFamily(TextFamily())
     try:
         config = AutoConfig.for_model(model_type)
-        if (reason := objective.check_config(config, trust_remote_code=False)) is not None:
+        if (reason := family.check_config(config, trust_remote_code=False)) is not None:
             return Judged("refused", detail=reason)
         _, model = make_tiny_model(
             model_type, AutoModelForImageTextToText, sizes=SIZES, changes=CHANGES.get(model_type)
@@ -162,7 +161,7 @@ def judge_other(model_type: str, directory: Path) -> Judged:
     except Exception as error:  # other people's models and configs may raise anything
         return Judged("not built", detail=describe(error))
     try:
-        Sight(model)
+        SeeingReader(model)
     except ValueError as error:
         return Judged("refused", detail=str(error))
     return Judged("not tried", detail="no tiny processor here: goes through the check at the start")

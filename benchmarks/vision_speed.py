@@ -20,22 +20,20 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, TrainerCallback
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
-from harness import describe_versions, make_options, read_clock
+from harness import describe_versions, make_options, open_objective, read_clock
 from make_pictures import TEMPLATE, ask_questions, choose_shapes, draw_picture, make_row, save_seeing_model
 from make_tiny_model import train_tokenizer
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from lifecycle.start import choose_objective
 from lifecycle.step import TrainState, train_step
 from methods.full import Full
 from model.build import build_model
-from model.config import ModelSource, load_config
 from model.flops import count_flops
 from optim.optimizers import build_optimizer
 from options import ProcessDataOptions, group_options
@@ -83,18 +81,15 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
         learning_rate=LEARNING_RATE, activation_checkpointing="none", compute_dtype="float32", freeze="nothing",
     )  # fmt: skip
     data = Mixture([TokenizedData(data_path)])
-    objective = choose_objective(options)
-    objective.open_data(data.task, data.count_labels)
-    config = load_config(model_dir, objective)
-    objective.use_tokenizer(None)
+    objective, source = open_objective(options, data, model_dir, AutoTokenizer.from_pretrained(model_dir))
     model = build_model(
-        ModelSource(model_dir, config), options.compute, options.sharding, objective=objective, method=Full(),
+        source, options.compute, options.sharding, objective=objective, method=Full(),
         world=world,
     )  # fmt: skip
     state = TrainState(model, Full(), build_optimizer(model, options.optimization), world)
     batches = prefetch(iterate_batches(
-        data, options.data, objective=objective, num_steps=args.num_rows // args.batch_size, rank=0, world_size=1,
-        attention_cost=count_flops(model.model, config).attention_cost,
+        data, options.data, objective=objective, num_steps=args.num_rows // args.batch_size, world=world,
+        attention_cost=count_flops(model.model, source.config).attention_cost,
     ))  # fmt: skip
     train_step(state, next(batches), options, lr=LEARNING_RATE)  # the first batch is waited for whole
     waited, start, began = 0.0, read_clock(world.device), time.monotonic()

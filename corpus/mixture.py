@@ -1,5 +1,6 @@
 """One or several tokenized data sets, taken together: their rows are numbered through, in the order of the sets."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from batch_packer import ImageLoad
-from corpus.reader import ImageSizes, TokenizedData, fill_extras
-from objectives.columns import Sample, Task
+from corpus.reader import ImageSizes, TokenizedData, fill_column
+from families.sample import Sample
+from objectives.columns import Task
 
 CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
 
@@ -76,6 +78,10 @@ class Mixture:
     def longest(self) -> int:
         """Tokens of the longest sample that is kept."""
         return int(self.lengths[self.kept].max())
+
+    @property
+    def has_images(self) -> bool:
+        return self.sources[0].image_sizes is not None
 
     @property
     def vocab_size(self) -> float:
@@ -159,17 +165,18 @@ class Mixture:
         return np.searchsorted(self._first_rows, rows, side="right") - 1
 
     def read(self, row: int) -> Sample:
-        """As TokenizedData's. Where any of the sets has weights or token types, every sample has: samples that are
-        packed into one row must agree."""
+        """As TokenizedData's. Where any of the sets has an optional column, every sample has: samples that are packed
+        into one row must agree."""
         source, own_row = self._find(row)
-        input_ids, targets, extras = source.read(own_row)
-        if extras is None and any(source.has_extras for source in self.sources):
-            extras = fill_extras(self.task, len(input_ids))
-        return input_ids, targets, extras
+        sample = source.read(own_row)
+        return sample | {
+            name: fill_column(name, len(sample["input_ids"])) for name in self.columns if name not in sample
+        }
 
-    @property
-    def has_weights(self) -> bool:
-        return any(source.has_weights for source in self.sources)
+    @functools.cached_property
+    def columns(self) -> frozenset[str]:
+        """What its samples have."""
+        return frozenset().union(*(source.columns for source in self.sources))
 
     def release_pages(self) -> None:
         for source in self.sources:

@@ -13,19 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from corpus.sample_checks import check_targets
 from disk import read_object
-from objectives.columns import (
-    IMAGES_COLUMN,
-    OPTIONAL_COLUMNS,
-    SEQUENCES,
-    TARGET_COLUMN,
-    VISION,
-    WEIGHTS_COLUMN,
-    Sample,
-    Task,
-    read_task,
-)
+from families.sample import Sample
+from objectives.columns import OPTIONAL_COLUMNS, VISION, Task, read_task
+from objectives.row_checks import RowFacts, check_sample
 
 SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
 # What a sidecar's entries are that training reads.
@@ -46,15 +37,15 @@ class TokenizedData:
         self.lengths = read_column(table, "len")
         self.num_loss_tokens = read_column(table, "num_loss_counted_tokens")
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
-        self._input_ids = [list_views(chunk) for chunk in table.column("input_ids").chunks]
-        targets = table.column(TARGET_COLUMN if TARGET_COLUMN in self.task.schema.names else "labels")
-        self._targets = [list_views(chunk) for chunk in targets.chunks]
+        self._columns = {
+            field.name: [ColumnChunk(chunk) for chunk in table.column(field.name).chunks]
+            for field in self.task.sample_columns
+            if field.name in table.column_names and not is_empty(table.column(field.name))
+        }
+        self._input_ids = [chunk.views for chunk in self._columns["input_ids"]]
         self.vocab_size: float = math.inf  # the model's, once it is known: what reaches beyond it is refused
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
-        extra = self.task.extra_column
-        self._extras = table.column(extra).chunks if extra in table.column_names else []
         self.image_sizes = read_image_sizes(table) if self.task.objective == VISION else None
-        self.has_extras = any(chunk.null_count < len(chunk) for chunk in self._extras)
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
         if self.lengths.min() < 1:
@@ -68,8 +59,9 @@ class TokenizedData:
         self.release_pages()
 
     @property
-    def has_weights(self) -> bool:
-        return self.has_extras and self.task.extra_column == WEIGHTS_COLUMN
+    def columns(self) -> frozenset[str]:
+        """What its samples have."""
+        return frozenset(self._columns)
 
     @property
     def longest(self) -> int:
@@ -82,36 +74,20 @@ class TokenizedData:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def read(self, row: int) -> Sample:
-        """A row's `input_ids`, labels or target, and weights or token types; ValueError naming the row if they break
-        the contract."""
+        """A row's columns; ValueError naming the row if they break the contract of its objective."""
         chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
-        i = row - int(self._starts[chunk])
-        input_ids, targets = slice_list(self._input_ids[chunk], i), slice_list(self._targets[chunk], i)
-        where, length = f"{self.path}: row {row + 1}", self.lengths[row]
-        if not len(input_ids) == length or not (len(targets) == length or self.task.objective == SEQUENCES):
-            raise ValueError(f"{where}: {len(input_ids)} input_ids, {len(targets)} labels and len {length}")
-        if input_ids.min() < 0 or input_ids.max() >= self.vocab_size:
-            raise ValueError(f"{where}: token ids beyond the model's vocabulary of {self.vocab_size}")
-        num_counted = int(self.num_loss_tokens[row])
-        check_targets(targets, self.task, num_counted=num_counted, vocab_size=self.vocab_size, where=where)
-        extras = self._read_extras(chunk, i, len(input_ids), where=where) if self.has_extras else None
-        return input_ids, targets, extras
-
-    def _read_extras(self, chunk: int, i: int, length: int, *, where: str) -> Any:
-        """A row's weights, token types or images: what they are where a data set has none, if they are null."""
-        if not self._extras[chunk][i].is_valid:
-            return fill_extras(self.task, length)
-        if self.task.extra_column == IMAGES_COLUMN:
-            return tuple(
-                reference if ":" in reference else str(self.path.parent / reference)
-                for reference in self._extras[chunk][i].as_py()
-            )
-        extras = slice_list(list_views(self._extras[chunk]), i)
-        most = 1 if self.task.extra_column == WEIGHTS_COLUMN else np.inf
-        if not (len(extras) == length and extras.min() >= 0 and extras.max() <= most):
-            bounds = "from 0 to 1" if most == 1 else "from 0"
-            raise ValueError(f"{where}: {self.task.extra_column} has to hold {length} numbers {bounds}")
-        return extras
+        i, length = row - int(self._starts[chunk]), int(self.lengths[row])
+        sample = {}
+        for name, chunks in self._columns.items():
+            value = chunks[chunk].read(i)
+            if value is None:
+                value = fill_column(name, length)
+            elif isinstance(value, list):  # paths, from the data set's directory, or URLs
+                value = tuple(text if ":" in text else str(self.path.parent / text) for text in value)
+            sample[name] = value
+        where, num_counted = f"{self.path}: row {row + 1}", int(self.num_loss_tokens[row])
+        check_sample(sample, RowFacts(self.task, length, num_counted, self.vocab_size, where))
+        return sample
 
     def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """The first row of the stream that holds one of these token ids, and which; None where none does."""
@@ -132,7 +108,8 @@ class TokenizedData:
         num_labels = self.task.num_labels
         is_kept, counts = np.zeros(len(self.lengths), bool), np.zeros(num_labels, np.int64)
         is_kept[self.kept] = True
-        for (offsets, values), first_row in zip(self._targets, self._starts.tolist(), strict=False):
+        for chunk, first_row in zip(self._columns[self.task.target_column], self._starts.tolist(), strict=False):
+            offsets, values = chunk.views
             lengths = np.diff(offsets)
             chosen = np.repeat(is_kept[first_row : first_row + len(lengths)], lengths)
             targets = values[offsets[0] : offsets[-1]]
@@ -165,6 +142,20 @@ class TokenizedData:
         return num_overlong
 
 
+class ColumnChunk:
+    """A piece of a list column: of numbers, views into the mapped file, of which nothing is read yet."""
+
+    def __init__(self, chunk: pa.ListArray):
+        self.chunk, self.has_nulls = chunk, chunk.null_count > 0
+        self.views = None if pa.types.is_string(chunk.type.value_type) else list_views(chunk)
+
+    def read(self, i: int) -> np.ndarray | list[str] | None:
+        """The i-th list; None for null."""
+        if self.has_nulls and not self.chunk[i].is_valid:
+            return None
+        return self.chunk[i].as_py() if self.views is None else slice_list(self.views, i)
+
+
 @dataclass(frozen=True)
 class ImageSizes:
     """The images of all rows, one after the other."""
@@ -182,13 +173,15 @@ def read_image_sizes(table: pa.Table) -> ImageSizes:
     return ImageSizes(row_of, numbers.reshape(-1, 2), read_column(table, "num_image_tokens"))
 
 
-def fill_extras(task: Task, length: int) -> Any:
-    """What a sample without weights, token types or images would have."""
-    if task.extra_column == IMAGES_COLUMN:
-        return ()
-    if task.extra_column == WEIGHTS_COLUMN:
-        return np.ones(length, np.float32)
-    return np.zeros(length, np.int8)
+def fill_column(name: str, length: int) -> np.ndarray | tuple[str, ...]:
+    """What a sample of `length` tokens has of an optional column that says nothing of it."""
+    value = OPTIONAL_COLUMNS[name]
+    return value if isinstance(value, tuple) else np.full(length, value)
+
+
+def is_empty(column: pa.ChunkedArray) -> bool:
+    """Whether no row has anything of a column."""
+    return column.null_count == len(column) > 0
 
 
 def open_table(path: Path, task: Task, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
@@ -226,9 +219,10 @@ def check_column(column: pa.ChunkedArray, expected: pa.Field, *, named: str) -> 
     name, wants_list = expected.name, pa.types.is_list(expected.type)
     is_list = wants_list and pa.types.is_list(column.type)
     kind = column.type.value_type if is_list else column.type
-    if name == IMAGES_COLUMN:
+    wanted_kind = expected.type.value_type if wants_list else expected.type
+    if pa.types.is_string(wanted_kind):
         has_type, wanted = is_list and pa.types.is_string(kind), ", expected a list of texts"
-    elif name in (WEIGHTS_COLUMN, TARGET_COLUMN):
+    elif pa.types.is_floating(wanted_kind):
         has_type, wanted = is_list and pa.types.is_floating(kind), ", expected a list of floats"
     else:
         has_type, wanted = is_list == wants_list and pa.types.is_integer(kind), ""
@@ -267,13 +261,13 @@ def convert_to_arrow(path: Path, task: Task) -> list[Path]:
 
 
 def infer_schema(path: Path, task: Task) -> pa.Schema:
-    """The columns of JSON lines, as the first of them show, and the optional one, which may come later."""
+    """The columns of JSON lines, as the first of them show, and the optional ones, which may come later."""
     with open(path, "rb") as file:
         lines = file.read(INFERRED_BYTES) + file.readline()
     read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
     table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
-    extra = task.schema.field(task.extra_column)
-    return pa.schema([*(field for field in table.schema if field.name != extra.name), extra])
+    optional = [field for field in task.schema if field.name in OPTIONAL_COLUMNS]
+    return pa.schema([*(field for field in table.schema if field.name not in OPTIONAL_COLUMNS), *optional])
 
 
 def read_column(table: pa.Table, name: str) -> np.ndarray:  # (rows,) int32

@@ -14,7 +14,7 @@ from evaluation.kept import read_lines
 from evaluation.results import Measured, Sample
 from lifecycle.validation import gather_rows
 from objectives.class_scores import describe_prediction, predict_classes, summarize_classes
-from objectives.classification import Classification
+from objectives.classes import Classification
 from objectives.columns import Task
 from objectives.objective import Scores as BatchScores
 from ranks.world import World

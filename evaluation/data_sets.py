@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from evaluation import classes, losses
 from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
 from evaluation.scoring import build_scorer, score_batches
+from families.packed_row import check_positions
 from inference.models import FoundModel
 from model.config import check_rope
 from model.fingerprints import fingerprint_data
-from objectives.causal_lm import CausalLM
-from objectives.classification import PROBLEM_TYPES, Classification
+from objectives.choice import Settings, make_family, make_objective
+from objectives.classes import PROBLEM_TYPES
 from objectives.columns import CAUSAL_LM, describe_names
-from objectives.objective import Objective, PackedModel
-from objectives.packed_row import check_positions
-from options import ClassificationOptions
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
@@ -38,14 +39,10 @@ def open_set(path: str) -> Mixture:
     return data
 
 
-def choose_objective(data: Mixture, *, begins_anew: bool = False) -> Objective:
+def open_objective(data: Mixture, *, begins_anew: bool = False) -> Objective:
     """What the set is for, with its loss as it is without options; `begins_anew`: a head that the model lacks."""
-    if data.task.objective == CAUSAL_LM:
-        return CausalLM()
-    options = ClassificationOptions(objective=data.task.objective)
-    objective = Classification(options, seed=0 if begins_anew else None)
-    objective.open_data(data.task, data.count_labels)
-    return objective
+    name, settings = data.task.objective, Settings(head_seed=0 if begins_anew else None)
+    return make_objective(name, settings, make_family(name, settings), data.task, data.count_labels)
 
 
 def check_set(data: Mixture, found: FoundModel) -> None:
@@ -57,14 +54,14 @@ def check_set(data: Mixture, found: FoundModel) -> None:
             f"--data {path}: was made with another tokenizer than that of {found.name}: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"
         )
-    objective = choose_objective(data)
+    objective = open_objective(data)
     kind = found.classifies or CAUSAL_LM
     if kind != data.task.objective:
         raise ValueError(f"--data {path} is for {data.task.describe()}, and --model {found.name} for {kind}")
-    obstacle = objective.check_config(found.config, trust_remote_code=found.trust_remote_code)
+    obstacle = objective.family.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
-    if isinstance(objective, Classification):
+    if objective.gives_predictions:
         check_labels(data, found)
     data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
     check_rope(found.config, longest=data.longest)
@@ -95,13 +92,15 @@ def measure_sets(
     scorer: PackedModel | None = None
     outcome = {}
     for name, data in data_sets.items():
-        objective = choose_objective(data, begins_anew=found.adapter is not None)
-        of_classes = isinstance(objective, Classification)
+        objective = open_objective(data, begins_anew=found.adapter is not None)
+        of_classes = objective.gives_predictions
         (source,) = data.sources
         digest = fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
         path, made_by = folder / f"{name}.{(classes if of_classes else losses).FILE}", identity | {"data": digest}
         if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
-            objective.use_tokenizer(found.tokenizer)
+            trust = found.trust_remote_code
+            family = objective.family.complete(found.config, found.tokenizer, trust_remote_code=trust)
+            objective = replace(objective, family=family)
             scorer = scorer or build_scorer(found, objective, dtype=dtype, world=world)
             describe = score_set(scorer, data, objective, cap=cap, world=world)
             call_on_rank0(world, functools.partial(write_lines, path, describe, made_by))
@@ -115,7 +114,7 @@ def score_set(
     """What the model says of one set: for rank 0 the lines of a file. All ranks call this."""
     check_positions(scorer.model, longest=data.longest)
     parts = score_batches(scorer, data, objective, cap=cap, world=world)
-    if isinstance(objective, Classification):
+    if objective.gives_predictions:
         return functools.partial(classes.describe_predictions, classes.gather_predictions(parts, world), objective)
     return functools.partial(losses.describe_losses, losses.gather_losses(parts, data, world))
 
@@ -126,12 +125,12 @@ def write_lines(path: Path, describe: Callable[[], list[dict[str, Any]]], made_b
 
 def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np.ndarray]) -> Measured:
     """All models' side by side, with the samples' texts by the tokenizer that they share."""
-    objective = choose_objective(data)
+    objective = open_objective(data)
 
     def show(row: int) -> str:
-        input_ids, _, _ = data.read(row)
+        input_ids = data.read(row)["input_ids"]
         return found.tokenizer.decode(input_ids[:MAX_TOKENS_SHOWN], clean_up_tokenization_spaces=False)
 
-    if isinstance(objective, Classification):
+    if objective.gives_predictions:
         return classes.collect_classes(name, objective, tables, show)
     return losses.collect_losses(name, tables, show)

@@ -12,7 +12,7 @@ from corpus.mixture import Mixture
 from evaluation.comparison import Scores
 from evaluation.kept import read_lines
 from evaluation.results import Measured
-from objectives.causal_lm import MAX_EXPONENT
+from objectives.next_tokens import MAX_EXPONENT
 from objectives.objective import Scores as BatchScores
 from ranks.world import World
 

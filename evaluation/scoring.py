@@ -15,7 +15,8 @@ from model.build import build_model
 from model.check import check_model
 from model.config import ModelSource
 from model.method import Method
-from objectives.objective import Objective, PackedModel, Scores
+from objectives.objective import Objective, Scores
+from objectives.packed_model import PackedModel
 from options import ComputeOptions, LoRAOptions, ShardingOptions
 from ranks.terminal import show_progress
 from ranks.world import World
@@ -36,7 +37,7 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
         method=method,
         world=world,
     )
-    check_model(model, objective, method, device=world.device)
+    check_model(model, objective, method, world=world)
     return model.eval()
 
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from disk import hash_file, hash_json, read_object
+from families.text import TextFamily
 from methods.lora_files import ADAPTER_WEIGHTS, BASE_FILE, add_adapter
 from methods.lora_settings import ADAPTER_CONFIG, check_settings
 from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
 from model.finite import check_finite
-from objectives.causal_lm import CausalLM
 from objectives.columns import SEQUENCES, TOKENS
 from ranks.terminal import shows_progress
 
@@ -132,14 +132,14 @@ def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
 def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with its weights, and its adapter beside them, on `device`; ValueError if they do not fit."""
     check_answering(found)
-    objective = CausalLM()
-    obstacle = objective.check_config(found.config, trust_remote_code=found.trust_remote_code)
+    family = TextFamily()
+    obstacle = family.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
     if not shows_progress():
         transformers.utils.logging.disable_progress_bar()
     try:
-        model, report = objective.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
+        model, report = family.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model {found.name}: cannot load the weights: {error}") from None
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]

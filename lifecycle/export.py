@@ -13,14 +13,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from disk import describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
+from families.family import Family
+from families.text_tower import is_multimodal, text_config
 from lifecycle.checkpoint_files import FORMAT, write_manifest
 from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
 from model.config import ModelSource
 from model.method import Method, WeightGroup
 from model.weights import list_left_out
-from objectives.objective import Objective, PackedModel
-from objectives.text_tower import is_multimodal, text_config
+from objectives.packed_model import PackedModel
 from ranks.terminal import show_progress, without_library_bars
 from ranks.world import World, call_on_rank0
 
@@ -31,7 +32,7 @@ MAX_SHARD_BYTES = 5 * 10**9  # of a file of weights; one tensor may be larger
 class ExportParts:
     """What becomes of the weights in an export, and what lies beside them."""
 
-    objective: Objective
+    family: Family
     method: Method
     generation_config: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
@@ -96,7 +97,7 @@ class ExportWriter:
         """Looks whether there is room, writes the configs, and lays out the files of weights."""
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         parts = self.parts
-        self.left_out = list_left_out(parts.source, parts.objective) if shapes else {}
+        self.left_out = list_left_out(parts.source, parts.family) if shapes else {}
         self.own_tensors = find_tensors(Path(parts.source.directory)) if self.left_out else {}
         self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
@@ -113,7 +114,7 @@ class ExportWriter:
         """The model without memory, as its configs are written: it has the names in files, and the conversions."""
         parts = self.parts
         with torch.device("meta"):
-            shell = parts.objective.make_model(copy.deepcopy(config), dtype=parts.dtype, trust_remote_code=False)
+            shell = parts.family.make_model(copy.deepcopy(config), dtype=parts.dtype, trust_remote_code=False)
         shell.generation_config = copy.deepcopy(parts.generation_config)
         text = text_config(shell.config)
         for written in (text, shell.generation_config):

@@ -1,6 +1,5 @@
 """--check-export: an export loaded back as anyone would, and its loss compared with that of the model that trained."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from methods.lora_files import add_adapter
 from methods.lora_settings import ADAPTER_CONFIG
 from model.check import draw_sequences
 from model.sharding import reshard
-from objectives.objective import PackedModel
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
@@ -25,23 +25,27 @@ TOLERANCE_EXACT, TOLERANCE_ROUNDED, TOLERANCE_4_BITS = 1e-4, 3e-2, 2e-1
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def check_export(
-    packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, world: World, is_packed: bool
+    packed_model: PackedModel,
+    export_dir: Path,
+    parts: ExportParts,
+    *,
+    objective: Objective,
+    world: World,
+    is_packed: bool,
 ) -> None:
     """Loads the export on rank 0's CPU. ValueError on every rank if it cannot be, or if its loss over three short
     random sequences is another than the trained model's. All ranks call this. `is_packed`: its base is in 4 bits."""
-    objective, sequences = parts.objective, draw_sequences(packed_model.model, np.random.default_rng(1))
+    sequences = draw_sequences(packed_model.model, np.random.default_rng(1))
     samples = [objective.make_check_sample(ids) for ids in sequences]
     packed_model.eval()
     trained_loss = packed_model(objective.pack(samples).to(world.device)).item()
-    if packed_model.router_loss is not None:
-        trained_loss += packed_model.router_loss.item()
+    trained_loss += sum(extra.item() for extra in packed_model.extra_losses.values())
     reshard(packed_model)
     packed_model.train()
 
     def compare() -> None:
         model = load_export(export_dir, parts)
-        own = copy.copy(objective)  # which learns of this model what the run's is to know of its own
-        exported = own.wrap(model, backend="eager", compute_dtype=torch.float32, fuses_loss=False).eval()
+        exported = PackedModel(model, objective, backend="eager", compute_dtype=torch.float32).eval()
         loss = sum(exported.reference(objective.pack([sample]))[1].item() for sample in samples)
         allowed = choose_tolerance(packed_model, parts, is_packed=is_packed) * max(abs(trained_loss), 1.0)
         if not abs(loss - trained_loss) <= allowed:
@@ -60,7 +64,7 @@ def load_export(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
     directory = parts.source.directory if is_adapter else str(export_dir)
     trust = parts.source.trust_remote_code
     try:
-        model, report = parts.objective.load_model(directory, dtype=torch.float32, trust_remote_code=trust)
+        model, report = parts.family.load_model(directory, dtype=torch.float32, trust_remote_code=trust)
         if not is_adapter and (missing := list_missing(report)):
             raise ValueError(f"it lacks weights: {', '.join(missing)}")
         if is_adapter:

@@ -7,6 +7,7 @@ import numpy as np
 
 from batch_packer import cost_samples
 from model.flops import FlopCount
+from objectives.objective import TARGETS, TOKENS
 from optim.reduction import StepSums
 from sampler import Batch, RunPosition, count_drawn
 
@@ -74,7 +75,7 @@ class StepMeter:
             step=position.step,
             epoch=position.num_samples / self.epoch_length,
             lr=lr,
-            loss=sums.loss_sum / (batch.loss_divisor or 1),
+            loss=sums.loss_sum / (batch.divisors[TARGETS] or 1),
             grad_norm=sums.grad_norm,
             num_samples=len(batch.lengths),
             num_loss_counted_tokens=batch.num_loss_tokens,
@@ -123,6 +124,6 @@ def measure_routers(batch: Batch, sums: StepSums) -> dict[str, float]:
         return {}
     loads = sums.reports["expert_loads"]  # (layers, experts)
     return {
-        "router_aux_loss": float(sums.reports["router_loss"]) / max(1, batch.num_counted_tokens),
+        "router_aux_loss": float(sums.reports["router_loss"]) / max(1, batch.divisors[TOKENS]),
         "expert_balance": float(loads.mean(axis=1).sum() / max(1, loads.max(axis=1).sum())),
     }

@@ -14,10 +14,10 @@ import numpy as np
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
+from families.text_tower import is_multimodal
 from lifecycle.record import read_params
 from lifecycle.start import RunInputs
 from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
-from objectives.text_tower import is_multimodal
 from options import TrainOptions, iterate_fields
 from sampler import RunPosition
 

@@ -180,7 +180,7 @@ class RunDirectory:
         )
         metric = self.options.validation.best_metric
         self.validated = self.validated.after(
-            metrics[metric], step=position.step, more_is_better=inputs.objective.list_metrics()[metric]
+            metrics[metric], step=position.step, more_is_better=inputs.objective.metrics[metric]
         )
         metrics["is_best"] = is_best = self.validated.best_step == position.step
         log.write_validation(metrics)
@@ -259,7 +259,7 @@ class RunDirectory:
         notes |= call_on_rank0(self.world, lambda: make_card(self.path, self.options, inputs, position))
         export_dir = self.export_dir(position) if best is None else self.exports_dir / "best"
         parts = ExportParts(
-            inputs.objective,
+            inputs.objective.family,
             state.method,
             inputs.generation_config,
             inputs.tokenizer,
@@ -271,7 +271,14 @@ class RunDirectory:
             export_model(state.model, export_dir, parts, world=self.world)
             if self.options.exports.check_export:
                 is_packed = self.options.lora.base_quantization != "none"
-                check_export(state.model, export_dir, parts, world=self.world, is_packed=is_packed)
+                check_export(
+                    state.model,
+                    export_dir,
+                    parts,
+                    objective=inputs.objective,
+                    world=self.world,
+                    is_packed=is_packed,
+                )
             call_on_rank0(self.world, lambda: self.remove_old_exports(position))
         if self.uploads is not None:
             message = f"After step {position.step:,}, {position.num_samples:,} samples"

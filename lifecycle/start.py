@@ -6,7 +6,7 @@ Takes the options as they are, as the scripts do.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,10 +14,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corpus.mixture import Mixture
-from corpus.reader import TokenizedData, read_sidecar
+from corpus.reader import TokenizedData
+from families.family import Family
+from families.packed_row import check_positions
+from families.text_tower import text_config
+from lifecycle.choosing import choose_method, choose_objective, choose_settings
 from lifecycle.record import identify_run
 from methods.full import Full
-from methods.lora import LoRA
 from model.attention import list_heads
 from model.build import build_model, choose_compute_dtype
 from model.check import check_model
@@ -27,65 +30,17 @@ from model.files import find_model
 from model.flops import FlopCount, count_flops
 from model.method import Method
 from model.offloading import check_offloading
-from objectives.causal_lm import CausalLM
-from objectives.classification import Classification
-from objectives.columns import VISION
-from objectives.embedding_noise import EmbeddingNoise
-from objectives.objective import Objective, PackedModel
-from objectives.packed_row import check_positions
-from objectives.text_tower import text_config
-from objectives.vision import VisionLanguage
-from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, VisionOptions, flag_name, parse_subset
-from osft import OSFT
+from objectives.choice import make_family, make_objective
+from objectives.columns import Task
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
+from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, parse_subset
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
 from ranks.world import World
 from sampler import RunPosition, count_steps
 
 Result = TypeVar("Result")
-
-
-def choose_objective(options: TrainOptions) -> Objective:
-    """What the options say is learned."""
-    o, seed, alpha = options.classification, options.data.seed, options.optimization.neftune_alpha
-    noise = None if alpha is None else EmbeddingNoise(alpha, seed=seed)
-    if o.objective != CausalLM.name:
-        return Classification(o, seed=seed, noise=noise)
-    text = CausalLM(
-        router_aux_loss=options.optimization.router_aux_loss, label_smoothing=o.label_smoothing, noise=noise
-    )
-    if has_images(options.data):
-        if options.sharding.context_parallel is not None:
-            raise ValueError(
-                "--context-parallel: not with images, whose places in a row are not divided over ranks; leave it out,"
-                " or tokenize the data without process_data.py --images"
-            )
-        return VisionLanguage(options.vision, text)
-    if options.vision != VisionOptions():
-        default = VisionOptions()
-        given = [name for name, value in asdict(options.vision).items() if value != getattr(default, name)]
-        raise ValueError(
-            f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
-        )
-    return text
-
-
-def has_images(options: DataOptions) -> bool:
-    """Whether the data was made for models that see; what cannot be read is told where it is opened."""
-    try:
-        sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
-    except ValueError:
-        return False
-    return sidecar is not None and sidecar.get("objective") == VISION
-
-
-def choose_method(options: TrainOptions) -> Method:
-    """What the options say trains."""
-    if options.osft.osft:
-        return OSFT(options.osft)
-    if options.lora.lora:
-        return LoRA(options.lora, seed=options.data.seed)
-    return Full()
 
 
 class Errors(list[ValueError | OSError]):
@@ -115,7 +70,7 @@ class RunInputs:
     Invariant: whatever is None, or does not fit, is told by `errors`. A run goes on only if there are none.
     """
 
-    objective: Objective
+    family: Family  # complete once there is a tokenizer
     method: Method
     data_options: DataOptions  # with a number for max_tokens_per_gpu: the longest sample's, where it is auto
     compute_dtype: torch.dtype
@@ -126,6 +81,7 @@ class RunInputs:
     config: PreTrainedConfig | None = None
     generation_config: GenerationConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    objective: Objective | None = None
     num_steps: int | None = None  # None: no end
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
@@ -154,27 +110,34 @@ class RunInputs:
 
 def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int, start: RunPosition) -> RunInputs:
     """Opens data, tokenizer, the model's config and the method's files, and collects all that does not fit together."""
-    inputs = RunInputs(
-        choose_objective(options), choose_method(options), options.data, choose_compute_dtype(options.compute, device)
-    )
+    name, settings = choose_objective(options), choose_settings(options)
+    family, method = make_family(name, settings), choose_method(options)
+    inputs = RunInputs(family, method, options.data, choose_compute_dtype(options.compute, device))
     if options.compute.offload_activations:
         inputs.errors.attempt(lambda: check_offloading(device))
     num_sharing = options.sharding.context_parallel or 1
     num_dropped = open_data(inputs, options, num_sharing=num_sharing)
     open_validation_data(inputs, options)
+    objective = None
     if inputs.data is not None:
-        inputs.errors.attempt(lambda: inputs.objective.open_data(inputs.data.task, inputs.data.count_labels))
-        inputs.errors.attempt(lambda: check_validation(inputs, options.validation))
+        objective = inputs.errors.attempt(
+            lambda: make_objective(name, settings, family, inputs.data.task, inputs.data.count_labels)
+        )
+        inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
+        inputs.family = family if objective is None else objective.family
+    elif Task(name).is_language:  # a plan without data; classes are the data's
+        objective = make_objective(name, settings, family, Task(name))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
         inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
         for data in filter(None, (inputs.data, inputs.validation_data)):
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
-    if inputs.tokenizer is not None and inputs.data.task.objective == inputs.objective.name == VISION:
+    if inputs.tokenizer is not None and inputs.data.has_images:
         num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
+    inputs.objective = objective and replace(objective, family=inputs.family)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
@@ -221,7 +184,7 @@ def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
         inputs.validation_data = inputs.errors.attempt(open_sets)
 
 
-def check_validation(inputs: RunInputs, options: ValidationOptions) -> None:
+def check_validation(inputs: RunInputs, objective: Objective | None, options: ValidationOptions) -> None:
     """ValueError for validation data that is for something else than the data, and for what it cannot measure."""
     data, validation_data = inputs.data, inputs.validation_data
     if validation_data is not None and validation_data.task != data.task:
@@ -229,10 +192,10 @@ def check_validation(inputs: RunInputs, options: ValidationOptions) -> None:
             f"--validation-data-path is for {validation_data.task.describe()}, --data-path for {data.task.describe()}:"
             " tokenize the one again with --labels-from the other"
         )
-    known = inputs.objective.list_metrics() if data.task.objective == inputs.objective.name else {}
-    if known and options.best_metric not in known:
+    if objective is not None and options.best_metric not in objective.metrics:
         raise ValueError(
-            f"--best-metric {options.best_metric}: validations of this objective and data have {', '.join(known)}"
+            f"--best-metric {options.best_metric}: validations of this objective and data have"
+            f" {', '.join(objective.metrics)}"
         )
 
 
@@ -245,7 +208,7 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
     inputs.model_dir = inputs.errors.attempt(lambda: find_model(name, revision=revision, trust_remote_code=trust))
     if inputs.model_dir is not None:
         inputs.config = inputs.errors.attempt(
-            lambda: load_config(inputs.model_dir, inputs.objective, trust_remote_code=trust)
+            lambda: load_config(inputs.model_dir, inputs.family, trust_remote_code=trust)
         )
     if inputs.config is not None:
         inputs.generation_config = load_generation_config(inputs.model_dir, inputs.config)
@@ -253,7 +216,7 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
 
 def check_placeholders(inputs: RunInputs, data: Mixture) -> None:
     """ValueError for data with a token that a multi-modal model puts an image, a video or a sound in place of."""
-    config, placeholders = inputs.config, inputs.objective.list_foreign(inputs.config)
+    config, placeholders = inputs.config, inputs.family.list_foreign(inputs.config)
     found = data.find_tokens(list(placeholders)) if placeholders else None
     if found is not None:
         row, token_id = found
@@ -284,7 +247,8 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     for part in (text, *([config] if hasattr(config, "vocab_size") else [])):
         part.vocab_size = vocab_size
     if inputs.tokenizer is not None:
-        inputs.objective.use_tokenizer(inputs.tokenizer)
+        trust = options.model.trust_remote_code
+        inputs.family = inputs.family.complete(config, inputs.tokenizer, trust_remote_code=trust)
     for data in (inputs.data, validation_data):
         if data is not None:
             data.vocab_size = vocab_size
@@ -297,14 +261,15 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
 def count_images(inputs: RunInputs, options: TrainOptions) -> int:
     """Learns what the data's images are to the tower; returns how many samples have too many."""
     cap, data, validation_data = options.vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
-    count_patches = functools.cache(inputs.objective.count_patches)
+    count_patches = functools.cache(inputs.family.eyes.count_patches)
     num_dropped = data.count_images(count_patches, cap=cap, drop_overlong=options.data.drop_overlong)
     if validation_data is not None:
         validation_data.count_images(count_patches, cap=None, drop_overlong=False)
         most = None if cap is None else max(cap, int(validation_data.images.patches.max()))
         validation_data.images = replace(validation_data.images, cap=most)
     sizes = [tuple(size) for source in data.sources for size in np.unique(source.image_sizes.sizes, axis=0).tolist()]
-    inputs.objective.largest_image = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
+    largest = max(sizes, key=lambda size: math.prod(count_patches(*size)), default=None)
+    inputs.family = replace(inputs.family, largest_image=largest)
     return num_dropped
 
 
@@ -399,10 +364,9 @@ def build_run_model(
     )
     plain = replace(compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False)
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
-    inputs.objective.row_group = world.row_group
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
-    check_model(model, inputs.objective, method, device=world.device)
+    check_model(model, inputs.objective, method, world=world)
     weigh_images(inputs, count_flops(model.model, inputs.config))
     log.info(describe_model(options, inputs, model))
     return model

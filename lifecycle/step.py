@@ -1,15 +1,17 @@
 """The training step: what train.py, the plan and the benchmarks run is this."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from families.micro_batch import MicroBatch
 from model.method import Method
 from model.sharding import set_gradient_sync
-from objectives.micro_batch import MicroBatch
-from objectives.objective import PackedModel
+from objectives.objective import TARGETS
+from objectives.packed_model import PackedModel
 from optim.optimizers import clip_gradients, local_gradients, set_step
 from optim.reduction import StepSums, reduce_step
 from options import TrainOptions
@@ -46,13 +48,13 @@ def train_step(
     """
     world = state.world
     torch.manual_seed(derive_seed(options.data.seed, batch.step, world.rank))  # for dropout
-    losses, reports = [], []
+    losses, reports, shared = [], [], sum_ahead(state.model, batch, world)
     for k, micro_batch in enumerate(batch.micro_batches):
         progress(describe_micro_batch(batch, k))
         is_last = k + 1 == len(batch.micro_batches)
         set_gradient_sync(state.model, options.sharding.micro_batch_grad_sync, is_last=is_last)
         micro_batch = micro_batch.to(world.device)
-        losses.append(run_backward(state.model, micro_batch, **batch.divisors))
+        losses.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
         reports.append(state.model.reports)
     raised = flags()
     state.method.constrain_gradients()
@@ -73,16 +75,30 @@ def train_step(
     return sums
 
 
-def run_backward(model: PackedModel, micro_batch: MicroBatch, *, divisor: float, num_tokens: int = 1) -> Tensor:
+def sum_ahead(model: PackedModel, batch: Batch, world: World) -> Tensor | None:
+    """What the losses of a global batch share, summed over its micro-batches and ranks; None where they share nothing.
+
+    One more forward pass of the whole batch, without gradients.
+    """
+    if not model.loss.looks_ahead:
+        return None
+    total = sum(model.look_ahead(micro_batch.to(world.device)) for micro_batch in batch.micro_batches)
+    dist.all_reduce(total)
+    return total
+
+
+def run_backward(
+    model: PackedModel, micro_batch: MicroBatch, divisors: Mapping[str, float], *, shared: Tensor | None = None
+) -> Tensor:
     """Adds the micro-batch's part of the gradient; returns its summed loss, fp32 scalar.
 
-    `divisor`, the targets' number or weight, and `num_tokens` of the samples that have some are the global batch's,
-    over all ranks: FSDP sums gradients (see apply_fsdp), so that together they are the gradient of the mean.
+    `divisors` are the global batch's, over all ranks: FSDP sums gradients (see apply_fsdp), so that together they are
+    the gradient of the mean. `shared`: what `sum_ahead` gave.
     """
-    loss_sum = model(micro_batch)
-    loss = loss_sum / (divisor or 1)
-    if model.router_loss is not None:
-        loss = loss + model.router_loss / max(1, num_tokens)
+    loss_sum = model(micro_batch, shared)
+    loss = loss_sum / (divisors[TARGETS] or 1)
+    for name, extra in model.extra_losses.items():
+        loss = loss + extra / max(1, divisors[name])
     loss.backward()
     return loss_sum.detach()
 
@@ -98,7 +114,7 @@ def update_weights(state: TrainState, *, step: int, lr: float) -> None:
 
 def describe_micro_batch(batch: Batch, k: int) -> str:
     """Where the run is, for what has to be said when it stops moving or runs out of memory."""
-    lengths = batch.micro_batches[k].seq_lengths
+    lengths = batch.micro_batches[k].row.seq_lengths
     return (
         f"step {batch.step + 1}, micro-batch {k + 1} of {len(batch.micro_batches)} ({sum(lengths):,} tokens in"
         f" {len(lengths)} samples, the longest {max(lengths):,})"

@@ -16,10 +16,10 @@ from torch import Tensor
 from batch_packer import pack_batch
 from corpus.mixture import Mixture
 from disk import hash_json, written_aside
+from families.micro_batch import MicroBatch
 from lifecycle.step import TrainState
 from model.fingerprints import fingerprint_data
 from model.sharding import reshard
-from objectives.micro_batch import MicroBatch
 from objectives.objective import Objective
 from ranks.ending import log
 from ranks.row_group import count_sharing
@@ -89,7 +89,7 @@ def validate(
     Weighted by tokens: the same on any number of ranks, and for any `cap` (a rank's tokens of a micro-batch).
     """
     start = time.monotonic()
-    cap = max(cap * count_sharing(objective.row_group), data.longest)
+    cap = max(cap * count_sharing(state.world.row_group), data.longest)
     sums, predictions = score_model(state, data, objective, cap=cap, attention_cost=attention_cost, progress=progress)
     scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, sums, predictions))
     if predictions_file is not None:
@@ -140,9 +140,7 @@ def score_model(
     token first.
     """
     model, world = state.model, state.world
-    parts = read_parts(
-        data, objective, cap=cap, attention_cost=attention_cost, rank=world.rank, world_size=world.world_size
-    )
+    parts = read_parts(data, objective, cap=cap, attention_cost=attention_cost, world=world)
     model.eval()
     sums, predictions = 0, []
     for k, (rows, micro_batch) in enumerate(prefetch(parts)):
@@ -175,17 +173,17 @@ def gather_rows(rows: Tensor, world: World) -> np.ndarray | None:  # (N, 2 + ...
 
 
 def read_parts(
-    data: Mixture, objective: Objective, *, cap: int, attention_cost: float, rank: int, world_size: int
+    data: Mixture, objective: Objective, *, cap: int, attention_cost: float, world: World
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """This rank's micro-batches of all samples with their rows, as many as every other rank has.
 
     `cap`: tokens of a packed row, of all ranks that share it.
     """
-    num_sharing = count_sharing(objective.row_group)
+    num_sharing = count_sharing(world.row_group)
     for start in range(0, len(data.kept), NUM_PACKED):
         rows = data.kept[start : start + NUM_PACKED]
         images = data.images_of(rows)
-        for cell in pack_batch(data.lengths[rows], cap, world_size // num_sharing, attention_cost, images):
-            own = rows[cell[rank // num_sharing]]
-            yield own, read_micro_batch(data, own, objective)
+        for cell in pack_batch(data.lengths[rows], cap, world.world_size // num_sharing, attention_cost, images):
+            own = rows[cell[world.rank // num_sharing]]
+            yield own, read_micro_batch(data, own, objective, row_group=world.row_group)
         data.release_pages()

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from families.micro_batch import MicroBatch
 from model.method import MetaModel, WeightGroup
 from model.weights import Reader
-from objectives.micro_batch import MicroBatch
-from objectives.objective import Objective, PackedModel
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from options import DataOptions
 from ranks.world import World
 

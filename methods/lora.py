@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file
+from families.micro_batch import MicroBatch
+from families.text_tower import text_config
 from methods.full import gather_all, gather_parameters
 from methods.lora_files import ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
 from methods.lora_layers import (
@@ -32,12 +34,11 @@ from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers,
 from model.fingerprints import fingerprint_model
 from model.method import MetaModel, WeightGroup
 from model.weights import Reader
-from objectives.micro_batch import MicroBatch
-from objectives.objective import Objective, PackedModel
-from objectives.text_tower import text_config
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from options import DataOptions, LoRAOptions
 from ranks.ending import log
-from ranks.row_group import count_sharing, sum_parts
+from ranks.row_group import RowGroup, count_sharing, sum_parts
 from ranks.world import World, call_on_rank0
 
 if TYPE_CHECKING:
@@ -96,10 +97,9 @@ class LoRA:
         return {f"--lora-adapter, {ADAPTER_CONFIG}": Path(self.options.lora_adapter, ADAPTER_CONFIG)}
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
-        pass
+        self.objective = objective
 
     def choose_layers(self, meta: MetaModel) -> None:
-        self.objective = meta.objective
         self.targets = choose_targets(meta, self.options, given=self.given)
         self.config = make_config(meta, self.options, self.targets, given=self.given)
 
@@ -224,17 +224,17 @@ class LoRA:
         On the first samples of the data. Weights are read and sent as they are needed, a layer at a time.
         """
         vocab_size = text_config(packed_model.model.config).vocab_size
-        micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size).to(world.device)
-        row_group = self.objective.row_group
-        num_targets = sum_parts(torch.tensor(len(micro_batch.trained_index), device=world.device), row_group).item()
+        micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size, row_group=world.row_group)
+        micro_batch, row_group = micro_batch.to(world.device), world.row_group
+        num_targets = sum_parts(torch.tensor(len(micro_batch.targets.index), device=world.device), row_group).item()
         packed_model.eval()
         quantized = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
         with whole_weights(packed_model.model, self.merger and self.merger.read_base, world=world):
             merged = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
         packed_model.train()
         log.info(
-            f"merging: {len(micro_batch.seq_lengths)} samples have a loss of {merged:.4f} on the weights as they were,"
-            f" which are exported, and of {quantized:.4f} on those in NF4, which it was trained on"
+            f"merging: {len(micro_batch.row.seq_lengths)} samples have a loss of {merged:.4f} on the weights as they"
+            f" were, which are exported, and of {quantized:.4f} on those in NF4, which it was trained on"
         )
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -260,12 +260,14 @@ def describe_unpacked(blocks: nn.ModuleList) -> str:
     return f", and {num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB) are not, in {dtype}: {', '.join(kinds)}"
 
 
-def read_sample(options: DataOptions, objective: Objective, *, vocab_size: int) -> MicroBatch:
+def read_sample(
+    options: DataOptions, objective: Objective, *, vocab_size: int, row_group: RowGroup | None
+) -> MicroBatch:
     """The first samples of the data that have room together in a micro-batch."""
     data = Mixture([TokenizedData(path) for path in options.data_path])
     data.vocab_size = vocab_size
-    cap = options.max_tokens_per_gpu * count_sharing(objective.row_group)
+    cap = options.max_tokens_per_gpu * count_sharing(row_group)
     data.fit_to(cap, drop_overlong=True)
     rows = data.kept[:NUM_COMPARED]
     num_fitting = max(1, int((data.lengths[rows].cumsum() <= cap).sum()))
-    return objective.pack([data.read(row) for row in rows[:num_fitting]])
+    return objective.pack([data.read(row) for row in rows[:num_fitting]], row_group=row_group)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from families.text_tower import text_config
 from model.blocks import find_linear_layers, iterate_owners
 from model.method import MetaModel
 from model.weights import Reader
-from objectives.text_tower import text_config
 from options import LoRAOptions
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     ValueError for a name that nothing has, and for what an adapter of experts cannot have.
     """
     model = meta.model
-    in_blocks, in_towers = find_linear_layers(model, meta.blocks), meta.objective.find_tower_layers(model)
+    in_blocks, in_towers = find_linear_layers(model, meta.blocks), meta.family.find_tower_layers(model)
     layers = [name for name in (*in_blocks, *in_towers) if model.get_submodule(name).weight.requires_grad]
     inside = {id(param) for param in meta.blocks.parameters()}
     experts = [
@@ -99,7 +99,7 @@ def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
     stored = text_config(config).vocab_size
     grown = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
     names = [name for name, module in meta.model.named_modules() if module in grown]
-    always = meta.objective.find_head(meta.model)
+    always = meta.family.find_head(meta.model)
     has_new = text_config(meta.source.config).vocab_size > stored
     return (*options.lora_modules_to_save, *always, *(names if has_new else ()))
 
@@ -143,7 +143,7 @@ def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, give
     names = dict(
         base_model_name_or_path=source["name"],
         revision=source["revision"],
-        task_type=meta.objective.peft_task,
+        task_type=meta.family.peft_task,
         inference_mode=False,
         modules_to_save=targets.whole or None,
         ensure_weight_tying=is_tied(meta.model, targets.whole),

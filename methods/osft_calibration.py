@@ -22,10 +22,11 @@ from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file, written_aside
+from families.text_tower import text_config
 from methods.osft_subspaces import find_targets, weight_shape
 from model.blocks import find_blocks, iterate_owners
-from objectives.objective import Objective, PackedModel
-from objectives.text_tower import text_config
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from options import DataOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
@@ -172,8 +173,7 @@ def prepare_statistics(
             objective=objective,
             num_steps=1,
             attention_cost=0.0,
-            rank=world.rank,
-            world_size=world.world_size,
+            world=world,
         )
     )
     found = gather_statistics(model, batch, data_hash=data_hash, world=world)
@@ -235,7 +235,7 @@ def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
     for micro_batch, row in zip(batch.micro_batches, batch.table, strict=True):
         counting = len(row[world.rank]) > 0
-        num_tokens += micro_batch.input_ids.numel() if counting else 0
+        num_tokens += micro_batch.row.input_ids.numel() if counting else 0
         packed_model.hidden_states(micro_batch.to(device))
     for handle in handles:
         handle.remove()

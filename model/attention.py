@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
+from families.micro_batch import MicroBatch, Row
 from model.context_parallel import choose_own, give_heads_back, take_heads
-from objectives.micro_batch import MicroBatch
 
 # In the order of preference: what each backend honours beyond causal or two-sided attention with sliding windows.
 BACKENDS: dict[str, set[str]] = {
@@ -62,29 +62,31 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
     ) -> tuple[Tensor, None]:
         if micro_batch is None:
             raise ValueError(f"{type(module).__name__} is not told what is packed: its model hands no arguments on")
-        blocks = micro_batch.blocks if micro_batch.has_blocks_everywhere or sliding_window is not None else None
+        row = micro_batch.row
+        has_blocks = row.blocks is not None and (row.blocks.are_everywhere or sliding_window is not None)
+        blocks = row.blocks.of if has_blocks else None
         extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux, "blocks": blocks}
         extras = {feature: value for feature, value in extras.items() if value is not None}
         dropped = extras.keys() - BACKENDS[name]
         looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        is_two_sided = micro_batch.is_two_sided and not looks_back
+        is_two_sided = row.is_two_sided and not looks_back
         if attention_mask is not None or position_bias is not None or (is_causal is False and not is_two_sided):
             dropped |= {"attention masks, position biases or attention that is not causal"}
         if dropped:
             raise ValueError(f"attention backend {name!r} cannot honour this model's {', '.join(sorted(dropped))}")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            query = correct_temperature(module, query, micro_batch.position_ids)
+            query = correct_temperature(module, query, row.position_ids)
         if getattr(module, "attends_in_chunks", False):
-            micro_batch = micro_batch.chunks
+            row = row.chunks
         if is_two_sided:
             extras["is_two_sided"] = True
-        row_group, num_heads = micro_batch.row_group, query.shape[1]
+        row_group, num_heads = row.row_group, query.shape[1]
         if row_group is not None:
             query, key, value = take_heads(query, key, value, row_group)
             if s_aux is not None:
                 extras["sinks"] = choose_own(s_aux, row_group)
-        output = attend(query, key, value, micro_batch, scaling=scaling, window=sliding_window, **extras)
+        output = attend(query, key, value, row, scaling=scaling, window=sliding_window, **extras)
         return output if row_group is None else give_heads_back(output, num_heads, row_group), None
 
     return attention
@@ -113,13 +115,13 @@ def correct_temperature(module: nn.Module, query: Tensor, position_ids: Tensor) 
 
 
 def attend_flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, row: Row, *, scaling: float, window: int | None,
     is_two_sided: bool = False, dropout: float = 0.0, softcap: float = 0.0,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """FlashAttention-2's variable-length kernel (package flash-attn)."""
     from flash_attn import flash_attn_varlen_func
 
-    cu_seqlens, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
+    cu_seqlens, longest = row.cu_seqlens, row.max_seqlen
     query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return flash_attn_varlen_func(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
@@ -132,7 +134,7 @@ def attend_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    micro_batch: MicroBatch,
+    row: Row,
     *,
     scaling: float,
     window: int | None,
@@ -141,7 +143,7 @@ def attend_varlen(
     """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
+    cu_seqlens, longest = row.cu_seqlens, row.max_seqlen
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     if not grouped:  # torch < 2.12
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
@@ -154,13 +156,13 @@ def attend_varlen(
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
 def attend_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, row: Row, *, scaling: float, window: int | None,
     is_two_sided: bool = False, dropout: float = 0.0, blocks: Tensor | None = None,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """torch's scaled_dot_product_attention, one sequence at a time: bitwise what the sequence alone would get."""
     outputs = []
     for (q, k, v), own in zip(
-        split_sequences(query, key, value, micro_batch.seq_lengths), split_blocks(blocks, micro_batch), strict=True
+        split_sequences(query, key, value, row.seq_lengths), split_blocks(blocks, row), strict=True
     ):
         length = q.shape[2]
         is_plain = own is None and (window is None or length <= window)
@@ -175,14 +177,14 @@ def attend_sdpa(
 
 @torch.compiler.disable
 def attend_eager(
-    query: Tensor, key: Tensor, value: Tensor, micro_batch: MicroBatch, *, scaling: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, row: Row, *, scaling: float, window: int | None,
     is_two_sided: bool = False, dropout: float = 0.0, softcap: float | None = None, sinks: Tensor | None = None,
     blocks: Tensor | None = None,
 ) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
     """Attention written out, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
     outputs = []
     for (q, k, v), own in zip(
-        split_sequences(query, key, value, micro_batch.seq_lengths), split_blocks(blocks, micro_batch), strict=True
+        split_sequences(query, key, value, row.seq_lengths), split_blocks(blocks, row), strict=True
     ):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * scaling  # (1, Hq, length, length)
@@ -201,11 +203,11 @@ def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list
     return zip(*(t.split(seq_lengths, dim=2) for t in (query, key, value)), strict=True)
 
 
-def split_blocks(blocks: Tensor | None, micro_batch: MicroBatch) -> list[Tensor | None]:
+def split_blocks(blocks: Tensor | None, row: Row) -> list[Tensor | None]:
     """Of each packed sequence the image that each of its tokens is of."""
     if blocks is None:
-        return [None] * len(micro_batch.seq_lengths)
-    return list(blocks.split(micro_batch.seq_lengths))
+        return [None] * len(row.seq_lengths)
+    return list(blocks.split(row.seq_lengths))
 
 
 def make_mask(

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from objectives.text_tower import find_decoder, text_config
+from families.text_tower import find_decoder, text_config
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
@@ -73,7 +73,7 @@ def hold_call(
     row.micro_batch = kwargs.get("micro_batch")
     if row.micro_batch is not None:
         if makes_masks:
-            kwargs["attention_mask"] = kwargs["input_ids"].new_ones(1, row.micro_batch.max_seqlen)
+            kwargs["attention_mask"] = kwargs["input_ids"].new_ones(1, row.micro_batch.row.max_seqlen)
         kwargs = {name: value for name, value in kwargs.items() if takes(base, name)}
     return args, kwargs
 

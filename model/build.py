@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from families.family import Family
+from families.packed_row import find_pad_position
+from families.text_tower import find_decoder, is_multimodal, set_attention, text_config
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
 from model.attention import BACKENDS, OWN, choose_backend, list_heads, mark_chunked, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
@@ -18,9 +21,8 @@ from model.padded_attention import pad_attention
 from model.sharding import apply_fsdp
 from model.tiling import apply_tiling, find_tiled
 from model.weights import Reader, read_weights
-from objectives.objective import Objective, PackedModel
-from objectives.packed_row import find_pad_position
-from objectives.text_tower import find_decoder, is_multimodal, set_attention, text_config
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
 from ranks.devices import describe_device
 from ranks.ending import log
@@ -45,19 +47,19 @@ def build_model(
     Only rank 0 reads the weights, block by block, and sends them to the other ranks. `weights_dtype` is the master
     weights'. `progress` is told where a long start is.
     """
-    meta = make_meta_model(source, compute, objective=objective, method=method, device=world.device)
-    if objective.row_group is not None:
-        check_divisible(meta, objective.row_group.size)
+    meta = make_meta_model(source, compute, family=objective.family, method=method, device=world.device)
+    if world.row_group is not None:
+        check_divisible(meta, world.row_group.size)
     set_weights_dtype(meta.model, weights_dtype)
     if meta.left_out.parts:
         log.info(meta.left_out.describe(num_bytes=weights_dtype.itemsize))
     method.choose_layers(meta)
     readers: dict[str, Reader] = {}  # stays empty on the other ranks
-    call_on_rank0(world, lambda: readers.update(read_weights(source, objective)))
+    call_on_rank0(world, lambda: readers.update(read_weights(source, objective.family)))
     method.prepare(meta, readers, world=world, progress=progress)
     apply_tiling(meta)
-    packed_model = objective.wrap(
-        meta.model, backend=meta.backend, compute_dtype=meta.compute_dtype, fuses_loss=compute.compile
+    packed_model = PackedModel(
+        meta.model, objective, backend=meta.backend, compute_dtype=meta.compute_dtype, is_fused=compute.compile
     )
     apply_fsdp(
         packed_model,
@@ -71,14 +73,14 @@ def build_model(
 
 
 def make_meta_model(
-    source: ModelSource, compute: ComputeOptions, *, objective: Objective, method: Method, device: torch.device
+    source: ModelSource, compute: ComputeOptions, *, family: Family, method: Method, device: torch.device
 ) -> MetaModel:
     """The model without memory, and with all that changes its code; `device` is where it will compute."""
     compute_dtype, mode = choose_compute_dtype(compute, device), compute.activation_checkpointing
     with torch.device("meta"):
-        model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+        model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     model.to("meta")  # the parameters that a model makes in a way that knows no default device (DiffLlama)
-    left_out = objective.leave_out(model)
+    left_out = family.leave_out(model)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     if compute.use_liger_kernels:
         apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
@@ -99,7 +101,7 @@ def make_meta_model(
         apply_activation_checkpointing(blocks)
     if compute.offload_activations:
         apply_offloading(blocks, device)
-    return MetaModel(model, blocks, backend, compute_dtype, source, objective, left_out, tiled)
+    return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled)
 
 
 def check_divisible(meta: MetaModel, num_sharing: int) -> None:
@@ -225,7 +227,7 @@ def apply_compile(blocks: nn.ModuleList, *, backend: str | Callable = "inductor"
     """Compiles each block by itself, for any number of tokens and sequences; the options are torch.compile's.
 
     All blocks of a kind share one compiled code, and no micro-batch compiles again, since none has a dimension or a
-    longest sequence of 1 (see pack_samples), which would be taken for constants.
+    longest sequence of 1 (see `Objective.pack`), which would be taken for constants.
     """
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=dynamic, backend=backend)

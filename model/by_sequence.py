@@ -67,7 +67,7 @@ def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) 
     """The layer's output for a packed row (1, T, H), each sequence (1, L, H) by itself; of several the first, too."""
     if row.micro_batch is None:  # the model's own forward pass over one sequence
         return forward(*args, **kwargs)
-    lengths = row.micro_batch.seq_lengths
+    lengths = row.micro_batch.row.seq_lengths
     named = {name: value for name, value in kwargs.items() if name not in OF_THE_ROW}
     names = list(inspect.signature(forward).parameters)[: len(args)]
     outputs, start = [], 0
@@ -88,8 +88,8 @@ def run_with_borders(forward: Callable, row: HeldRow, names: tuple[str, ...], *a
     micro_batch = row.micro_batch
     if micro_batch is None:  # the model's own forward pass over one sequence
         return forward(*args, **kwargs)
-    cu_seqlens = micro_batch.cu_seqlens
-    index = torch.arange(micro_batch.input_ids.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    cu_seqlens = micro_batch.row.cu_seqlens
+    index = torch.arange(micro_batch.row.input_ids.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     borders = {
         "seq_idx": torch.bucketize(index, cu_seqlens[1:], right=True, out_int32=True)[None],  # (1, T): which sequence
         "cu_seqlens": cu_seqlens,

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from families.micro_batch import MicroBatch
+from families.text_tower import find_decoder, find_placeholders, set_attention, text_config
 from model.attention import OWN
 from model.blocks import find_blocks
 from model.method import Method
 from model.mixers import list_with_kernels, use_loop
 from model.sharding import reshard
-from objectives.micro_batch import MicroBatch
-from objectives.objective import Objective, PackedModel
-from objectives.text_tower import find_decoder, find_placeholders, set_attention, text_config
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from ranks.ending import log
 from ranks.row_group import sum_parts
+from ranks.world import World
 
 
-def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, device: torch.device) -> None:
+def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, world: World) -> None:
     """Refuses a model whose packed sequences see each other or whose loss is not the model's own.
 
     Layers with a state whose kernels are told of a row's borders are tried as they train and as they validate, since
@@ -31,13 +33,13 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
     blocks = find_blocks(packed_model.model)
     if mixers := list_with_kernels(blocks):
         try:
-            check_packing(packed_model, objective, method, device=device, training=mixers)
-            check_packing(packed_model, objective, method, device=device)
+            check_packing(packed_model, objective, method, world=world, training=mixers)
+            check_packing(packed_model, objective, method, world=world)
             return
         except ValueError as error:
             use_loop(blocks)
             log.warning(f"layers with a state run once a sequence, since with their kernels: {error}")
-    check_packing(packed_model, objective, method, device=device)
+    check_packing(packed_model, objective, method, world=world)
 
 
 @torch.no_grad()
@@ -47,7 +49,7 @@ def check_packing(
     objective: Objective,
     method: Method,
     *,
-    device: torch.device,
+    world: World,
     training: Sequence[nn.Module] = (),
 ) -> None:
     """Compares, on three short random sequences: each one's hidden states before and after the others change; packed
@@ -70,7 +72,8 @@ def check_packing(
         module.train()
 
     def pack(token_ids: list[np.ndarray]) -> MicroBatch:
-        return objective.pack([objective.make_check_sample(ids) for ids in token_ids]).to(device)
+        samples = [objective.make_check_sample(ids) for ids in token_ids]
+        return objective.pack(samples, row_group=world.row_group).to(world.device)
 
     # No sequence moves when the others change.
     try:
@@ -94,9 +97,7 @@ def check_packing(
         check_windows(packed_model, pack(sequences))
     method.check_start(packed_model, pack(sequences))
     loss = packed_model(pack(sequences))
-    if packed_model.router_loss is not None:
-        loss = loss + packed_model.router_loss
-    loss = sum_parts(loss, objective.row_group).item()
+    loss = sum_parts(loss + sum(packed_model.extra_losses.values()), world.row_group).item()
 
     # Hidden states and loss are the model's own.
     if packed_model.backend != OWN:
@@ -132,7 +133,7 @@ def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[
 
 def split_rows(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
     """Each sequence's part of a packed row's hidden states (1, T, H)."""
-    return hidden[0].float().split(micro_batch.seq_lengths)
+    return hidden[0].float().split(micro_batch.row.seq_lengths)
 
 
 def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)

@@ -8,10 +8,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from chat.masking import fingerprint_tokenizer
 from chat.templates import load_tokenizer
+from families.family import Family
+from families.text_tower import text_config
 from model.files import check_model_dir
 from model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
-from objectives.objective import Objective
-from objectives.text_tower import text_config
 from ranks.ending import log
 
 
@@ -32,8 +32,8 @@ class ModelSource:
         return {"name": self.name, "revision": directory.name}
 
 
-def load_config(model_dir: str, objective: Objective, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config; ValueError if there is none, or none for the objective."""
+def load_config(model_dir: str, family: Family, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's config; ValueError if there is none, or it is none of the family."""
     try:
         settings = find_quantization(model_dir)
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
@@ -41,7 +41,7 @@ def load_config(model_dir: str, objective: Objective, *, trust_remote_code: bool
         raise ValueError(f"--model-name-or-path {model_dir}: no usable config: {error}") from None
     if not trust_remote_code:
         vars(config).pop("auto_map", None)  # exports would ask for code that they do not have
-    if (obstacle := objective.check_config(config, trust_remote_code=trust_remote_code)) is not None:
+    if (obstacle := family.check_config(config, trust_remote_code=trust_remote_code)) is not None:
         raise ValueError(f"--model-name-or-path {model_dir}: {obstacle}")
     if settings is not None:
         kind, dtype = check_quantization(settings, model_dir), str(choose_dtype(config)).removeprefix("torch.")

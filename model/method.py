@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from families.family import Family
+from families.micro_batch import MicroBatch
+from families.text_tower import LeftOut
 from model.config import ModelSource
 from model.weights import Reader
-from objectives.micro_batch import MicroBatch
-from objectives.objective import Objective, PackedModel
-from objectives.text_tower import LeftOut
+from objectives.objective import Objective
+from objectives.packed_model import PackedModel
 from options import DataOptions
 from ranks.world import World
 
@@ -27,7 +29,7 @@ class MetaModel:
     backend: str  # of model.attention
     compute_dtype: torch.dtype
     source: ModelSource
-    objective: Objective
+    family: Family
     left_out: LeftOut = field(default_factory=LeftOut)  # of a multi-modal model, all but its text tower
     tiled: tuple[str, ...] = ()  # names of the modules that are to take a tile of the row at a time
 

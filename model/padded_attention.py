@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from objectives.micro_batch import MicroBatch
+from families.micro_batch import MicroBatch
 
 
 @dataclass
@@ -68,7 +68,7 @@ def fill_buckets(
     """Once a forward pass, before the first block: the buckets; no (T, T) positions for a packed row."""
     if row.micro_batch is None:
         return find_positions(hidden, query_states, relative_pos)
-    places, lengths = [], row.micro_batch.seq_lengths
+    places, lengths = [], row.micro_batch.row.seq_lengths
     by_size: dict[int, list[tuple[int, int]]] = {}
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         by_size.setdefault(length.bit_length(), []).append((start, length))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from model.method import Method
 from model.weights import Reader
-from objectives.objective import PackedModel
+from objectives.packed_model import PackedModel
 from options import ShardingOptions
 from ranks.terminal import show_progress
 from ranks.world import World, broadcast_from_rank0
@@ -75,9 +75,8 @@ def apply_fsdp(
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + count]))
             block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
-    register_fsdp_forward_method(packed_model, "hidden_states")
-    register_fsdp_forward_method(packed_model, "reference")
-    register_fsdp_forward_method(packed_model, "score")
+    for name in ("hidden_states", "look_ahead", "reference", "score"):
+        register_fsdp_forward_method(packed_model, name)
 
 
 def reshard(packed_model: PackedModel) -> None:

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from families.family import Family
+from families.text_tower import text_config
 from model.config import ModelSource
 from model.files import list_weights
 from model.finite import check_finite
 from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
 from model.stored import Reader, Stored, StoredFiles, find_stored
-from objectives.objective import Objective
-from objectives.text_tower import text_config
 from ranks.ending import log
 from ranks.terminal import without_library_bars
 
@@ -35,7 +35,7 @@ MOVING_OPERATIONS = {
 NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
 
 
-def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]:
+def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
     """A function for every parameter and buffer by name, which reads it; of tied parameters the source alone.
 
     Where the files hold fewer embeddings (and rows of the head) than the config's vocab_size, the new ones are the mean
@@ -43,7 +43,7 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
     """
     model_dir = source.directory
     try:
-        model, readers, report = plan_reading(source, objective)
+        model, readers, report = plan_reading(source, family)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model-name-or-path {model_dir}: cannot load the weights: {error}") from None
     except NOT_PLANNABLE as error:
@@ -56,10 +56,10 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
             f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 reads them as a whole, in fp32,"
             f" and exports hold none that the model in transformers has no place for ({type(error).__name__}: {error})"
         )
-        model, readers, report = read_whole(source, objective)
+        model, readers, report = read_whole(source, family)
     if report.get("unused"):
-        log.info(describe_unused(report["unused"], are_kept=objective.keeps_unused))
-    begin_anew(model, readers, report, objective)
+        log.info(describe_unused(report["unused"], are_kept=family.keeps_unused))
+    begin_anew(model, readers, report, family)
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
         raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
@@ -73,7 +73,7 @@ def read_weights(source: ModelSource, objective: Objective) -> dict[str, Reader]
         if target in readers:
             readers.setdefault(origin, readers[target])
             del readers[target]
-    objective.leave_out(model)
+    family.leave_out(model)
     kept = {name for tensors in (model.named_parameters, model.named_buffers)
             for name, _ in tensors(remove_duplicate=False)}  # fmt: skip
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -92,13 +92,11 @@ def read_finite(read: Reader, name: str, model_dir: str) -> Tensor:
     return check_finite(read(), name, where=f"--model-name-or-path {model_dir}")
 
 
-def begin_anew(
-    model: PreTrainedModel, readers: dict[str, Reader], report: dict[str, Any], objective: Objective
-) -> None:
-    """Gives what the objective begins anew, such as a classifier's head, its values; takes it out of the report."""
+def begin_anew(model: PreTrainedModel, readers: dict[str, Reader], report: dict[str, Any], family: Family) -> None:
+    """Gives what the family begins anew, such as a classifier's head, its values; takes it out of the report."""
     others = {key[0] for key in report["mismatched_keys"]}  # of another shape: a head for other labels
     absent = {*report["missing_keys"], *others}
-    made = objective.make_missing(model, sorted(absent))
+    made = family.make_missing(model, sorted(absent))
     if not made:
         return
     readers |= {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in made.items()}
@@ -110,9 +108,7 @@ def begin_anew(
     log.info(f"new in the model, since its files do not have them: {', '.join(sorted(made))}{replaced}")
 
 
-def plan_reading(
-    source: ModelSource, objective: Objective
-) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
+def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
     """The model without data, a function for each of its tensors, and transformers' report on what is there.
 
     What the model computes and no file holds, such as rotary frequencies, is computed here, in fp32.
@@ -126,7 +122,7 @@ def plan_reading(
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     own_dtype = choose_dtype(config)  # which the model made of it overwrites
     with torch.device("meta"):
-        model = objective.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = family.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     files = StoredFiles(Path(model_dir))
     stored = files.find()
     if (settings := find_quantization(model_dir)) is not None:
@@ -221,17 +217,17 @@ def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tupl
     return named
 
 
-def list_left_out(source: ModelSource, objective: Objective) -> dict[str, Stored]:
+def list_left_out(source: ModelSource, family: Family) -> dict[str, Stored]:
     """What a model's files hold beside the weights that train, for an export of the whole model.
 
-    That is other towers, and where the objective keeps them the tensors that transformers' model has no place for, such
+    That is other towers, and where the family keeps them the tensors that transformers' model has no place for, such
     as the layers of multi-token prediction; of quantized weights what they stand for.
     """
     if not list_weights(Path(source.directory)):
         log.warning(f"warning: {source.directory}: its weights are gone; the export holds only what was trained")
         return {}
     with torch.device("meta"):
-        model = objective.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+        model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     own = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
     stored = find_stored(Path(source.directory))
     if (settings := find_quantization(source.directory)) is not None:
@@ -240,10 +236,10 @@ def list_left_out(source: ModelSource, objective: Objective) -> dict[str, Stored
         named = name_stored(model, stored)
     except NOT_PLANNABLE:  # `read_weights` has said so
         return {}
-    objective.leave_out(model)
+    family.leave_out(model)
     kept = model.state_dict().keys()
     towers = {key: stored[key] for key, (name, _) in named.items() if name not in kept}
-    unused = {key: tensor for key, tensor in stored.items() if key not in named} if objective.keeps_unused else {}
+    unused = {key: tensor for key, tensor in stored.items() if key not in named} if family.keeps_unused else {}
     sizes = [text_config(config).vocab_size for config in (own, source.config)]
     return towers | {key: fit_vocabulary(tensor, *sizes) for key, tensor in unused.items()}
 
@@ -269,13 +265,13 @@ def describe_unused(unused: dict[str, Stored], *, are_kept: bool) -> str:
     )
 
 
-def read_whole(source: ModelSource, objective: Objective) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
+def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
     """As `plan_reading`, for any model that transformers can load, with all of it in memory.
 
     In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type.
     """
     try:
-        model, report = objective.load_model(
+        model, report = family.load_model(
             source.directory, dtype=torch.float32, trust_remote_code=source.trust_remote_code
         )
     except (OSError, ValueError, SafetensorError) as error:

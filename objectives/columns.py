@@ -15,11 +15,9 @@ WEIGHTS_COLUMN = "loss_weights"
 TYPES_COLUMN = "token_type_ids"
 TARGET_COLUMN = "target"
 IMAGES_COLUMN = "images"
-OPTIONAL_COLUMNS = (
-    WEIGHTS_COLUMN,
-    TYPES_COLUMN,
-    IMAGES_COLUMN,
-)  # null in a row that has none; a data set may lack the column
+# Null in a row that has none; a data set may lack the column. Where some rows have one, this is the others' value, of
+# each token if it is a number.
+OPTIONAL_COLUMNS = {WEIGHTS_COLUMN: np.float32(1), TYPES_COLUMN: np.int8(0), IMAGES_COLUMN: ()}
 
 SCHEMA = pa.schema(
     {
@@ -65,10 +63,6 @@ REQUIRED_COLUMNS = tuple(name for name in SCHEMA.names if name not in OPTIONAL_C
 # Number of targets of each class, (classes,), and of all, in the samples that are trained.
 CountLabels = Callable[[], tuple[np.ndarray, float]]
 
-# input_ids (len,); labels (len,), or a sequence's target (num_labels,) or (1,); weights, or of classifiers
-# token_type_ids (len,), or the paths or data: URLs of the images
-Sample = tuple[np.ndarray, np.ndarray, Any]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -89,9 +83,14 @@ class Task:
         return self.objective in (CAUSAL_LM, VISION)
 
     @property
-    def extra_column(self) -> str:
-        """The optional column, which is a Sample's last part."""
-        return self.schema.names[-1]
+    def sample_columns(self) -> list[pa.Field]:
+        """What a sample has: its tokens, its targets, and what may be null. The others are counts of them."""
+        return [field for field in self.schema if pa.types.is_list(field.type) and field.name != "image_sizes"]
+
+    @property
+    def target_column(self) -> str:
+        """What is learned: the labels of tokens, or the target of a sequence."""
+        return TARGET_COLUMN if TARGET_COLUMN in self.schema.names else "labels"
 
     def describe(self) -> str:
         if self.objective == CAUSAL_LM:
@@ -126,12 +125,3 @@ def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
     if not is_known or not isinstance(num_labels, int) or num_labels < 1:
         raise ValueError(f"{named}: {label_type} labels with the names {names!r}; tokenize the data again")
     return Task(objective, label_type, tuple(names), num_labels)
-
-
-def check_task(task: Task, objective: str) -> None:
-    """ValueError if the data is for another objective than the one asked for."""
-    if task.objective != objective:
-        raise ValueError(
-            f"--objective {objective}: the data was tokenized for {task.objective}: give --objective {task.objective},"
-            " or tokenize the data again"
-        )

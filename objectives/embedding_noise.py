@@ -5,10 +5,9 @@ T tokens in a packed row, L tokens of one sequence, H numbers of an embedding.
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from objectives.micro_batch import MicroBatch
-from objectives.objective import PackedModel
+from families.micro_batch import MicroBatch
 
 OF_NOISE = (1,)  # keeps these seeds apart from those of dropout, which are drawn from the same one
 
@@ -23,9 +22,9 @@ class EmbeddingNoise:
         self.alpha, self.seed = alpha, seed
         self.micro_batch: MicroBatch | None = None  # whose embeddings get noise
 
-    def attach(self, packed_model: PackedModel) -> None:
+    def attach(self, packed_model: nn.Module) -> None:
         """From now on the model trains with it; validations, checks and measurements are of rows without `draws`."""
-        packed_model.register_forward_pre_hook(lambda module, inputs: self.look_at(*inputs, is_on=module.training))
+        packed_model.register_forward_pre_hook(lambda module, inputs: self.look_at(inputs[0], is_on=module.training))
         packed_model.register_forward_hook(lambda *_: self.look_at(None), always_call=True)
         packed_model.model.get_input_embeddings().register_forward_hook(lambda _, __, output: self.add(output))
 
@@ -35,7 +34,7 @@ class EmbeddingNoise:
     def add(self, embeddings: Tensor) -> Tensor:  # (1, T, H)
         if self.micro_batch is None:
             return embeddings
-        lengths, draws = self.micro_batch.seq_lengths, self.micro_batch.draws
+        lengths, draws = self.micro_batch.row.seq_lengths, self.micro_batch.draws
         assert embeddings.shape[:2] == (1, sum(lengths)), f"{tuple(embeddings.shape)}, of {sum(lengths)} tokens"
         noise, generator = torch.zeros_like(embeddings), torch.Generator(embeddings.device)
         for part, draw in zip(noise[0].split(lengths), draws, strict=False):  # what fills a row up is no sample

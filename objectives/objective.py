@@ -1,18 +1,26 @@
-"""The door for objectives: what the rest of the program asks of one."""
+"""The door for objectives: what is learned from a micro-batch.
 
+An objective is a value, made once data, tokenizer and model files are known. It joins a model family, which reads the
+row, with targets, a loss and what a validation reports. T tokens in a packed row, L tokens of one sequence, N targets.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from objectives.columns import CountLabels, Task
-from objectives.micro_batch import MicroBatch, Sample
-from objectives.text_tower import LeftOut
+from families.family import Family, Own, Reader
+from families.micro_batch import MicroBatch, Row, Targets
+from families.row_part import take_part
+from families.sample import Sample, list_sequences
+from objectives.embedding_noise import EmbeddingNoise
 from ranks.row_group import RowGroup
+
+TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`
 
 
 @dataclass(frozen=True)
@@ -25,124 +33,120 @@ class Scores:
     predictions: Tensor | None = None
 
 
-class PackedModel(Protocol):
-    """A torch module that maps a packed micro-batch to its summed loss."""
+class Loss(ABC):
+    """How targets are compared with what a model reads. Holds nothing of a model."""
 
-    model: PreTrainedModel
-    backend: str  # of model.attention
-    compute_dtype: torch.dtype
-    router_loss: Tensor | None  # of the last micro-batch: summed over tokens, times its coefficient; with gradients
-    reports: dict[str, Tensor]  # other sums over the last micro-batch, by name; of the same shapes on every rank
+    looks_ahead: ClassVar[bool] = False  # whether `look_ahead` is called with all micro-batches before the first loss
 
-    def __call__(self, micro_batch: MicroBatch) -> Tensor:
-        """The loss summed over the micro-batch's targets: an fp32 scalar."""
-        ...
+    @abstractmethod
+    def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+        """The loss summed over the micro-batch's targets: an fp32 scalar with gradients.
 
-    def score(self, micro_batch: MicroBatch) -> Scores:
-        """What a validation measures. No gradients."""
-        ...
-
-    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """The packed row's final hidden states (1, T, H), of all its parts, for the start-up check."""
-        ...
-
-    def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of a row that holds one sequence, the model's own answer: hidden states (1, L, H) and the summed loss.
-
-        The loss includes `router_loss`.
+        May add to `reader.reports` and `reader.extra_losses`. `shared`: the sum over the global batch and all ranks of
+        what `look_ahead` gave.
         """
-        ...
+
+    @abstractmethod
+    def score(self, reader: Reader, micro_batch: MicroBatch) -> Scores:
+        """What a validation measures. No gradients."""
+
+    @abstractmethod
+    def sum_own(self, own: Own, targets: Targets) -> Tensor:
+        """`sum` of the one sequence with these targets, from the logits of the model's own forward pass."""
+
+    def look_ahead(self, reader: Reader, micro_batch: MicroBatch) -> Tensor:
+        """Sums over the micro-batch that every loss of the global batch needs, of the same shape on every rank."""
+        raise NotImplementedError
 
 
-class Objective(Protocol):
-    """What is learned from a micro-batch: which model of transformers, from which samples, by which loss."""
+@dataclass(frozen=True)
+class Objective(ABC):
+    """What is learned: which model, from which samples, by which loss."""
 
-    name: str  # as --objective and the sidecars of data sets have it
-    peft_task: str  # how an adapter's config calls it
-    keeps_unused: bool  # whether an export holds the tensors of the model's files that its class has no place for
-    row_group: (
-        RowGroup | None
-    )  # the ranks that share a packed row, of which `pack` and `make_probe` give this one's part
+    family: Family
+    noise: EmbeddingNoise | None = None  # on the embeddings, while it trains
 
-    def open_data(self, task: Task, count_labels: CountLabels) -> None:
-        """Learns what the data is for; ValueError where that is something else. Before any of the following."""
-        ...
+    name: ClassVar[str]  # as sidecars of data sets have it
+    metrics: ClassVar[dict[str, bool]]  # numbers of `summarize` that can choose the best model; whether more is better
 
-    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Learns which tokenizer made the data, before a model is wrapped."""
-        ...
+    gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
 
-    def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
-        """Why a model of this config cannot have this objective; None if it can."""
-        ...
+    # What it learns from.
 
-    def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-        """A model of this config, randomly initialised, on the device that is torch's default."""
-        ...
+    @abstractmethod
+    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+        """The family's sample (L tokens) with targets for checks and measurements: at about `num_trained` of those of
+        its tokens that are `trainable` (L,) bool, None: at all of them, 0: at none."""
 
-    def load_model(
-        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
-    ) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """The model with its weights, and transformers' report on what was missing or of another size."""
-        ...
+    @abstractmethod
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> Targets:
+        """The targets of the samples in their packed row."""
 
-    def leave_out(self, model: PreTrainedModel) -> LeftOut:
-        """Takes out of the model what neither computes nor trains: an export has it from the model's files."""
-        ...
+    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
+        """What sums over the global batch are divided by, by name: `targets` the losses of its samples, and others
+        what `Reader.extra_losses` names. `num_tokens`: of all samples that have targets."""
+        return {TARGETS: num_targets, TOKENS: num_tokens}
 
-    def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
-        """Token ids that stand for what the model is not given, and how the config calls each: not for data."""
-        ...
+    # The loss, and what it says.
 
-    def find_head(self, model: PreTrainedModel) -> list[str]:
-        """Names of the modules that train by every method, since the model's files need not have them."""
-        ...
+    @abstractmethod
+    def make_loss(self, *, is_fused: bool = False) -> Loss:
+        """`is_fused`: its arithmetic is compiled."""
 
-    def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
-        """Names of the linear layers outside of the decoder that adapters may have."""
-        ...
-
-    def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
-        """Of those parameters that the model's files do not have (or of another shape) those that may begin anew."""
-        ...
-
-    def wrap(
-        self, model: PreTrainedModel, *, backend: str, compute_dtype: torch.dtype, fuses_loss: bool
-    ) -> PackedModel:
-        """The module that is trained; with `fuses_loss` the loss's arithmetic is compiled."""
-        ...
-
-    def pack(self, samples: Sequence[Sample], *, sources: np.ndarray | None = None, num_sources: int = 1) -> MicroBatch:
-        """A micro-batch of the samples; `sources` (samples,): from which of `num_sources` data sets each one is."""
-        ...
-
-    def measure_divisor(self, num_targets: int, samples: Iterable[Sample]) -> float:
-        """What the summed loss of a global batch of these samples is divided by: its mean's own weights, summed up."""
-        ...
-
-    def list_metrics(self) -> dict[str, bool]:
-        """Of the numbers of `summarize` those that can say which model is the best, and whether more is better."""
-        ...
-
+    @abstractmethod
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
-        """What a validation says of sums (scores,) and predictions (N, ...) of all ranks: `loss` among them.
+        """What a validation reports of sums (scores,) and predictions (N, ...) of all ranks: `loss` among them.
 
         Of `predictions`, each row as of `Scores` without its first two numbers.
         """
-        ...
 
     def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
         """One of these rows as it is written to a file."""
-        ...
+        raise AssertionError(f"validations of {self.name} give no predictions")
+
+    # What follows from the above.
+
+    def pack(
+        self,
+        samples: Sequence[Sample],
+        *,
+        sources: np.ndarray | None = None,
+        num_sources: int = 1,
+        row_group: RowGroup | None = None,
+    ) -> MicroBatch:
+        """A micro-batch of the samples. `sources` (samples,): the one of `num_sources` data sets that each is from.
+
+        With a `row_group` this rank's part of it. Where no sequence has more than one token, an idle sample joins them:
+        torch.compile takes 0 and 1 for constants, and would compile such a row by itself, whenever it comes.
+        """
+        if max(len(sequence) for sample in samples for sequence in list_sequences(sample)) == 1:
+            samples = [*samples, self.make_idle_sample()]
+        row, extras = self.family.pack(samples)
+        targets = replace(self.pack_targets(samples, row), num_sources=num_sources)
+        if sources is not None:
+            sample_of = np.repeat(np.arange(len(samples)), [len(list_sequences(sample)) for sample in samples])
+            of_targets = sample_of[targets.find_sequences(row).numpy()]  # never an idle sample, which has no targets
+            targets = replace(targets, sources=torch.from_numpy(sources[of_targets]))
+        if row_group is not None:
+            row, part = take_part(row, row_group)
+            targets = targets.take_part(part)
+        return MicroBatch(row, targets, extras=extras)
 
     def make_idle_sample(self) -> Sample:
-        """What a rank without work trains on: no target, so that it takes part in every collective."""
-        ...
-
-    def make_probe(self, num_tokens: int, num_trained: int, *, longest: int) -> MicroBatch:
-        """A micro-batch to measure with: sequences of `longest` tokens, and one with the rest; some of them trained."""
-        ...
+        """What a rank without work trains on: two tokens, no target, so that it takes part in every collective."""
+        return self.give_targets({"input_ids": np.zeros(2, dtype=np.int64)}, np.ones(2, dtype=bool), num_trained=0)
 
     def make_check_sample(self, token_ids: np.ndarray) -> Sample:
-        """A sample with targets, of these tokens (L,), for the start-up check."""
-        ...
+        """A sample with targets, of these tokens (L,), for the start check."""
+        return self.give_targets(*self.family.make_check_sample(token_ids))
+
+    def make_probe(
+        self, num_tokens: int, num_trained: int, *, longest: int, row_group: RowGroup | None = None
+    ) -> MicroBatch:
+        """A micro-batch to measure with: sequences of `longest` tokens, and one with the rest; some of them trained."""
+        lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
+        samples = [
+            self.give_targets(sample, np.ones(length, dtype=bool), num_trained=-(-num_trained * length // num_tokens))
+            for sample, length in zip(self.family.make_probes(lengths), lengths, strict=True)
+        ]
+        return self.pack(samples, row_group=row_group)

@@ -73,7 +73,9 @@ class Prober:
         model, world = self.state.model, self.state.world
         device = world.device
         micro_batches = [
-            self.objective.make_probe(num_tokens, num_tokens, longest=min(length, num_tokens))
+            self.objective.make_probe(
+                num_tokens, num_tokens, longest=min(length, num_tokens), row_group=world.row_group
+            )
             for length in (self.short, self.longest)
         ]
         set_gradient_sync(model, self.grad_sync, is_last=False)
@@ -120,7 +122,8 @@ class Prober:
         # Gradients that FSDP still keeps for itself would come out in the first step: hand them over, and drop them.
         state = self.state
         set_gradient_sync(state.model, self.grad_sync, is_last=True)
-        state.model(self.objective.make_probe(2, 2, longest=2).to(state.world.device)).backward()
+        probe = self.objective.make_probe(2, 2, longest=2, row_group=state.world.row_group)
+        state.model(probe.to(state.world.device)).backward()
         state.optimizer.zero_grad()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -173,7 +176,7 @@ def probe_settings(prober: Prober, options: TrainOptions, data: Mixture, *, most
     longest, given, num_sharing = (
         data.longest,
         options.data.max_tokens_per_gpu,
-        count_sharing(prober.objective.row_group),
+        count_sharing(prober.state.world.row_group),
     )
     mode = options.compute.activation_checkpointing
     least = longest

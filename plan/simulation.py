@@ -22,14 +22,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from lifecycle.start import RunInputs, choose_method
+from lifecycle.choosing import choose_method
+from lifecycle.start import RunInputs
 from lifecycle.step import TrainState, run_backward, update_weights
 from model.build import check_divisible, make_meta_model, set_weights_dtype
 from model.flops import FlopCount, count_flops
 from model.method import MetaModel, Method
 from model.sharding import apply_fsdp, set_gradient_sync
 from model.tiling import apply_tiling
-from objectives.objective import Objective, PackedModel
+from objectives.objective import TARGETS, TOKENS, Objective
+from objectives.packed_model import PackedModel
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
 from options import ComputeOptions, TrainOptions
@@ -105,7 +107,7 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     """
     method = choose_method(options)
     source = inputs.source(options.model)
-    meta = make_meta_model(source, compute, objective=inputs.objective, method=method, device=torch.device("cpu"))
+    meta = make_meta_model(source, compute, family=inputs.family, method=method, device=torch.device("cpu"))
     model = meta.model
     if options.sharding.context_parallel is not None:
         check_divisible(meta, options.sharding.context_parallel)
@@ -137,9 +139,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
     RuntimeError where an operation of the model cannot be simulated.
     """
     meta, when = planned.meta, options.sharding.micro_batch_grad_sync
-    packed_model = planned.objective.wrap(
-        meta.model, backend=meta.backend, compute_dtype=meta.compute_dtype, fuses_loss=False
-    )
+    packed_model = PackedModel(meta.model, planned.objective, backend=meta.backend, compute_dtype=meta.compute_dtype)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         fake_world(ranks) as world,
@@ -151,7 +151,6 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
         KnownValues(fake) as known,
     ):
         # The sharded model, and an update, which makes the optimizer's state.
-        planned.objective.row_group = world.row_group
         give_memory(packed_model, planned.method, world)
         apply_fsdp(
             packed_model,
@@ -187,8 +186,11 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
             set_gradient_sync(packed_model, when, is_last=is_last)
             num_trained = size * load.num_trained // load.num_tokens
             with _disable_current_modes():  # where a row is cut depends on its content
-                micro_batch = planned.objective.make_probe(size, num_trained, longest=load.longest)
-            run_backward(packed_model, micro_batch._map_tensors(lambda t: counter.count(known.simulate(t))), divisor=1)
+                micro_batch = planned.objective.make_probe(
+                    size, num_trained, longest=load.longest, row_group=world.row_group
+                )
+            simulated = micro_batch.map(lambda tensor: counter.count(known.simulate(tensor)))
+            run_backward(packed_model, simulated, {TARGETS: 1, TOKENS: 1})
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")

@@ -38,8 +38,7 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
         objective=inputs.objective,
         num_steps=1 + NUM_TIMED,
         attention_cost=flops.attention_cost,
-        rank=world.rank,
-        world_size=world.world_size,
+        world=world,
     )
     micro_batches = (
         (batch, row, micro_batch)
@@ -50,14 +49,14 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
     for i, (batch, row, micro_batch) in zip(range(1 + NUM_TIMED), micro_batches, strict=False):
         ids = np.concatenate([np.array(indices, dtype=int) for indices in row])
         begin = now(world)
-        run_backward(model, micro_batch.to(world.device), **batch.divisors)
+        run_backward(model, micro_batch.to(world.device), batch.divisors)
         if i > 0:
             seconds += now(world) - begin
             rows, images = batch.sample_ids[ids], inputs.data.images
             num_trained = int(inputs.data.num_loss_tokens[rows].sum())
             timed_flops += flops.of_batch(batch.lengths[ids], num_trained, images and images.of(rows))
     update_weights(state, step=0, lr=0.0)  # makes the optimizer's state
-    run_backward(model, micro_batch.to(world.device), **batch.divisors)
+    run_backward(model, micro_batch.to(world.device), batch.divisors)
     begin = now(world)
     update_weights(state, step=1, lr=0.0)
     return Speed(seconds / timed_flops, now(world) - begin)

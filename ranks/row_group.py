@@ -36,6 +36,15 @@ class RowGroup:
         return torch.cat(parts, dim)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which of how many ranks this one is, as a `World` has it too; the defaults are those of a single process."""
+
+    rank: int = 0
+    world_size: int = 1
+    row_group: RowGroup | None = None
+
+
 def count_sharing(row_group: RowGroup | None) -> int:
     """Ranks that share a row; without a group, each has rows of its own."""
     return 1 if row_group is None else row_group.size

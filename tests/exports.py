@@ -6,10 +6,10 @@ import torch
 from tiny_models import FAMILIES, SHAPE, build, load_source
 from transformers import AutoTokenizer, DeepseekV3Config, Glm4MoeConfig
 
+from families.text import TextFamily
 from lifecycle.export import ExportParts, export_model
 from methods.full import Full
 from model.config import load_generation_config
-from objectives.causal_lm import CausalLM
 from ranks.world import World
 
 MODELS = FAMILIES | {
@@ -30,7 +30,7 @@ def export(path: Path, export_dir: Path, world: World, *, dtype: torch.dtype = t
     model = build(path, world)
     generation_config = load_generation_config(str(path), model.model.config)
     parts = ExportParts(
-        CausalLM(), Full(), generation_config, AutoTokenizer.from_pretrained(path), dtype, load_source(path)
+        TextFamily(), Full(), generation_config, AutoTokenizer.from_pretrained(path), dtype, load_source(path)
     )
     export_model(model, export_dir, parts, world=world)
     return export_dir

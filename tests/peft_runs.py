@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from hand_made import read_triple
 from in_process import train_on
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -54,7 +55,7 @@ def train_plainly(inputs: dict[str, str], start: Path) -> tuple[list[float], Pef
     optimizer = torch.optim.AdamW(groups, lr=OPTIONS["learning_rate"], betas=(0.9, 0.95), eps=1e-8)
     data.vocab_size, losses = VOCAB_SIZE, []
     for step in range(STEPS):
-        batch = [data.read(i) for i in draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)]
+        batch = [read_triple(data, i) for i in draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)]
         num_targets = sum((labels[1:] != -100).sum() for _, labels, _ in batch)
         loss = 0.0
         for ids, labels, _ in batch:

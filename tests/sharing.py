@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from small_runs import make_samples_of
 
 from lifecycle.step import run_backward
-from objectives.causal_lm import CausalLM
-from objectives.objective import PackedModel
+from objectives.next_tokens import CausalLM
+from objectives.packed_model import PackedModel
 from optim.optimizers import local_gradients
 from optim.reduction import StepSums, reduce_step
 from ranks.row_group import RowGroup, count_sharing
@@ -33,11 +33,11 @@ def run_rows(
     row_group: RowGroup | None,
 ) -> StepSums:
     """The step's sums; leaves the gradients in the model. Every rank takes as many of the rows as every other one."""
-    objective.row_group, num_sharing = row_group, count_sharing(row_group)
+    num_sharing = count_sharing(row_group)
     losses, reports = [], []
     for lengths in rows[world.rank // num_sharing :: world.world_size // num_sharing]:
-        micro_batch = objective.pack(make_samples_of(lengths, seed=sum(lengths)))
-        losses.append(run_backward(model, micro_batch, divisor=DIVISOR, num_tokens=DIVISOR))
+        micro_batch = objective.pack(make_samples_of(lengths, seed=sum(lengths)), row_group=row_group)
+        losses.append(run_backward(model, micro_batch, {"targets": DIVISOR, "tokens": DIVISOR}))
         reports.append(model.reports)
     gradients = local_gradients(model)
     return reduce_step(

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+from hand_made import make_sample
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from objectives.columns import Sample
-from objectives.micro_batch import MicroBatch, make_idle_sample, pack_samples
+from families.micro_batch import MicroBatch
+from families.sample import Sample
+from objectives.next_tokens import CausalLM
 
 NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0,
@@ -28,14 +30,14 @@ def make_inputs(root: Path, family: str) -> dict[str, str]:
 
 def make_micro_batch(lengths: tuple[int, ...], *, seed: int) -> MicroBatch:
     """Random sequences of these lengths; a rank's that has nothing to do, without any."""
-    return pack_samples(make_samples_of(lengths, seed=seed))
+    return CausalLM().pack(make_samples_of(lengths, seed=seed))
 
 
 def make_samples_of(lengths: tuple[int, ...], *, seed: int) -> list[Sample]:
     """The samples of `make_micro_batch`."""
     random = np.random.default_rng(seed)
-    samples = [(ids, ids, None) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
-    return samples or [make_idle_sample()]
+    samples = [make_sample(ids, ids) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
+    return samples or [CausalLM().make_idle_sample()]
 
 
 def read_rows(output_dir: Path) -> list[dict]:

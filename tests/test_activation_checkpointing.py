@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from breadth import wide
+from hand_made import pack_samples
 from op_recording import OpRecorder
 from tiny_models import FAMILIES, VOCAB_SIZE, build, make_osft, save_model
 from torch import Tensor
 
+from families.micro_batch import MicroBatch
 from methods.full import Full
 from model.activation_checkpointing import ATTENTION, choose_kept_operations
-from objectives.micro_batch import MicroBatch, pack_samples
 
 MODES = ("none", "selective", "full")
 COSTLY = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention_for_cpu"}

@@ -249,7 +249,7 @@ def test_a_sidecar_beside_data_that_was_changed_in_place_is_noticed(root, world,
     data = tokenize(root, tmp_path / "a.arrow", rows=list(range(30)))
     before = describe(root, world, data_path=str(data))
     content = bytearray(data.read_bytes())
-    token = int(TokenizedData(data).read(0)[0][-1])
+    token = int(TokenizedData(data).read(0)["input_ids"][-1])
     place = content.index(token.to_bytes(4, "little"))
     content[place] ^= 1
     data.write_bytes(content)

@@ -130,7 +130,7 @@ def test_what_benchmarks_train_is_the_programs_step_and_what_they_count_is_16_by
     rows = [[random.integers(3, VOCAB_SIZE, length) for length in lengths] for lengths in ((7, 12), (5,))]
     losses = [train_step(state, make_batch(rows, step=k, world=world), options, lr=1e-2).loss_sum for k in range(3)]
     batch = make_batch(rows, world=world)
-    assert batch.num_loss_tokens == 6 + 11 + 4 and [len(m.seq_lengths) for m in batch.micro_batches] == [2, 1]
+    assert batch.num_loss_tokens == 6 + 11 + 4 and [len(m.row.seq_lengths) for m in batch.micro_batches] == [2, 1]
     assert losses[0] > losses[1] > losses[2], losses
     params, buffers = list(state.model.parameters()), list(state.model.buffers())
     others = sum(buffer.nbytes for buffer in buffers) + 4 * len(params)  # AdamW counts every parameter's steps

@@ -34,20 +34,20 @@ def make_inputs(root: Path, family: str, *, of_tokens: bool = False, **data: obj
 
 
 def pad_batch(samples: list, *, of_tokens: bool, label_type: str, pad_token_id: int) -> dict[str, torch.Tensor]:
-    longest = max(len(ids) for ids, _, _ in samples)
+    longest = max(len(sample["input_ids"]) for sample in samples)
 
     def pad(values, filler: int) -> torch.Tensor:
         return torch.tensor([[*map(int, row), *[filler] * (longest - len(row))] for row in values])
 
     batch = dict(
-        input_ids=pad([ids for ids, _, _ in samples], pad_token_id),
-        attention_mask=pad([[1] * len(ids) for ids, _, _ in samples], 0),
+        input_ids=pad([sample["input_ids"] for sample in samples], pad_token_id),
+        attention_mask=pad([[1] * len(sample["input_ids"]) for sample in samples], 0),
     )
-    if samples[0][2] is not None:
-        batch["token_type_ids"] = pad([types for _, _, types in samples], 0)
+    if "token_type_ids" in samples[0]:
+        batch["token_type_ids"] = pad([sample["token_type_ids"] for sample in samples], 0)
     if of_tokens:
-        return batch | dict(labels=pad([targets for _, targets, _ in samples], IGNORED))
-    targets = torch.stack([torch.from_numpy(targets.copy()) for _, targets, _ in samples])
+        return batch | dict(labels=pad([sample["labels"] for sample in samples], IGNORED))
+    targets = torch.stack([torch.from_numpy(sample["target"].copy()) for sample in samples])
     return batch | dict(labels=targets[:, 0].long() if label_type == "single" else targets)
 
 
@@ -157,7 +157,7 @@ def test_what_each_of_several_sets_had_is_told_by_its_own_weights(world, tmp_pat
     for step, row in enumerate(read_rows(tmp_path / "run")):
         rows = draw_samples(data, seed=SEED, start=step * BATCH_SIZE, count=BATCH_SIZE)
         divisors = np.zeros(2)
-        np.add.at(divisors, data.source_of(rows), [weights[int(data.read(r)[1][0])] for r in rows.tolist()])
+        np.add.at(divisors, data.source_of(rows), [weights[int(data.read(r)["target"][0])] for r in rows.tolist()])
         losses = [source["loss"] or 0.0 for source in row["sources"].values()]
         assert (losses * divisors).sum() / divisors.sum() == pytest.approx(row["loss"], rel=1e-5)
 

@@ -103,7 +103,8 @@ def prepare(model: Path, source: Path | tuple[Path, ...], output: Path, **option
 
 def read_all(data: TokenizedData) -> list[tuple]:
     rows = [data.read(row) for row in range(len(data.lengths))]
-    return [tuple(None if part is None else part.tolist() for part in row) for row in rows]
+    parts = [(row["input_ids"], row.get("target", row.get("labels")), row.get("token_type_ids")) for row in rows]
+    return [tuple(None if part is None else part.tolist() for part in row) for row in parts]
 
 
 def find_task(path: Path, **options) -> Task:
@@ -494,8 +495,8 @@ def test_sets_with_and_without_pairs_agree_on_token_types(encoder, tmp_path):
     texts = [{"text": "a b", "label": i} for i in range(2)]
     other = prepare(encoder, write_jsonl(tmp_path / "b.jsonl", texts), tmp_path / "b.arrow")
     mixture = Mixture([one, other])
-    assert other.read(0)[2] is None
-    assert mixture.read(2)[2].tolist() == [0] * int(other.lengths[0])
+    assert "token_type_ids" not in other.read(0)
+    assert mixture.read(2)["token_type_ids"].tolist() == [0] * int(other.lengths[0])
 
 
 @pytest.mark.parametrize(

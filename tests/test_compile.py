@@ -19,12 +19,12 @@ pytestmark = pytest.mark.slow
 FIRST = (13, 1, 22, 7)
 
 
-def attend_traceable(query, key, value, micro_batch, *, scaling, window):
+def attend_traceable(query, key, value, row, *, scaling, window):
     """What the kernels for CUDA take: cumulative lengths and the longest one; it can be compiled anywhere."""
     position = torch.arange(query.shape[2])
-    sequence = torch.bucketize(position, micro_batch.cu_seqlens, right=True)
+    sequence = torch.bucketize(position, row.cu_seqlens, right=True)
     distance = position[:, None] - position
-    mask = (sequence[:, None] == sequence) & (distance >= 0) & (distance < micro_batch.max_seqlen)
+    mask = (sequence[:, None] == sequence) & (distance >= 0) & (distance < row.max_seqlen)
     if window is not None:
         mask = mask & (distance < window)
     output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
@@ -54,7 +54,7 @@ def test_no_micro_batch_after_the_first_compiles_again(
     counter = CompileCounterWithBackend(backend)
     compile_by(counter, monkeypatch)
     in_chunks = functools.partial(sum_token_loss, chunk_bytes=16 * 4 * VOCAB_SIZE)  # of 16 rows
-    monkeypatch.setattr("objectives.causal_lm.sum_token_loss", in_chunks)
+    monkeypatch.setattr("objectives.next_tokens.sum_token_loss", in_chunks)
     path = save_model(deepen(family, 10), tmp_path)
     model = build(path, world, activation_checkpointing=checkpointing, compile=True)
     reference = build(path, world)

@@ -10,17 +10,18 @@ import torch
 from forked import run_forked, start_server
 from in_process import train_forked, train_here
 from safetensors.torch import load_file
-from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_micro_batch, read_rows
+from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_samples_of, read_rows
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, load_source, save_model
 from transformers import GptOssConfig, PreTrainedConfig, Qwen3Config, RobertaConfig
 
-from lifecycle.start import RunInputs, choose_method
+from families.text import TextFamily
+from lifecycle.choosing import choose_method
+from lifecycle.start import RunInputs
 from methods.full import Full
 from model.build import check_divisible, make_meta_model
 from model.config import ModelSource
 from model.context_parallel import describe_heads
-from objectives.causal_lm import CausalLM
-from objectives.row_part import take_part
+from objectives.next_tokens import CausalLM
 from options import TrainOptions, group_options
 from plan.simulation import Load, Ranks, lay_out_model, simulate_step
 from problems.finding import find_problems
@@ -71,20 +72,21 @@ def test_shared_rows_give_the_gradient_of_whole_ones(name, num_sharing, results)
 @pytest.mark.parametrize("num_sharing", [2, 3, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_parts_of_a_row_are_the_row(lengths, num_sharing):
-    row = make_micro_batch(lengths, seed=0)
-    parts = [take_part(row, RowGroup(None, rank, num_sharing)) for rank in range(num_sharing)]
-    num_tokens = row.input_ids.shape[1]
-    assert len({part.input_ids.shape for part in parts}) == 1 and parts[0].input_ids.shape[1] >= 2
-    for name, dim in (("input_ids", 1), ("position_ids", 1), ("targets", 0)):
-        joined = torch.cat([getattr(part, name) for part in parts], dim)
-        assert torch.equal(joined.narrow(dim, 0, num_tokens), getattr(row, name)), name
-    starts = [rank * len(part.targets) for rank, part in enumerate(parts)]
-    trained = [part.trained_index + start for part, start in zip(parts, starts, strict=True)]
-    assert torch.equal(torch.cat(trained), row.trained_index)
+    samples, objective = make_samples_of(lengths, seed=0), CausalLM()
+    whole = objective.pack(samples)
+    parts = [objective.pack(samples, row_group=RowGroup(None, rank, num_sharing)) for rank in range(num_sharing)]
+    num_tokens = whole.row.input_ids.shape[1]
+    assert len({part.row.input_ids.shape for part in parts}) == 1 and parts[0].row.input_ids.shape[1] >= 2
+    for kind, name, dim in (("row", "input_ids", 1), ("row", "position_ids", 1), ("targets", "labels", 0)):
+        joined = torch.cat([getattr(getattr(part, kind), name) for part in parts], dim)
+        assert torch.equal(joined.narrow(dim, 0, num_tokens), getattr(getattr(whole, kind), name)), name
+    starts = [rank * len(part.targets.labels) for rank, part in enumerate(parts)]
+    trained = [part.targets.index + start for part, start in zip(parts, starts, strict=True)]
+    assert torch.equal(torch.cat(trained), whole.targets.index)
     for part in parts:
-        assert part.seq_lengths[: len(row.seq_lengths)] == row.seq_lengths
-        assert sum(part.seq_lengths) == num_sharing * len(part.targets) == part.cu_seqlens[-1]
-        assert part.max_seqlen == max(part.seq_lengths)
+        assert part.row.seq_lengths[: len(whole.row.seq_lengths)] == whole.row.seq_lengths
+        assert sum(part.row.seq_lengths) == num_sharing * len(part.targets.labels) == part.row.cu_seqlens[-1]
+        assert part.row.max_seqlen == max(part.row.seq_lengths)
 
 
 @pytest.mark.wide
@@ -134,7 +136,7 @@ def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
 def test_a_model_whose_rows_cannot_be_divided_is_refused(name, config, reason):
     source = ModelSource("", config)
     compute = group_options(TrainOptions, model_name_or_path="", output_dir="").compute
-    meta = make_meta_model(source, compute, objective=CausalLM(), method=Full(), device=torch.device("cpu"))
+    meta = make_meta_model(source, compute, family=TextFamily(), method=Full(), device=torch.device("cpu"))
     with pytest.raises(ValueError, match=f"--context-parallel 5: .*{reason}"):
         check_divisible(meta, 5)
 
@@ -172,7 +174,7 @@ def simulate(path: Path, num_sharing: int | None) -> Counter[str]:
     """What a rank of 4 needs for a row of 512 tokens."""
     options = group_options(TrainOptions, model_name_or_path=str(path), output_dir="", compute_dtype="float32",
                             activation_checkpointing="none", context_parallel=num_sharing)  # fmt: skip
-    inputs = RunInputs(CausalLM(), choose_method(options), options.data, torch.float32)
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, torch.float32, objective=CausalLM())
     inputs.model_dir, inputs.config = str(path), load_source(path).config
     planned = lay_out_model(options, inputs, options.compute)
     return simulate_step(options, planned, Load(512, 512, 128, True), Ranks(4, 4, num_sharing)).peak

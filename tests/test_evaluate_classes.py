@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from chat.labels import IGNORED
 from evaluation.classes import average_f1, count_outcomes
 from evaluation.comparison import Folded, Scores, compare
-from objectives.classification import write_labels
+from objectives.classes import make_labels
 from objectives.columns import SEQUENCES, TOKENS, Task
 
 NUM_SAMPLES, NUM_LABELS = 24, 3
@@ -44,7 +44,7 @@ def make_task(kind: str) -> Task:
 def make_inputs(root: Path, kind: str) -> dict[str, str]:
     """Two classifiers and a set for them."""
     config = copy.deepcopy(CLASSIFIERS["bert"])
-    write_labels(config, make_task(kind))
+    make_labels(make_task(kind)).write_into(config)
     models = [
         save_classifier(config, root / name, num_labels=NUM_LABELS, of_tokens=kind == "tokens", seed=seed)
         for seed, name in enumerate(("first", "second"))

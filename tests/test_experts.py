@@ -7,10 +7,10 @@ from small_runs import make_micro_batch
 from tiny_models import SHAPE, build, load_source, save_model
 from transformers import AriaTextConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
+from families.text import TextFamily
 from model import stored
 from model.flops import count_flops
 from model.weights import read_weights
-from objectives.causal_lm import CausalLM
 
 NUM_EXPERTS, LENGTHS = 128, (30, 1, 17)
 CONFIG = Qwen3MoeConfig(
@@ -29,7 +29,7 @@ def path(tmp_path_factory):
 
 
 def test_experts_are_put_together_in_their_own_type_and_a_file_is_opened_once(path, monkeypatch):
-    readers = read_weights(load_source(path), CausalLM())
+    readers = read_weights(load_source(path), TextFamily())
     opened, safe_open = [], stored.safe_open
     monkeypatch.setattr(stored, "safe_open", lambda *args, **kwargs: opened.append(args) or safe_open(*args, **kwargs))
     experts = readers["model.layers.0.mlp.experts.gate_up_proj"]()
@@ -47,7 +47,7 @@ def test_grouped_products_give_the_losses_and_gradients_of_experts_one_by_one(pa
     loss_sum.backward()
 
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
-    ids, total = micro_batch.input_ids[0], torch.zeros(())
+    ids, total = micro_batch.row.input_ids[0], torch.zeros(())
     for sequence in ids.split(LENGTHS):
         if len(sequence) > 1:
             logits = reference(input_ids=sequence[None].long(), use_cache=False).logits[0, :-1]

@@ -19,9 +19,9 @@ from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig
 
+from families.micro_batch import MicroBatch
 from model import tiling
 from model.attention import BACKENDS, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, find_obstacle
-from objectives.micro_batch import MicroBatch
 from ranks.world import World
 
 HAS_GPU = torch.cuda.is_available()

@@ -12,8 +12,8 @@ from methods.lora import LoRA
 from model import tiling
 from model.blocks import find_blocks
 from model.offloading import apply_offloading
-from objectives.causal_lm import CausalLM
-from objectives.objective import PackedModel
+from objectives.next_tokens import CausalLM
+from objectives.packed_model import PackedModel
 from options import LoRAOptions, TrainOptions, group_options
 from problems.finding import find_problems
 from ranks.memory import MemoryCounter
@@ -34,7 +34,7 @@ def run_backward(model: PackedModel) -> dict[str, Tensor]:
     """The loss, the gradients, and what a router reports, of a row of several samples."""
     torch.manual_seed(0)  # dropout
     loss_sum = model(make_micro_batch(LENGTHS, seed=0))
-    total = loss_sum if model.router_loss is None else loss_sum + model.router_loss
+    total = loss_sum + sum(model.extra_losses.values())
     total.backward()
     gradients = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
     return {"loss": loss_sum.detach()} | gradients | model.reports
@@ -81,7 +81,7 @@ def test_the_same_gradients_of_layers_that_a_method_puts_in(kind, world, tmp_pat
 
 def test_tiles_change_nothing_of_what_is_known_of_experts(world, tmp_path, monkeypatch):
     path = save_model(FAMILIES["mixtral"], tmp_path / "model")
-    monkeypatch.setattr("objectives.causal_lm.find_router_loss", lambda model, asked: 0.1)
+    monkeypatch.setattr("families.text.find_router_loss", lambda model, asked: 0.1)
     plain, tiled = (run_backward(build(path, world, tiled_mlp=is_tiled)) for is_tiled in (False, True))
     assert torch.equal(tiled["expert_loads"], plain["expert_loads"]) and plain["router_loss"] > 0
     check_same(tiled, plain)

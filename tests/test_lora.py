@@ -9,6 +9,7 @@ import pytest
 import torch
 from breadth import wide
 from forked import run_forked
+from hand_made import read_triple
 from peft import AutoPeftModelForCausalLM, PeftModel
 from peft_runs import (
     CONFIGS,
@@ -33,7 +34,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from methods.lora import NUM_COMPARED, LoRA
 from methods.nf4 import NF4Linear, pack, unpack
-from objectives.objective import PackedModel
+from objectives.packed_model import PackedModel
 from options import DataOptions, LoRAOptions, TrainOptions, group_options
 from problems.finding import find_problems
 
@@ -164,7 +165,7 @@ def test_an_adapter_of_a_quantized_base_is_the_same_on_one_that_transformers_qua
     merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
     data = Mixture([TokenizedData(inputs["data_path"])])
     data.vocab_size = VOCAB_SIZE
-    rows = [data.read(i) for i in range(len(data.lengths))][:NUM_COMPARED]
+    rows = [read_triple(data, i) for i in range(len(data.lengths))][:NUM_COMPARED]
     lengths = np.cumsum([len(ids) for ids, _, _ in rows])
     rows = rows[: int((lengths <= OPTIONS["max_tokens_per_gpu"]).sum())]
     for model, loss in ((merged, said[1]), (theirs, said[2])):

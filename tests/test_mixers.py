@@ -9,6 +9,7 @@ import pytest
 import torch
 from breadth import wide
 from forked import ForkedJob
+from hand_made import pack_samples
 from in_process import train_forked, train_on
 from processes import flags
 from small_runs import OPTIONS, read_rows
@@ -20,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from model.blocks import find_blocks
 from model.flops import count_flops, count_state_products
 from model.mixers import find_mixers, list_with_kernels, use_kernels
-from objectives.micro_batch import pack_samples
 
 LENGTHS = (45, 1, 70, 7)
 # Forward and backward of a token, by hand: 12 x heads x head size x state size x layers, the delta rule's 1.5 times.

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hand_made import read_triple
 from in_process import train_here, train_on
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
@@ -124,7 +125,7 @@ def test_losses_of_sources_are_those_of_their_samples_alone(inputs, runs):
     model = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"])
     sums, counts = np.zeros(3), np.zeros(3, dtype=int)
     for sample in draw_samples(data, seed=42, start=0, count=OPTIONS["batch_size"]).tolist():
-        input_ids, labels = (torch.from_numpy(array.astype(np.int64)) for array in data.read(sample)[:2])
+        input_ids, labels = (torch.from_numpy(array.astype(np.int64)) for array in read_triple(data, sample)[:2])
         with torch.no_grad():
             logits = model(input_ids=input_ids[None], use_cache=False).logits[0]
         source = int(data.source_of(np.array(sample)))

@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from hand_made import pack_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, compile_by, save_model
 from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,12 +40,12 @@ from transformers import (
     XLMConfig,
 )
 
+from families.sample import Sample
+from families.text import TextFamily
 from model import attention as packed_attention
 from model.build import apply_liger_kernels
 from model.config import check_rope
 from model.sharding import choose_dim
-from objectives.causal_lm import CausalLM
-from objectives.micro_batch import Sample, pack_samples
 
 LENGTHS = (13, 1, 22, 7)
 
@@ -210,24 +211,24 @@ def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(worl
 
 
 def test_a_model_that_writes_no_text_is_told_so():
-    obstacle = CausalLM().check_config(Florence2Config(), trust_remote_code=False)
+    obstacle = TextFamily().check_config(Florence2Config(), trust_remote_code=False)
     assert obstacle.startswith("model type 'florence2' is an encoder-decoder")
-    obstacle = CausalLM().check_config(ViTConfig(), trust_remote_code=False)
+    obstacle = TextFamily().check_config(ViTConfig(), trust_remote_code=False)
     assert obstacle == "model type 'vit' has no causal language model in transformers"
-    obstacle = CausalLM().check_config(T5Config(), trust_remote_code=False)
+    obstacle = TextFamily().check_config(T5Config(), trust_remote_code=False)
     assert obstacle.startswith("model type 't5' is an encoder-decoder")
     for config in (BartConfig(), BartConfig(is_encoder_decoder=False, is_decoder=True), WhisperConfig()):
-        obstacle = CausalLM().check_config(config, trust_remote_code=False)
+        obstacle = TextFamily().check_config(config, trust_remote_code=False)
         assert obstacle.startswith(f"model type '{config.model_type}' is an encoder-decoder")
 
 
 @pytest.mark.parametrize("config_class", [AyaVisionConfig, Cohere2VisionConfig])
 def test_a_model_that_transformers_computes_without_its_scale_is_refused_by_that(config_class):
     text = Cohere2Config(**SHAPE, head_dim=8, logit_scale=0.25)
-    obstacle = CausalLM().check_config(config_class(text_config=text), trust_remote_code=False)
+    obstacle = TextFamily().check_config(config_class(text_config=text), trust_remote_code=False)
     assert "leaves out the logit_scale of its text_config (0.25)" in obstacle
     text.logit_scale = 1.0
-    assert CausalLM().check_config(config_class(text_config=text), trust_remote_code=False) is None
+    assert TextFamily().check_config(config_class(text_config=text), trust_remote_code=False) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -274,7 +275,7 @@ def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
 
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
     model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
-    model.logit_scale = 1.0
+    model.reader.logit_scale = 1.0
     with pytest.raises(ValueError, match="its head does something to the logits that is not known here"):
         check(model, world)
 
@@ -329,7 +330,7 @@ def test_weights_of_tokens_are_not_rounded_to_the_compute_type(world, tmp_path, 
     model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
     seen = []
     monkeypatch.setattr(
-        "objectives.causal_lm.sum_token_loss", lambda tokens, **kwargs: seen.append(tokens.token_weights)
+        "objectives.next_tokens.sum_token_loss", lambda tokens, **kwargs: seen.append(tokens.token_weights)
     )
     ids = np.arange(3, 12)
     model(pack_samples([(ids, ids, np.full(len(ids), 0.3, dtype=np.float32))]))

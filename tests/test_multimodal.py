@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from breadth import wide
+from hand_made import pack_samples
 from harness import read_tensor
 from in_process import train_on
 from safetensors import safe_open
@@ -26,15 +27,15 @@ from transformers import (
 )
 
 from chat.templates import load_tokenizer
+from families.text import TextFamily
+from families.text_tower import find_placeholders, text_config
 from lifecycle.tower_files import add_tensors, find_tensors
 from merge_adapter import merge_adapter
 from methods.full import Full
 from model.build import build_model
 from model.stored import find_stored
 from model.weights import list_left_out
-from objectives.causal_lm import CausalLM
-from objectives.micro_batch import pack_samples
-from objectives.text_tower import find_placeholders, text_config
+from objectives.next_tokens import CausalLM
 from options import MergeAdapterOptions, TrainOptions, group_options
 
 IMAGE, VIDEO = 280, 281  # token ids that stand for what is no text
@@ -238,7 +239,7 @@ def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
     source = load_source(paths["llava"])
     own = {"a": torch.randn(5).to(torch.float8_e4m3fn), "b": torch.randn(3, 3), "c": torch.tensor(3, dtype=torch.int64)}
     save_file(own, tmp_path / "model.safetensors")
-    left_out, stored = list_left_out(source, CausalLM()), find_tensors(paths["llava"])
+    left_out, stored = list_left_out(source, TextFamily()), find_tensors(paths["llava"])
     add_tensors(tmp_path, left_out, stored, max_bytes=1000)
     found, before = read_bytes(tmp_path), read_bytes(paths["llava"])
     assert found.keys() == own.keys() | left_out.keys()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from breadth import wide
+from hand_made import pack_samples
 from in_process import train_here, train_on
 from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
@@ -26,8 +27,7 @@ from methods.osft_subspaces import (
     prepare_subspaces,
     write_subspace,
 )
-from objectives.causal_lm import CausalLM
-from objectives.micro_batch import pack_samples
+from objectives.next_tokens import CausalLM
 from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from options import DataOptions, OptimizationOptions, OSFTOptions
 from osft import OSFT, OSFTLinear, fill_layer, measure_leak, project_gradients, project_updates

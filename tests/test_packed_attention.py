@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hand_made import pack_samples
 from torch.nn.attention import varlen
 
 from model.attention import attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
-from objectives.micro_batch import pack_samples
 
 LENGTHS = (7, 1, 12, 3)
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 8
@@ -80,13 +80,13 @@ def test_kernels_are_asked_for_what_sdpa_computes(attend, reference, extras, win
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     samples = [(np.arange(length), np.arange(length), None) for length in LENGTHS]
-    micro_batch = pack_samples(samples)
+    row = pack_samples(samples).row
     torch.manual_seed(0)
     shapes = [(1, heads, sum(LENGTHS), HEAD_SIZE) for heads in (NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_KEY_VALUE_HEADS)]
     tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
     results = []
     for function in (attend, reference):
-        output = function(*tensors, micro_batch, scaling=0.3, window=window, **extras)
+        output = function(*tensors, row, scaling=0.3, window=window, **extras)
         assert output.shape == (1, sum(LENGTHS), NUM_HEADS, HEAD_SIZE)
         results.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
     for ours, expected in zip(*results, strict=True):

@@ -15,10 +15,12 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lifecycle.start import RunInputs, choose_method
+from families.text import TextFamily
+from lifecycle.choosing import choose_method
+from lifecycle.start import RunInputs
 from model import tiling
 from model.sharding import set_gradient_sync
-from objectives.causal_lm import CausalLM
+from objectives.next_tokens import CausalLM
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
 from options import TrainOptions, group_options
@@ -89,7 +91,7 @@ def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
     tiling.LEAST_TOKENS = LEAST_TOKENS
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     dtype = getattr(torch, options.compute.compute_dtype)
-    inputs = RunInputs(CausalLM(), choose_method(options), options.data, dtype)
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, dtype, objective=CausalLM())
     inputs.model_dir, inputs.config = str(path), load_source(path).config
     planned = lay_out_model(options, inputs, options.compute)
     return simulate_step(options, planned, Load(NUM_TOKENS, NUM_TRAINED, LONGEST, True), Ranks(num_ranks, num_ranks))

@@ -18,7 +18,8 @@ from lifecycle.export import ExportParts
 from lifecycle.export_check import check_export
 from methods.full import Full
 from model.config import load_generation_config
-from objectives.causal_lm import CausalLM
+from objectives.next_tokens import CausalLM
+from objectives.packed_model import PackedModel
 from options import PRESETS, TrainOptions, flatten_options, group_options
 from problems.finding import find_problems
 from ranks.ending import RunError
@@ -144,14 +145,14 @@ def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, 
     good = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "good"))
     wrong = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "wrong", seed=1))
     source, objective = load_source(good), CausalLM()
-    model, _ = objective.load_model(str(good), dtype=torch.float32, trust_remote_code=False)
-    trained = objective.wrap(model, backend="eager", compute_dtype=torch.float32, fuses_loss=False)
+    model, _ = objective.family.load_model(str(good), dtype=torch.float32, trust_remote_code=False)
+    trained = PackedModel(model, objective, backend="eager", compute_dtype=torch.float32)
     generation = load_generation_config(str(good), source.config)
-    parts = ExportParts(objective, Full(), generation, None, torch.float32, source)
+    parts = ExportParts(objective.family, Full(), generation, None, torch.float32, source)
 
     def check(export: Path) -> None:
         with torch.no_grad():
-            check_export(TrainedModel(trained), export, parts, world=world, is_packed=False)
+            check_export(TrainedModel(trained), export, parts, objective=objective, world=world, is_packed=False)
 
     check(good)
     with pytest.raises(RunError, match=r"loaded back, has a loss of .*; it is not to be used"):
@@ -166,7 +167,7 @@ class TrainedModel(torch.nn.Module):
 
     def __init__(self, packed: torch.nn.Module):
         super().__init__()
-        self.packed, self.model, self.router_loss = packed, packed.model, None
+        self.packed, self.model, self.extra_losses = packed, packed.model, {}
         self.compute_dtype = torch.float32
 
     def forward(self, micro_batch) -> torch.Tensor:
@@ -175,7 +176,7 @@ class TrainedModel(torch.nn.Module):
 
 def split_row(micro_batch) -> list:
     """A micro-batch for each of a packed row's sequences."""
-    bounds = micro_batch.cu_seqlens.tolist()
-    ids = [micro_batch.input_ids[0, start:end].numpy() for start, end in pairwise(bounds)]
+    bounds = micro_batch.row.cu_seqlens.tolist()
+    ids = [micro_batch.row.input_ids[0, start:end].numpy() for start, end in pairwise(bounds)]
     objective = CausalLM()
     return [objective.pack([objective.make_check_sample(part)]) for part in ids]

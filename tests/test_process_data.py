@@ -412,9 +412,10 @@ def test_only_samples_of_rows_with_weights_have_some(model, tmp_path, monkeypatc
     assert [sample["loss_weights"] is not None for sample in samples] == [False] * 4 + [True] + [False] * 2
     assert samples[4]["loss_weights"] == [0.0 if label == IGNORED else 0.25 for label in samples[4]["labels"]]
     data = TokenizedData(tmp_path / f"with.out{ending}")
-    assert data.has_weights and not TokenizedData(tmp_path / f"without.out{ending}").has_weights
+    assert "loss_weights" in data.columns
+    assert "loss_weights" not in TokenizedData(tmp_path / f"without.out{ending}").columns
     for i, sample in enumerate(samples):
-        weights = data.read(i)[2].tolist()
+        weights = data.read(i)["loss_weights"].tolist()
         assert weights == (sample["loss_weights"] or [1.0] * sample["len"])
     if ending == ".jsonl":
         assert [("loss_weights" in sample) for sample in read_jsonl(tmp_path / "with.out.jsonl")] == [

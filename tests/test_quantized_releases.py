@@ -17,10 +17,10 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE, load_source, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from families.text import TextFamily
 from merge_adapter import merge_adapter
 from model.quantized import guess_base
 from model.weights import read_weights
-from objectives.causal_lm import CausalLM
 from options import MergeAdapterOptions
 
 STEPS = 3
@@ -40,7 +40,7 @@ def never_whole(monkeypatch) -> None:
 def test_every_kind_is_read_as_its_library_dequantizes_it(kind, tmp_path, never_whole):
     save_release(kind, tmp_path)
     expected = load_dequantized(kind, tmp_path)
-    readers = read_weights(load_source(tmp_path), CausalLM())
+    readers = read_weights(load_source(tmp_path), TextFamily())
     assert expected.keys() <= readers.keys()
     for name, weight in expected.items():
         read = readers[name]()
@@ -63,7 +63,7 @@ def test_the_last_block_of_a_matrix_may_be_cut_off(scale_type, tmp_path, never_w
     save_bf16(QWEN3, tmp_path)
     rewrite(tmp_path, {"quant_method": "fp8", "weight_block_size": [rows, columns]}, quantize)
     stored = load_file(tmp_path / "model.safetensors")
-    readers = read_weights(load_source(tmp_path), CausalLM())
+    readers = read_weights(load_source(tmp_path), TextFamily())
     for name in [name for name in stored if name.endswith("proj.weight")]:
         scale, weight, read = stored[f"{name}_scale_inv"], stored[name].float(), readers[name]()
         scale = 2.0 ** (scale.float() - 127) if scale_type == torch.uint8 else scale.float()
@@ -226,7 +226,7 @@ def test_a_release_that_is_not_whole_is_refused_before_anything_large_is_read(ki
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_weights(load_source(path), CausalLM())
+        read_weights(load_source(path), TextFamily())
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes int8", "compressed fp8"])
@@ -241,7 +241,7 @@ def test_bitsandbytes_transposed_weights_are_refused(tmp_path):
     save_bf16(config, tmp_path)
     rewrite(tmp_path, {"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda name, weight: {name: weight})
     with pytest.raises(ValueError, match=r"of Conv1D.* transposed"):
-        read_weights(load_source(tmp_path), CausalLM())
+        read_weights(load_source(tmp_path), TextFamily())
 
 
 def test_the_message_names_the_release_before_quantization(tmp_path):

@@ -7,12 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hand_made import read_triple
 from tiny_data import make_samples, to_row, write_rows, write_samples
 
 from chat.labels import IGNORED
 from corpus.reader import INFERRED_BYTES, TokenizedData
 from objectives.columns import REQUIRED_COLUMNS, SCHEMA, WEIGHTS_COLUMN
-from objectives.micro_batch import pack_samples
+from objectives.next_tokens import CausalLM
 
 VOCAB_SIZE = 160
 ENDINGS = (".arrow", ".parquet", ".jsonl")
@@ -28,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 
 def read_all(data: TokenizedData) -> list[tuple]:
     """Every row, as lists."""
-    rows = [data.read(row) for row in range(len(data.lengths))]
+    rows = [read_triple(data, row) for row in range(len(data.lengths))]
     return [tuple(None if part is None else part.tolist() for part in row) for row in rows]
 
 
@@ -60,29 +61,29 @@ def test_weights_are_all_1_where_a_sample_has_none(ending, tmp_path):
         "all": [WEIGHTED] * 16,
     }.items():
         data = TokenizedData(write_rows(tmp_path / f"{name}{ending}", rows))
-        assert data.has_weights
+        assert WEIGHTS_COLUMN in data.columns
         expected = [[0.0, 0.5, 1.0] if "loss_weights" in row else [1.0, 1.0, 1.0] for row in rows]
         assert [weights for _, _, weights in read_all(data)] == expected
-        pack_samples([data.read(row) for row in range(len(rows))])
+        CausalLM().pack([data.read(row) for row in range(len(rows))])
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_data_set_in_which_no_sample_has_weights_has_none(ending, tmp_path):
     data = TokenizedData(write_rows(tmp_path / f"data{ending}", [ROW] * 9))
-    assert not data.has_weights
-    assert pack_samples([data.read(row) for row in range(9)]).target_weights is None
+    assert WEIGHTS_COLUMN not in data.columns
+    assert CausalLM().pack([data.read(row) for row in range(9)]).targets.weights is None
 
 
 @pytest.mark.parametrize("ending", [".arrow", ".parquet"])
 def test_older_data_sets_have_the_column_for_all_samples_or_not_at_all(ending, tmp_path):
     without = pa.Table.from_pylist([ROW] * 5, schema=SCHEMA).select(REQUIRED_COLUMNS)
     data = TokenizedData(write_table(tmp_path / f"without{ending}", without))
-    assert not data.has_weights and read_all(data) == [(ROW["input_ids"], ROW["labels"], None)] * 5
+    assert WEIGHTS_COLUMN not in data.columns and read_all(data) == [(ROW["input_ids"], ROW["labels"], None)] * 5
     for kind in (pa.float32(), pa.float64()):
         column = pa.array([[0.0, 1.0, 1.0], [0.0, 0.5, 1.0]] * 2, pa.list_(kind))
         table = without.slice(0, 4).append_column(WEIGHTS_COLUMN, column)
         data = TokenizedData(write_table(tmp_path / f"{kind}{ending}", table))
-        assert data.has_weights
+        assert WEIGHTS_COLUMN in data.columns
         assert [weights for _, _, weights in read_all(data)] == column.to_pylist()
 
 
@@ -109,9 +110,9 @@ def test_weights_far_behind_in_json_lines_and_columns_of_ones_own(tmp_path):
     path.write_text(text * num_repeats + json.dumps(WEIGHTED | {"page": 1}) + "\n")
     data = TokenizedData(path)
     last = num_repeats * len(rows)
-    assert data.has_weights and len(data.lengths) == last + 1
-    assert data.read(last)[2].tolist() == [0.0, 0.5, 1.0]
-    assert data.read(0)[2].tolist() == [1.0, 1.0, 1.0]
+    assert WEIGHTS_COLUMN in data.columns and len(data.lengths) == last + 1
+    assert data.read(last)["loss_weights"].tolist() == [0.0, 0.5, 1.0]
+    assert data.read(0)["loss_weights"].tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("weights", [[0.0, 1.5, 1.0], [0.0, -0.5, 1.0], [0.0, 1.0], [], [0.0, float("nan"), 1.0]])
@@ -229,6 +230,6 @@ def test_a_data_set_without_samples_is_refused(tmp_path):
 
 def test_nothing_is_held_but_lengths_and_the_order(tmp_path):
     data = TokenizedData(write_rows(tmp_path / "data.arrow", [ROW] * 10))
-    input_ids, labels, _ = data.read(4)
+    input_ids, labels, _ = read_triple(data, 4)
     assert not input_ids.flags.owndata and not labels.flags.owndata, "views into the file"
     assert not np.shares_memory(input_ids, labels)

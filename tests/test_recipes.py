@@ -22,8 +22,8 @@ from plan_recipes import (
 )
 from processes import ROOT
 
+from families.text import TextFamily
 from model.config import load_config
-from objectives.causal_lm import CausalLM
 from options import flatten_options
 from problems.finding import find_problems
 
@@ -75,9 +75,9 @@ def test_each_recipe_is_what_its_name_and_first_line_say(tmp_path):
 def test_the_models_are_those_that_their_makers_publish():
     found = {}
     for path in MODELS.glob("*/config.json"):
-        config = load_config(str(path.parent), CausalLM())
+        config = load_config(str(path.parent), TextFamily())
         with torch.device("meta"):
-            model = CausalLM().make_model(config, dtype=torch.float32, trust_remote_code=False)
+            model = TextFamily().make_model(config, dtype=torch.float32, trust_remote_code=False)
         found[path.parent.name] = sum(param.numel() for param in model.parameters())
     assert found == NUM_PARAMS
 

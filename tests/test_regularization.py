@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from hand_made import read_triple
 from in_process import train_here, train_on
 from small_runs import OPTIONS, make_inputs, read_rows
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
@@ -40,7 +41,7 @@ def train_plainly(inputs: dict[str, str]) -> tuple[list[float], list[float]]:
     losses, norms, size = [], [], OPTIONS["batch_size"]
     for step in range(STEPS):
         rows = draw_samples(data, seed=SEED, start=step * size, count=size).tolist()
-        batch = [[torch.tensor(array.astype(int))[None] for array in data.read(row)[:2]] for row in rows]
+        batch = [[torch.tensor(array.astype(int))[None] for array in read_triple(data, row)[:2]] for row in rows]
         counts = [int((labels[:, 1:] != -100).sum()) for _, labels in batch]
         losses.append(0.0)
         for i, ((ids, labels), count) in enumerate(zip(batch, counts, strict=True)):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
+from hand_made import read_triple
 from in_process import train_here, train_on
 from processes import flags
 from small_runs import OPTIONS, read_rows
@@ -109,7 +110,8 @@ def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[flo
     losses, router_losses, norms = [], [], []
     for step in range(STEPS):
         size = OPTIONS["batch_size"]
-        batch = [data.read(row)[:2] for row in draw_samples(data, seed=42, start=step * size, count=size).tolist()]
+        rows = draw_samples(data, seed=42, start=step * size, count=size).tolist()
+        batch = [read_triple(data, row)[:2] for row in rows]
         batch = [tuple(torch.tensor(array.astype(int)) for array in sample) for sample in batch]
         counted = [(ids, labels) for ids, labels in batch if (labels[1:] != -100).any()]
         num_targets = sum(int((labels[1:] != -100).sum()) for _, labels in counted)
@@ -168,7 +170,7 @@ def test_the_models_config_decides_where_the_option_does_not(data_path, world, t
         train_here(world, **options | dict(router_aux_loss=asked), output_dir=str(tmp_path / name))
     assert "router_aux_loss" in read_rows(tmp_path / "config")[0]
     assert "router_aux_loss" not in read_rows(tmp_path / "none")[0]
-    assert build(path, world).router_aux_loss == config.router_aux_loss_coef
+    assert build(path, world).reader.router_aux_loss == config.router_aux_loss_coef
 
 
 def test_models_without_experts_are_refused_by_name(data_path, tmp_path):

@@ -9,14 +9,15 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from hand_made import pack_samples
 from tiny_data import make_samples, write_samples
 
 from chat.labels import IGNORED
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from objectives.causal_lm import CausalLM
-from objectives.micro_batch import make_idle_sample, pack_samples
+from objectives.next_tokens import CausalLM
 from options import DataOptions, EndOptions
+from ranks.row_group import Place
 from sampler import collect_garbage_between, count_steps, draw_samples, iterate_batches, prefetch
 
 VOCAB_SIZE = 160
@@ -38,8 +39,8 @@ def batches_of(data, *, num_steps=8, batch_size=12, max_tokens_per_gpu=64, rank=
     data.vocab_size = VOCAB_SIZE
     return list(
         iterate_batches(
-            data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.01, rank=rank,
-            world_size=world_size,
+            data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.01,
+            world=Place(rank, world_size),
         )
     )  # fmt: skip
 
@@ -78,10 +79,10 @@ def test_the_ranks_together_read_the_batch_exactly_once(data, samples, world_siz
         for rank, batch in enumerate(batches):
             assert len(batch.micro_batches) == len(batches[0].micro_batches)
             for row, micro_batch in zip(batch.table, batch.micro_batches, strict=True):
-                assert micro_batch.input_ids.shape[1] <= 64
-                num_targets += len(micro_batch.trained_index)
+                assert micro_batch.row.input_ids.shape[1] <= 64
+                num_targets += len(micro_batch.targets.index)
                 if row[rank]:
-                    sequences += [s.tolist() for s in micro_batch.input_ids[0].split(micro_batch.seq_lengths)]
+                    sequences += [s.tolist() for s in micro_batch.row.input_ids[0].split(micro_batch.row.seq_lengths)]
         assert sorted(sequences) == expected
         assert num_targets == batches[0].num_loss_tokens
 
@@ -89,13 +90,13 @@ def test_the_ranks_together_read_the_batch_exactly_once(data, samples, world_siz
 def test_a_micro_batch_predicts_within_each_sequence_only():
     samples = [([5, 6, 7], [5, 6, 7]), ([8], [8]), ([9, 10], [IGNORED, 10]), ([11, 12, 13], [IGNORED, IGNORED, 13])]
     packed = pack_samples([(np.array(ids), np.array(labels), None) for ids, labels in samples])
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1, 2]]
-    assert packed.targets.tolist() == [6, 7, IGNORED, IGNORED, 10, IGNORED, IGNORED, 13, IGNORED]
-    assert packed.trained_index.tolist() == [0, 1, 4, 7]
-    assert packed.cu_seqlens.tolist() == [0, 3, 4, 6, 9] and packed.cu_seqlens.dtype == torch.int32
-    assert packed.max_seqlen == 3 and packed.seq_lengths == [3, 1, 2, 3]
-    assert packed.target_weights is None
+    assert packed.row.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13]]
+    assert packed.row.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1, 2]]
+    assert packed.targets.labels.tolist() == [6, 7, IGNORED, IGNORED, 10, IGNORED, IGNORED, 13, IGNORED]
+    assert packed.targets.index.tolist() == [0, 1, 4, 7]
+    assert packed.row.cu_seqlens.tolist() == [0, 3, 4, 6, 9] and packed.row.cu_seqlens.dtype == torch.int32
+    assert packed.row.max_seqlen == 3 and packed.row.seq_lengths == [3, 1, 2, 3]
+    assert packed.targets.weights is None
 
 
 def test_weights_move_with_the_targets_they_belong_to():
@@ -103,12 +104,12 @@ def test_weights_move_with_the_targets_they_belong_to():
     first = ids, labels, np.array([0.0, 0.5, 1.0], dtype=np.float32)
     second = ids[:2], labels[:2], np.array([0.0, 0.25], dtype=np.float32)
     packed = pack_samples([first, second])
-    assert packed.target_weights.tolist() == [0.5, 1.0, 0.0, 0.25, 0.0]
-    assert packed.targets.tolist() == [6, 7, IGNORED, 6, IGNORED]
+    assert packed.targets.weights.tolist() == [0.5, 1.0, 0.0, 0.25, 0.0]
+    assert packed.targets.labels.tolist() == [6, 7, IGNORED, 6, IGNORED]
 
 
 def test_an_idle_rank_trains_nothing():
-    assert len(pack_samples([make_idle_sample()]).trained_index) == 0
+    assert len(CausalLM().pack([CausalLM().make_idle_sample()]).targets.index) == 0
 
 
 @pytest.mark.parametrize(

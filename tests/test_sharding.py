@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from hand_made import pack_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, save_model
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -12,7 +13,6 @@ from transformers import LlamaConfig
 
 from model.blocks import find_blocks
 from model.sharding import set_gradient_sync
-from objectives.micro_batch import pack_samples
 from optim.optimizers import build_optimizer, local_gradients
 from options import OptimizationOptions
 from ranks.world import count_shards

@@ -15,9 +15,9 @@ from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, load_source, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
+from families.text import TextFamily
 from merge_adapter import merge_adapter
 from model.weights import list_left_out
-from objectives.causal_lm import CausalLM
 from options import MergeAdapterOptions
 
 HIDDEN = SHAPE["hidden_size"]
@@ -104,7 +104,7 @@ def test_those_of_a_quantized_release_are_dequantized(tmp_path):
     extra = {name: tensor for name, tensor in stored.items() if name.startswith(f"{layer}.")}
     assert len(extra) == 2
     add_file(path, {name.replace("layers.1", "layers.2"): tensor.clone() for name, tensor in extra.items()})
-    left_out = list_left_out(load_source(path), CausalLM())
+    left_out = list_left_out(load_source(path), TextFamily())
     assert left_out.keys() == {"model.layers.2.mlp.down_proj.weight"}
     weight, scale = extra[f"{layer}.weight"].float(), extra[f"{layer}.weight_scale_inv"]
     rows, columns = (size // parts for size, parts in zip(weight.shape, scale.shape, strict=True))
@@ -118,7 +118,7 @@ def test_an_embedding_among_them_grows_with_the_vocabulary(tmp_path):
     more = save_with(tmp_path / "model", "deepseek_v3", BEHIND_THE_LAST)
     source = load_source(tmp_path / "model")
     source.config.vocab_size = VOCAB_SIZE + 16
-    left_out = list_left_out(source, CausalLM())
+    left_out = list_left_out(source, TextFamily())
     assert left_out.keys() == more.keys()
     for name, tensor in more.items():
         read = left_out[name].read()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
+from hand_made import read_triple
 from in_process import train_here, train_on
 from processes import flags
 from safetensors.torch import load_file
@@ -61,7 +62,7 @@ def measure_plainly(model_dir: Path, data_path: str) -> tuple[float, int, int]:
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
     data, loss_sum, num_right, num_targets = TokenizedData(data_path), 0.0, 0, 0
     for row in range(len(data.lengths)):
-        input_ids, labels, weights = data.read(row)
+        input_ids, labels, weights = read_triple(data, row)
         logits = model(input_ids=torch.tensor(input_ids.astype(int))[None], use_cache=False).logits[0, :-1]
         targets = torch.tensor(labels[1:].astype(int))
         losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # 0 where the label is -100

@@ -80,7 +80,7 @@ def validation_of(output: Path) -> Path:
 
 def read_samples(path: Path) -> list[list[int]]:
     data = TokenizedData(path)
-    return [data.read(row)[0].tolist() for row in range(len(data.lengths))]
+    return [data.read(row)["input_ids"].tolist() for row in range(len(data.lengths))]
 
 
 def read_meta(path: Path) -> dict:

@@ -25,6 +25,9 @@ from chat.pictures import load_processor, open_image
 from command_line import parse_options
 from corpus.cache import find_outputs
 from corpus.reader import TokenizedData
+from families.micro_batch import MicroBatch
+from families.seeing import REFUSED, SeeingFamily
+from families.text import TextFamily
 from lifecycle.raw_rows import find_data
 from merge_adapter import merge_adapter
 from methods.full import Full
@@ -32,15 +35,12 @@ from methods.lora import LoRA
 from model.build import build_model
 from model.check import check_model
 from model.method import Method
-from objectives.causal_lm import CausalLM
 from objectives.columns import VISION
-from objectives.micro_batch import MicroBatch
-from objectives.vision import REFUSED, VisionLanguage
+from objectives.next_tokens import VisionLanguage
 from options import (
     LoRAOptions,
     MergeAdapterOptions,
     TrainOptions,
-    VisionOptions,
     flatten_options,
     group_options,
 )
@@ -68,13 +68,13 @@ def build(path: Path, world, freeze: tuple[str, ...] = ("vision",), method: Meth
     given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none",
                  compute_dtype="float32")  # fmt: skip
     options, source = group_options(TrainOptions, **given | options), load_source(path)
-    objective = VisionLanguage(VisionOptions(freeze=freeze), CausalLM())
-    assert objective.check_config(source.config, trust_remote_code=False) is None
-    objective.use_tokenizer(None)
+    family = SeeingFamily(TextFamily(), freeze)
+    assert family.check_config(source.config, trust_remote_code=False) is None
+    objective = VisionLanguage(family.complete(source.config, None, trust_remote_code=False))
     packed = build_model(
         source, options.compute, options.sharding, objective=objective, method=method or Full(), world=world
     )
-    check_model(packed, objective, method or Full(), device=world.device)
+    check_model(packed, objective, method or Full(), world=world)
     return objective, packed
 
 
@@ -84,7 +84,8 @@ def pack_all(objective: VisionLanguage, rows: TokenizedData) -> MicroBatch:
 
 def run_plain(model: PreTrainedModel, path: Path, data: TokenizedData, row: int) -> torch.Tensor:
     """The summed loss of one row by the model's own forward pass, with what its processor makes of the images."""
-    ids, labels, references = data.read(row)
+    sample = data.read(row)
+    ids, labels, references = sample["input_ids"], sample["labels"], sample.get("images", ())
     ids, labels = torch.tensor(ids)[None], torch.tensor(labels)
     kinds = (ids == model.config.image_token_id).long()
     own = dict(input_ids=ids, use_cache=False)
@@ -175,8 +176,7 @@ def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_kinds_of_models_that_cannot_be_trained_are_refused_by_their_configs(kind):
-    objective = VisionLanguage(VisionOptions(), CausalLM())
-    obstacle = objective.check_config(AutoConfig.for_model(kind), trust_remote_code=False)
+    obstacle = SeeingFamily(TextFamily()).check_config(AutoConfig.for_model(kind), trust_remote_code=False)
     assert obstacle == f"model type {kind!r} cannot be trained on images: {REFUSED[kind]}"
 
 
@@ -386,9 +386,9 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
     assert [entry["line"] for entry in reasons] == list(range(len(fine) + 1, len(fine) + 1 + len(cases)))
     for entry, (_, reason) in zip(reasons, cases, strict=True):
         assert re.search(reason, entry["reason"]), (reason, entry["reason"])
-    _, _, (turned,) = found.read(2)
+    (turned,) = found.read(2)["images"]
     assert open_image(turned, directory=Path()).size == image.size[::-1]
-    _, _, (cmyk,) = found.read(1)
+    (cmyk,) = found.read(1)["images"]
     assert open_image(cmyk, directory=Path()).mode == "RGB"
     image_id = AutoConfig.from_pretrained(models["llava"]).image_token_id
-    assert all((found.read(row)[1] != image_id).all() for row in range(len(fine)))
+    assert all((found.read(row)["labels"] != image_id).all() for row in range(len(fine)))

@@ -15,15 +15,16 @@ from transformers import AutoConfig
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from families.seeing import SeeingFamily, SeeingReader
+from families.sight import list_parts
+from families.text import TextFamily
 from lifecycle.start import open_inputs
 from methods.full import Full
 from model.build import build_model
 from model.flops import count_flops, count_tower
-from objectives.causal_lm import CausalLM
-from objectives.sight import Sight, list_parts
-from objectives.vision import VisionLanguage
+from objectives.next_tokens import VisionLanguage
 from optim.optimizers import build_optimizer
-from options import TrainOptions, VisionOptions, group_options
+from options import TrainOptions, group_options
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
@@ -48,41 +49,39 @@ def data(models, tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def count_with(path: Path) -> VisionLanguage:
-    objective = VisionLanguage(VisionOptions(), CausalLM())
-    assert objective.check_config(AutoConfig.from_pretrained(path), trust_remote_code=False) is None
-    objective.use_tokenizer(None)
-    return objective
+def make_objective(path: Path, **settings: object) -> VisionLanguage:
+    family, config = SeeingFamily(TextFamily(), ("vision",), **settings), AutoConfig.from_pretrained(path)
+    assert family.check_config(config, trust_remote_code=False) is None
+    return VisionLanguage(family.complete(config, None, trust_remote_code=False))
 
 
 @pytest.mark.parametrize("family", exact_families(FAMILIES))
 def test_patches_are_those_that_the_processor_makes(family, tmp_path):
-    objective = count_with(save_seeing(tmp_path, family))
+    eyes = make_objective(save_seeing(tmp_path, family)).family.eyes
     for seed in range(6):
         image = make_image(seed)
-        made = objective.processor(text=[objective.processor.image_token], images=[[image]], return_tensors="pt")
+        made = eyes.processor(text=[eyes.processor.image_token], images=[[image]], return_tensors="pt")
         pixels = made["pixel_values"]
         if pixels.ndim < 4:  # patches, laid out
             num_made = math.prod(pixels.shape[:-1])
         else:  # of 4 x 4 pixels, of images whose last rows and columns may be no whole one
             num_made = math.prod(pixels.shape[:-3]) * (pixels.shape[-2] // 4) * (pixels.shape[-1] // 4)
-        assert math.prod(objective.count_patches(image.height, image.width)) == num_made
+        assert math.prod(eyes.count_patches(image.height, image.width)) == num_made
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "llava"])
 def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):
-    objective, model = count_with(models[family]), load(models[family])
+    objective, model = make_objective(models[family]), load(models[family])
     for name in list_parts(model)["vision"]:
         model.get_parameter(name).requires_grad_(False)
     rows, counted = Mixture([TokenizedData(data[family])]), FlopCounterMode(display=False)
-    rows.count_images(objective.count_patches, cap=None, drop_overlong=False)
+    rows.count_images(objective.family.eyes.count_patches, cap=None, drop_overlong=False)
     tower = count_tower(model, model.config)
     ids = np.arange(len(rows.lengths))
     images = rows.images.of(ids)
-    objective.sight = Sight(model)
     batch = objective.pack([rows.read(row) for row in ids.tolist()])
     with counted, torch.no_grad():
-        objective.sight.base.get_image_features(**batch.pixels, return_dict=True)
+        SeeingReader(model).base.get_image_features(**batch.extras.pixels, return_dict=True)
     # Forward only, also of the projector, which trains: a third of its FLOPs.
     expected = tower.per_patch * images.patches + tower.per_pair * images.pairs + tower.per_token / 3 * images.tokens
     # Windows at an image's edge are counted as if they were whole.
@@ -103,7 +102,7 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
         return read_rows(tmp_path / name)
 
     rows = Mixture([TokenizedData(data[family])])
-    rows.count_images(count_with(models[family]).count_patches, cap=None, drop_overlong=False)
+    rows.count_images(make_objective(models[family]).family.eyes.count_patches, cap=None, drop_overlong=False)
     cap = int(rows.images.patches.max())
     plain, capped = train("plain"), train("capped", max_image_tokens_per_gpu=cap)
     for row, other in zip(plain, capped, strict=True):
@@ -148,7 +147,7 @@ def test_the_simulated_peak_is_that_of_a_real_step_with_images(family, elsewhere
         for _ in range(2):
             micro_batch = inputs.objective.make_probe(NUM_TOKENS, NUM_TRAINED, longest=inputs.longest)
             with counter:
-                for tensor in micro_batch.pixels.values():
+                for tensor in micro_batch.extras.pixels.values():
                     counter.count(tensor)
                 packed(micro_batch).backward()
                 optimizer.step()
@@ -176,12 +175,11 @@ def test_plans_know_the_tower_and_its_cap(models, data, elsewhere, tmp_path):
 
 
 def test_auto_measures_with_images(models, data, world, tmp_path):
-    objective = count_with(models["llava"])
-    objective.largest_image, objective.sight = (30, 20), Sight(load(models["llava"]))
-    objective.options = VisionOptions(max_image_tokens_per_gpu=40)  # of 16 patches each
+    objective = make_objective(models["llava"], largest_image=(30, 20), max_patches=40)  # of 16 patches each
     probe = objective.make_probe(90, 45, longest=60)
-    assert probe.seq_lengths == [60, 30] and len(probe.pixels["pixel_values"]) == 2 and probe.num_image_tokens == 32
-    assert 40 <= len(probe.trained_index) <= 46
+    assert probe.row.seq_lengths == [60, 30] and len(probe.extras.pixels["pixel_values"]) == 2
+    assert probe.extras.num_tokens == 32
+    assert 40 <= len(probe.targets.index) <= 46
     given = dict(model_name_or_path=str(models["llava"]), data_path=str(data["llava"]), max_steps=1, batch_size=6,
                  output_dir=str(tmp_path / "run"), max_tokens_per_gpu="auto", max_image_tokens_per_gpu=64)  # fmt: skip
     train_on(1, world, **OPTIONS | given)

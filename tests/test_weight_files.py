@@ -9,8 +9,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from families.text import TextFamily
 from model.weights import read_weights
-from objectives.causal_lm import CausalLM
 
 
 def load_plainly(path) -> PreTrainedModel:
@@ -20,7 +20,7 @@ def load_plainly(path) -> PreTrainedModel:
 def read_tensors(path, *, vocab_size: int = VOCAB_SIZE) -> dict[str, torch.Tensor]:
     source = load_source(path)
     source.config.vocab_size = vocab_size
-    readers = read_weights(source, CausalLM())
+    readers = read_weights(source, TextFamily())
     return {name: read().to(torch.float32) for name, read in readers.items()}
 
 
@@ -129,7 +129,7 @@ def change_weights(path, change) -> None:
 def test_weights_that_do_not_fit_the_config_are_refused(change, message, tmp_path, never_whole):
     change_weights(save_model(FAMILIES["qwen3"], tmp_path), change)
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_weights(load_source(tmp_path), CausalLM())
+        read_weights(load_source(tmp_path), TextFamily())
 
 
 def test_a_tied_head_that_is_stored_too_is_read_once(tmp_path, never_whole):

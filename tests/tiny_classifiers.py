@@ -25,7 +25,7 @@ from transformers import (
 from chat.labels import IGNORED
 from chat.masking import fingerprint_tokenizer
 from chat.templates import load_tokenizer
-from objectives.columns import SCHEMAS, Sample
+from objectives.columns import SCHEMAS
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 SHAPE = dict(
@@ -78,10 +78,13 @@ def save_classifier(
     return save_tokenizer(path)
 
 
+Triple = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # input_ids, targets, and types of tokens
+
+
 def make_class_samples(
     count: int, *, label_type: str = "single", num_labels: int = 3, of_tokens: bool = False, has_types: bool = False,
     longest: int = 40, seed: int = 0,
-) -> list[Sample]:  # fmt: skip
+) -> list[Triple]:  # fmt: skip
     """Random tokens; the classes can be told from them."""
     random = np.random.default_rng(seed)
     samples = []
@@ -100,7 +103,7 @@ def make_class_samples(
 
 
 def write_classified(
-    path: Path, samples: Sequence[Sample], model_dir: Path, *, label_type: str = "single", num_labels: int = 3,
+    path: Path, samples: Sequence[Triple], model_dir: Path, *, label_type: str = "single", num_labels: int = 3,
     of_tokens: bool = False,
 ) -> Path:  # fmt: skip
     """The data set and its sidecar, as process_data.py writes them for the model's tokenizer."""

@@ -32,13 +32,14 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from families.text import TextFamily
 from methods.full import Full
 from model.build import apply_compile, build_model
 from model.check import check_model
 from model.config import ModelSource, load_config
 from model.method import Method
-from objectives.causal_lm import CausalLM
-from objectives.objective import PackedModel
+from objectives.next_tokens import CausalLM
+from objectives.packed_model import PackedModel
 from objectives.token_loss import sum_chunk_loss
 from options import OSFTOptions, TrainOptions, group_options
 from osft import OSFT
@@ -146,7 +147,7 @@ def save_tokenizer(path: Path) -> Path:
 
 def load_source(path: Path) -> ModelSource:
     """The model at `path` as a run finds it."""
-    return ModelSource(str(path), load_config(str(path), CausalLM()))
+    return ModelSource(str(path), load_config(str(path), TextFamily()))
 
 
 def build(
@@ -180,7 +181,7 @@ def make_osft(tmp_path: Path, **options: object) -> OSFT:
 
 def check(model: PackedModel, world: World) -> None:
     """The start-up check."""
-    check_model(model, CausalLM(), Full(), device=world.device)
+    check_model(model, CausalLM(), Full(), world=world)
 
 
 def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch, *, dynamic: bool = True) -> None:

@@ -20,7 +20,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.step import run_backward
 from model import tiling
-from objectives.causal_lm import CausalLM
+from objectives.next_tokens import CausalLM
 from optim.optimizers import local_gradients
 from optim.reduction import reduce_step
 from options import DataOptions
@@ -45,13 +45,12 @@ for (kind, model), batch_size in itertools.product(models.items(), batch_sizes):
             objective=CausalLM(),
             num_steps=1,
             attention_cost=0.0,
-            rank=world.rank,
-            world_size=world.world_size,
+            world=world,
         )
     )
     losses = []
     for micro_batch in batch.micro_batches:
-        losses.append(run_backward(model, micro_batch, divisor=batch.num_loss_tokens))
+        losses.append(run_backward(model, micro_batch, {"targets": batch.num_loss_tokens}))
     sums = reduce_step(
         losses, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
     )

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from sharing import BORDERS, run_rows
 from tiny_models import build, make_osft
 
+from families.text import TextFamily
 from methods.full import Full
 from methods.lora import LoRA
 from model import tiling
-from objectives.causal_lm import CausalLM
+from objectives.next_tokens import CausalLM
 from options import LoRAOptions
 from ranks.row_group import make_row_group
 from ranks.world import init_world
@@ -29,7 +30,7 @@ row_groups = {size or 1: make_row_group(world.rank, world.world_size, size) for 
 rows = [row for kind in BORDERS.values() for row in kind[:2]]
 results = {}
 for name, path in (model.split("=", 1) for model in models):
-    objective = CausalLM(router_aux_loss=0.1 if "experts" in name else None)
+    objective = CausalLM(TextFamily(0.1 if "experts" in name else None))
     if name == "LoRA":
         method = LoRA(LoRAOptions(lora=True, lora_target_modules=("q_proj", "v_proj")), seed=0)
     else:

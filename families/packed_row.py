@@ -1,4 +1,4 @@
-"""A packed row as the models of transformers are given it: what every objective's forward pass has in common."""
+"""A packed row as the models of transformers are given it: what every family's forward pass has in common."""
 
 from typing import Any
 
@@ -6,35 +6,36 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from objectives.micro_batch import MicroBatch
-from objectives.text_tower import find_decoder
+from families.micro_batch import MicroBatch, Row
+from families.text_tower import find_decoder
 
 
 def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
     """The arguments of a base model's forward pass over the packed row."""
+    row = micro_batch.row
     return dict(
-        input_ids=micro_batch.input_ids,
-        position_ids=number_positions(micro_batch, pad_position=pad_position),
+        input_ids=row.input_ids,
+        position_ids=number_positions(row, pad_position=pad_position),
         use_cache=False,
-        cu_seq_lens_q=micro_batch.cu_seqlens,
-        cu_seq_lens_k=micro_batch.cu_seqlens,
-        max_length_q=micro_batch.max_seqlen,
-        max_length_k=micro_batch.max_seqlen,
+        cu_seq_lens_q=row.cu_seqlens,
+        cu_seq_lens_k=row.cu_seqlens,
+        max_length_q=row.max_seqlen,
+        max_length_k=row.max_seqlen,
         micro_batch=micro_batch,  # for the functions of model.attention
     )
 
 
-def number_positions(micro_batch: MicroBatch, *, pad_position: int | None) -> Tensor:  # (1, T)
+def number_positions(row: Row, *, pad_position: int | None) -> Tensor:  # (1, T)
     """Each token's position in its sequence, from 0; where padding has a position (RoBERTa), from the next one on.
 
     There, tokens that are the padding's have its position, and are not counted, as in the model's own forward.
     """
     if pad_position is None:
-        return micro_batch.position_ids
-    is_counted = (micro_batch.input_ids != pad_position).long()
+        return row.position_ids
+    is_counted = (row.input_ids != pad_position).long()
     counts = is_counted.cumsum(dim=1)
     index = torch.arange(counts.shape[1], device=counts.device)
-    firsts = index - micro_batch.position_ids  # (1, T): where each token's sequence starts
+    firsts = index - row.position_ids  # (1, T): where each token's sequence starts
     before = (counts - is_counted).gather(1, firsts)
     return (counts - before) * is_counted + pad_position
 

@@ -1,0 +1,1 @@
+"""What reads a packed row: text models, text models with images, classifiers."""

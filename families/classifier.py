@@ -1,0 +1,231 @@
+"""Models with a head for classes or numbers, on encoders and decoders: the model's own code, from states to logits.
+
+T tokens in a packed row, n sequences in it, N targets, C classes, H hidden size.
+"""
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from families.family import Family, Own, Reader
+from families.micro_batch import MicroBatch, Row, pack_row
+from families.packed_row import describe_row
+from families.sample import Sample, list_sequences
+from families.text_tower import find_base
+
+NO_TOKEN = -1  # an id that no token has
+
+
+@dataclass
+class TokenTypes:
+    """Texts in pairs."""
+
+    ids: Tensor  # (1, T) int64: which text of a pair each token is of
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a model's head is for: as an export is loaded with them."""
+
+    names: tuple[str, ...]  # of the classes, or of the numbers to predict
+    problem_type: str | None = None  # of sequences, as transformers' configs call it
+
+    def write_into(self, config: PreTrainedConfig) -> None:
+        """Makes `config` one of a model for these labels."""
+        config.id2label = dict(enumerate(self.names))
+        config.label2id = {name: i for i, name in enumerate(self.names)}
+        if self.problem_type is not None:
+            config.problem_type = self.problem_type
+
+
+@dataclass(frozen=True)
+class ClassifierFamily(Family):
+    """Classifiers of tokens, or of whole sequences."""
+
+    of_tokens: bool
+    labels: Labels | None = None  # once the data is known
+    pad_token_id: int | None = None  # once the tokenizer is known
+    seed: int | None = None  # of a head that the model's files do not have; None: they must have it
+
+    keeps_unused = False  # such as a language model's head
+
+    @property
+    def peft_task(self) -> str:
+        return "TOKEN_CLS" if self.of_tokens else "SEQ_CLS"
+
+    @property
+    def auto_class(self) -> Any:
+        return AutoModelForTokenClassification if self.of_tokens else AutoModelForSequenceClassification
+
+    def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
+        what = "token-classification" if self.of_tokens else "sequence-classification"
+        is_custom = trust_remote_code and self.auto_class.__name__ in (getattr(config, "auto_map", None) or {})
+        if type(config) not in self.auto_class._model_mapping and not is_custom:
+            return f"model type {config.model_type!r} has no {what} in transformers"
+        if type(config.get_text_config(decoder=True)) is not type(config) and not is_custom:
+            return (
+                f"model type {config.model_type!r} is more than a text model (it has several configs in one), and"
+                " classifiers train on text alone: give its text model, saved as a model of its own"
+            )
+        return None
+
+    def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+        self.labels.write_into(config)
+        return self.auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+    def load_model(
+        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
+    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+        return self.auto_class.from_pretrained(
+            model_dir,
+            num_labels=len(self.labels.names),
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report says it, and the head begins anew
+            trust_remote_code=trust_remote_code,
+        )
+
+    def find_head(self, model: PreTrainedModel) -> list[str]:
+        """All with weights that stands beside the base model, and what the base has for it (BERT's pooler)."""
+        base, pooler = find_base(model), getattr(find_base(model), "pooler", None)
+        parts = [child for child in model.children() if child is not base] + [pooler]
+        return [name for name, module in model.named_modules() if module in parts and list(module.parameters())]
+
+    def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
+        """Parameters of a head that the model's files do not have, as transformers initializes them."""
+        if self.seed is None:
+            return {}
+        shell, head = copy.deepcopy(model).to("meta"), self.find_head(model)
+        digest = hashlib.sha256(f"{self.seed} {' '.join(head)}".encode()).digest()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            for name in head:
+                for module in shell.get_submodule(name).modules():
+                    for key, param in module.named_parameters(recurse=False):
+                        module.register_parameter(key, nn.Parameter(torch.zeros(param.shape)))
+                    shell._init_weights(module)
+            shell._init_weights(shell)  # ModernBERT's initializes its head as a whole
+        made = {f"{name}.{key}": p for name in head for key, p in shell.get_submodule(name).named_parameters()}
+        return {name: made[name].detach() for name in names if name in made}
+
+    def complete(
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+    ) -> "ClassifierFamily":
+        return replace(self, pad_token_id=tokenizer.pad_token_id)
+
+    def open_reader(self, model: PreTrainedModel) -> "ClassifierReader":
+        if self.pad_token_id is not None and self.pad_token_id < model.config.vocab_size:
+            model.config.pad_token_id = self.pad_token_id  # as an export has it: decoders look for it
+        return ClassifierReader(model, of_tokens=self.of_tokens)
+
+    def pack(self, samples: Sequence[Sample]) -> tuple[Row, TokenTypes | None]:
+        row = replace(pack_row([ids for sample in samples for ids in list_sequences(sample)]), is_two_sided=True)
+        if not any("token_type_ids" in sample for sample in samples):
+            return row, None
+        types = [sample.get("token_type_ids", np.zeros(len(sample["input_ids"]))) for sample in samples]
+        return row, TokenTypes(torch.from_numpy(np.concatenate(types).astype(np.int64))[None])
+
+
+class ClassifierReader(Reader):
+    """Reads rows with a classifier.
+
+    The base model runs once over the packed row. What its head reads of each sequence (or labelled token) is then
+    handed to the model's own forward pass, as if each were a sequence of one token.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, of_tokens: bool):
+        super().__init__(model)
+        self.of_tokens = of_tokens
+        self.pooling = None if of_tokens else find_pooling(model)
+        self.takes_types = "token_type_ids" in inspect.signature(type(find_base(model)).forward).parameters
+
+    def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
+        arguments = describe_row(micro_batch, pad_position=self.pad_position) | self.describe_types(micro_batch)
+        return find_base(self.model)(**arguments).last_hidden_state
+
+    def describe_types(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        if micro_batch.extras is None or not self.takes_types:
+            return {}
+        return {"token_type_ids": micro_batch.extras.ids}
+
+    def classify(self, micro_batch: MicroBatch) -> Tensor:  # (N, C) fp32
+        """The logits of the micro-batch's targets."""
+        hidden, index = self.encode(micro_batch), micro_batch.targets.index
+        # (1, N, H), or (N, 1, H) of sequences
+        states = hidden[:, index] if self.of_tokens else self.pool(hidden[0], micro_batch.row)[index, None]
+        with states_for_tokens(self.model, states):
+            input_ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+            logits = self.model(input_ids=input_ids).logits
+        return logits.reshape(len(index), logits.shape[-1]).float()
+
+    def pool(self, hidden: Tensor, row: Row) -> Tensor:  # (T, H) -> (n, H)
+        """The state of each sequence that the model's head reads."""
+        starts, ends = row.cu_seqlens[:-1].long(), row.cu_seqlens[1:].long()
+        if self.pooling == "first":
+            return hidden[starts]
+        num_tokens, num_sequences = len(hidden), len(starts)
+        index = torch.arange(num_tokens, device=hidden.device)
+        sequence_of = torch.searchsorted(ends, index, right=True)  # (T,)
+        if self.pooling == "mean":
+            sums = torch.zeros(
+                num_sequences, hidden.shape[1], device=hidden.device
+            )  # in bf16 long sums would stand still
+            sums = sums.index_add(0, sequence_of, hidden.float())
+            return (sums / (ends - starts)[:, None]).to(hidden.dtype)
+        # The last token that is not padding's, whose id a sequence may end with; the first one if all are.
+        pad_id = self.model.config.pad_token_id
+        if pad_id is not None:
+            index = torch.where(row.input_ids[0] == pad_id, 0, index)
+        return hidden[starts.scatter_reduce(0, sequence_of, index, "amax")]
+
+    def run_own(self, micro_batch: MicroBatch) -> Own:
+        arguments = dict(input_ids=micro_batch.row.input_ids) | self.describe_types(micro_batch)
+        hidden = find_base(self.model)(**arguments, use_cache=False).last_hidden_state
+        return Own(hidden, self.model(**arguments).logits)
+
+
+@contextmanager
+def states_for_tokens(model: PreTrainedModel, states: Tensor) -> Iterator[None]:
+    """Within, the model's base gives `states` (sequences, tokens, H), whatever it is given."""
+    base, config = find_base(model), model.config
+    pooler = getattr(base, "pooler", None)
+    outputs = BaseModelOutputWithPoolingAndCrossAttentions(
+        last_hidden_state=states, pooler_output=None if pooler is None else pooler(states)
+    )
+    own_forward = vars(base).get("forward")  # where something was put before the class's
+    base.forward = lambda *args, **kwargs: outputs
+    pad_token_id, config.pad_token_id = config.pad_token_id, NO_TOKEN  # what it is given has no padding
+    try:
+        yield
+    finally:
+        config.pad_token_id = pad_token_id
+        if own_forward is None:
+            del base.forward
+        else:
+            base.forward = own_forward
+
+
+def find_pooling(model: PreTrainedModel) -> Literal["first", "last", "mean"]:
+    """Which state of a sequence the model's head reads; the check at the start tells whether that is so."""
+    if getattr(model.config, "classifier_pooling", None) == "mean":  # ModernBERT
+        return "mean"
+    is_causal = any(getattr(module, "is_causal", False) for module in find_base(model).modules())
+    return "last" if is_causal or isinstance(model, GenericForSequenceClassification) else "first"

@@ -1,0 +1,62 @@
+"""What a run's options choose: its objective and its method."""
+
+from dataclasses import asdict
+
+from corpus.reader import read_sidecar
+from methods.full import Full
+from methods.lora import LoRA
+from model.method import Method
+from objectives.choice import Settings
+from objectives.columns import CAUSAL_LM, VISION
+from objectives.embedding_noise import EmbeddingNoise
+from options import DataOptions, TrainOptions, VisionOptions, flag_name
+from osft import OSFT
+
+
+def choose_objective(options: TrainOptions) -> str:
+    """The name of what is learned: --objective, and on data with images language modelling on them."""
+    name = options.classification.objective
+    if name == CAUSAL_LM and has_images(options.data):
+        if options.sharding.context_parallel is not None:
+            raise ValueError(
+                "--context-parallel: not with images, whose places in a row are not divided over ranks; leave it out,"
+                " or tokenize the data without process_data.py --images"
+            )
+        return VISION
+    default = VisionOptions()
+    if name == CAUSAL_LM and options.vision != default:
+        given = [key for key, value in asdict(options.vision).items() if value != getattr(default, key)]
+        raise ValueError(
+            f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
+        )
+    return name
+
+
+def choose_settings(options: TrainOptions) -> Settings:
+    """What the options say of objectives and model families."""
+    seed, alpha = options.data.seed, options.optimization.neftune_alpha
+    return Settings(
+        options.classification,
+        options.vision,
+        options.optimization.router_aux_loss,
+        None if alpha is None else EmbeddingNoise(alpha, seed=seed),
+        head_seed=seed,
+    )
+
+
+def has_images(options: DataOptions) -> bool:
+    """Whether the data was made for models that see; a sidecar that cannot be read is reported where data is opened."""
+    try:
+        sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
+    except ValueError:
+        return False
+    return sidecar is not None and sidecar.get("objective") == VISION
+
+
+def choose_method(options: TrainOptions) -> Method:
+    """What the options say trains."""
+    if options.osft.osft:
+        return OSFT(options.osft)
+    if options.lora.lora:
+        return LoRA(options.lora, seed=options.data.seed)
+    return Full()

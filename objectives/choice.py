@@ -1,0 +1,85 @@
+"""Which objectives there are: the one place that names them all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from families.classifier import ClassifierFamily
+from families.family import Family
+from families.seeing import SeeingFamily
+from families.text import TextFamily
+from objectives.classes import Classification, make_classification
+from objectives.columns import CAUSAL_LM, SEQUENCES, TOKENS, VISION, CountLabels, Task
+from objectives.embedding_noise import EmbeddingNoise
+from objectives.next_tokens import CausalLM, VisionLanguage
+from objectives.objective import Objective
+from options import ClassificationOptions, VisionOptions
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What options say of objectives and families. The defaults measure a model as it is."""
+
+    classification: ClassificationOptions = field(default_factory=ClassificationOptions)
+    vision: VisionOptions = field(default_factory=VisionOptions)
+    router_aux_loss: float | None = None
+    noise: EmbeddingNoise | None = None
+    head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An objective before its data is known."""
+
+    data: str  # the objective that its data sets are made for
+    make_family: Callable[[Settings], Family]
+    make: Callable[[Settings, Family, Task, CountLabels], Objective]
+
+
+def make_text_family(settings: Settings) -> TextFamily:
+    return TextFamily(settings.router_aux_loss)
+
+
+def make_seeing_family(settings: Settings) -> SeeingFamily:
+    vision = settings.vision
+    return SeeingFamily(make_text_family(settings), tuple(vision.freeze), max_patches=vision.max_image_tokens_per_gpu)
+
+
+def make_classifier(
+    settings: Settings, family: ClassifierFamily, task: Task, count_labels: CountLabels
+) -> Classification:
+    return make_classification(settings.classification, family, task, count_labels, noise=settings.noise)
+
+
+def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
+    def make(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> CausalLM:
+        return kind(family, settings.noise, label_smoothing=settings.classification.label_smoothing)
+
+    return make
+
+
+KINDS = {
+    CAUSAL_LM: Kind(CAUSAL_LM, make_text_family, make_language_model(CausalLM)),
+    VISION: Kind(VISION, make_seeing_family, make_language_model(VisionLanguage)),
+    SEQUENCES: Kind(SEQUENCES, lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
+    TOKENS: Kind(TOKENS, lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
+}
+
+
+def make_family(name: str, settings: Settings) -> Family:
+    """What reads rows for the objective of this name."""
+    return KINDS[name].make_family(settings)
+
+
+def make_objective(
+    name: str, settings: Settings, family: Family, task: Task, count_labels: CountLabels | None = None
+) -> Objective:
+    """The objective on data for `task`; ValueError if the data is for another one.
+
+    `count_labels`: of classifiers.
+    """
+    if task.objective != KINDS[name].data:
+        raise ValueError(
+            f"--objective {name}: the data was tokenized for {task.objective}: give --objective {task.objective}, or"
+            " tokenize the data again"
+        )
+    return KINDS[name].make(settings, family, task, count_labels)

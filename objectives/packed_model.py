@@ -1,0 +1,66 @@
+"""A model that maps a packed micro-batch to its summed loss: a family reads the row, an objective knows the targets."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from families.micro_batch import MicroBatch
+from objectives.objective import Objective, Scores
+
+
+class PackedModel(nn.Module):
+    """What is trained, sharded and validated. H hidden size, T tokens of a row, L of one sequence."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        *,
+        backend: str,
+        compute_dtype: torch.dtype,
+        is_fused: bool = False,
+    ):
+        """`backend`: of model.attention. `is_fused`: the loss's arithmetic is compiled."""
+        super().__init__()
+        self.model, self.backend, self.compute_dtype = model, backend, compute_dtype
+        self.reader, self.loss = objective.family.open_reader(model), objective.make_loss(is_fused=is_fused)
+        if objective.noise is not None:
+            objective.noise.attach(self)
+
+    @property
+    def extra_losses(self) -> dict[str, Tensor]:
+        """Of the last micro-batch what counts in the loss beside its targets', by divisor; with gradients."""
+        return self.reader.extra_losses
+
+    @property
+    def reports(self) -> dict[str, Tensor]:
+        """Other sums over the last micro-batch, by name; of the same shapes on every rank."""
+        return self.reader.reports
+
+    def forward(self, micro_batch: MicroBatch, shared: Tensor | None = None) -> Tensor:
+        """The loss summed over the micro-batch's targets: an fp32 scalar."""
+        self.reader.extra_losses, self.reader.reports = {}, {}
+        return self.loss.sum(self.reader, micro_batch, shared=shared)
+
+    @torch.no_grad()
+    def look_ahead(self, micro_batch: MicroBatch) -> Tensor:
+        return self.loss.look_ahead(self.reader, micro_batch)
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch) -> Scores:
+        return self.loss.score(self.reader, micro_batch)
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
+        """The packed row's final hidden states, of all its parts, for the self-checks."""
+        hidden, row_group = self.reader.encode(micro_batch), micro_batch.row.row_group
+        # FSDP's hooks want no view.
+        return hidden.clone() if row_group is None else row_group.gather(hidden, dim=1)
+
+    def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The model's own answer for the row's one sequence: hidden states (1, L, H), and the summed loss, with all
+        that counts in it."""
+        own, row = self.reader.run_own(micro_batch), micro_batch.row
+        targets = micro_batch.targets
+        if row.row_group is not None:
+            targets = targets.gather(row.row_group, num_tokens=row.seq_lengths[0])
+        return own.hidden, self.loss.sum_own(own, targets) + own.extra_loss
