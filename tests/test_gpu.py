@@ -79,7 +79,7 @@ def measure_error(ours: Tensor, exact: Tensor) -> float:
 def attend_both_ways(backend: str, inputs: list[Tensor], micro_batch: MicroBatch, arguments: dict) -> list[Tensor]:
     """The output, and the gradients of queries, keys and values."""
     tensors = [each.detach().requires_grad_() for each in inputs]
-    output = ATTEND[backend](*tensors, micro_batch, **arguments)
+    output = ATTEND[backend](*tensors, micro_batch.row, **arguments)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
 
