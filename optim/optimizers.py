@@ -22,7 +22,7 @@ def build_optimizer(
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     lr, betas, eps = options.learning_rate, (options.adam_beta1, options.adam_beta2), options.adam_eps
-    is_8bit = options.optimizer == "adamw8bit"
+    is_8bit = {"adamw": False, "adamw8bit": True}[options.optimizer]
     if not is_8bit and all(p.dtype == torch.float32 for p in params):
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     return CompactAdamW(groups, lr=lr, betas=betas, eps=eps, is_8bit=is_8bit, seed=seed)

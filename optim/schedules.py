@@ -1,6 +1,7 @@
 """Learning rates as pure functions of the step."""
 
 import math
+from collections.abc import Callable
 
 from options import OptimizationOptions
 
@@ -36,7 +37,7 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
         decay_start = num_warmup_steps
     progress = min(1.0, max(0.0, (step - decay_start) / max(1, num_steps - decay_start)))
     least = options.min_lr_ratio or 0.0
-    return peak * (least + (1 - least) * find_remaining(progress, options))
+    return peak * (least + (1 - least) * DECAYS[scheduler](progress, options))
 
 
 def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
@@ -46,13 +47,28 @@ def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -
     return math.ceil(options.warmup_ratio * num_steps)
 
 
-def find_remaining(progress: float, options: OptimizationOptions) -> float:
-    """What is left of the peak, from 1 to 0, when `progress`, from 0 to 1, of the decay is done."""
-    if options.lr_scheduler == "polynomial":
-        return (1 - progress) ** (1.0 if options.lr_power is None else options.lr_power)
-    if options.lr_scheduler == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    if options.lr_scheduler == "cosine_with_restarts":
-        in_cycle = 1.0 if progress >= 1 else (options.num_cycles * progress) % 1.0
-        return 0.5 * (1 + math.cos(math.pi * in_cycle))
+def decay_linearly(progress: float, options: OptimizationOptions) -> float:
     return 1 - progress
+
+
+def decay_by_power(progress: float, options: OptimizationOptions) -> float:
+    return (1 - progress) ** (1.0 if options.lr_power is None else options.lr_power)
+
+
+def decay_by_cosine(progress: float, options: OptimizationOptions) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def decay_in_cycles(progress: float, options: OptimizationOptions) -> float:
+    in_cycle = 1.0 if progress >= 1 else (options.num_cycles * progress) % 1.0
+    return decay_by_cosine(in_cycle, options)
+
+
+# The share of the peak that is left, from 1 to 0, when `progress`, from 0 to 1, of the decay is done.
+DECAYS: dict[str, Callable[[float, OptimizationOptions], float]] = {
+    "linear": decay_linearly,
+    "wsd": decay_linearly,
+    "polynomial": decay_by_power,
+    "cosine": decay_by_cosine,
+    "cosine_with_restarts": decay_in_cycles,
+}

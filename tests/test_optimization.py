@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from optim.optimizers import clip_gradients
+from optim.optimizers import build_optimizer, clip_gradients
 from optim.schedules import learning_rate_at
 from options import OptimizationOptions
 
@@ -83,3 +83,14 @@ def test_clipping_scales_only_what_is_too_long():
     clip_gradients(gradients, grad_norm=norm, max_grad_norm=0.5)
     assert torch.cat(gradients).norm().item() == pytest.approx(0.5)
     assert gradients[0][0].item() == pytest.approx(3.0 * 0.5 / norm)
+
+
+def test_a_schedule_without_a_shape_of_its_own_is_not_taken_for_another():
+    options = OptimizationOptions(learning_rate=1.0, lr_scheduler="sawtooth")
+    with pytest.raises(KeyError, match="sawtooth"):
+        learning_rate_at(5, options, num_steps=10)
+
+
+def test_an_optimizer_without_a_rule_of_its_own_is_not_taken_for_another():
+    with pytest.raises(KeyError, match="sgd"):
+        build_optimizer(torch.nn.Module(), OptimizationOptions(learning_rate=1.0, optimizer="sgd"))
