@@ -70,7 +70,8 @@ class ChatMasker:
     `append_stop_token`: append one after a conversation's last turn where the template writes none there.
     `expander`: of conversations with images.
     `thinking_prefix`: "train-as-prompted" puts the generation prompt's words before the last answer (see
-    chat/prompting.py). `strict_reasoning`: refuse answers whose reasoning the template leaves out.
+    chat/prompting.py).
+    `strict_reasoning`: refuse answers whose reasoning the template leaves out.
     """
 
     def __init__(
@@ -100,14 +101,15 @@ class ChatMasker:
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
-        self.open_turns: set[str] = set()  # that no token ends: set by `check_template`
+        self.open_turns: set[str] = set()  # turns that no special token ends (inner, last); set by `check_template`
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
     def let_stops_be_missing(self) -> None:
-        """From now on, turns that no token ends are their contents."""
+        """From now on, of a turn without a stop token its contents are trained."""
         self.stops = replace(self.stops, may_be_missing=True)
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
         self.skeletons.clear()
+        self.num_slots = 0
 
     @cached_property
     def template_tells_time(self) -> bool:
@@ -161,7 +163,7 @@ class ChatMasker:
 
     @cached_property
     def appender(self) -> StopAppender:
-        """Of --append-stop-token. ValueError if there is no token to append."""
+        """Appends stop tokens, for --append-stop-token. ValueError if there is no token to append."""
 
         def locate(chat: Chat) -> Located:
             return self.locate(self.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
@@ -212,7 +214,8 @@ class ChatMasker:
         return Located(text, passages, is_weighted, remarks=tuple(remarks))
 
     def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
-        """The row, whose last turn follows the generation prompt's words if it is to, and what differs from these."""
+        """The row with its spans, its last turn put after the generation prompt's words if asked for; and remarks on
+        how turns differ from what prompts for them."""
         render = partial(self.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
         trained = [weight > 0 for weight in chat.weights]

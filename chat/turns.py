@@ -21,7 +21,7 @@ PROMPTED_REASONING = re.compile(rf"(?:{REASONING_OPENING.pattern})\s*(?:(?:{REAS
 
 
 class UnknownPrompt(ValueError):
-    """The template prompts for a turn with something else than what the turn begins with, or with nothing."""
+    """The template's prompt for a turn is not the turn's beginning, or is empty."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ class TurnLearner:
         return last
 
     def learn_start(self, message: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
-        """Where the turn begins, with what of the prompt it can begin, and what the prompt writes after the last text;
-        None where there is nothing to prompt with."""
+        """The turn's start, the parts of the prompt that it can begin with, and the prompt's text after the last
+        message; None without a prompt."""
         own = self.slots_by_message.get(message)
         if message == 0:
             return *self.learn_start_after_header(own[0] if own else 0), None
@@ -191,8 +191,8 @@ class TurnLearner:
         return (self.skeleton.literals[first], *neighbours, *before, has_system, is_simple(messages[message]))
 
     def learn_start_before(self, message: int, first: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
-        """Where a turn begins whose first text is in this slot: after its prompt. Some templates do not prompt after an
-        assistant's message; then it is after the header that would follow a user's."""
+        """The start of a turn whose first text is in this slot: after its prompt, or, where the template does not
+        prompt after an assistant's message, after the header that would follow a user's."""
         try:
             return self.learn_start_after_prompt(message, first)
         except UnknownPrompt as error:
@@ -231,8 +231,8 @@ class TurnLearner:
         return replace(unknown, header=header)
 
     def learn_start_after_header(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
-        """Where a turn begins that nothing prompts for, such as the first message of a conversation: after the header
-        that would follow a user's turn."""
+        """The start of a turn without a prompt, such as a conversation's first message: after the header that would
+        follow a user's turn."""
         prompt = self.learn_prompt([self.stand_in("user", OTHER_STAND_IN)], self.stand_in(ASSISTANT, STAND_IN))
         literal = self.skeleton.literals[first]
         for whole in dict.fromkeys((prompt.header, prompt.base)):
@@ -242,7 +242,7 @@ class TurnLearner:
         raise no_prompt(literal, prompt.text)
 
     def find_border(self, plain: str, prompted: str) -> int:
-        """Where `prompted` no longer is what `plain` is, but not within a special token."""
+        """Length of the common prefix of `plain` and `prompted`, less any part of a special token."""
         at = common_length(plain, prompted)
         return next((t.start() for t in self.stops.special.finditer(prompted) if t.start() < at < t.end()), at)
 
@@ -307,7 +307,8 @@ class TurnLearner:
         return None if end is None else (last + 1, end)
 
     def is_ended(self, cut: str, literal: str) -> bool:
-        """Whether `literal`, which follows a turn's last text, begins with all that ends the turn if cut there."""
+        """Whether `cut`, the turn's end in a conversation that is cut there, holds a special token, and `literal`,
+        the text after the turn in the whole conversation, begins with it."""
         return self.stops.special.search(cut) is not None and literal.startswith(cut.rstrip())
 
     def find_last(self, leaf: int, cut_own: list[int], own: list[int]) -> int | None:
@@ -414,8 +415,8 @@ def not_prompted(role: str, literal: str) -> UnknownPrompt:
             f" {literal!r}: let the template write the header when add_generation_prompt is set"
         )
     return UnknownPrompt(
-        f"the chat template writes no generation prompt after a message of the role {role}, and the assistant's turn"
-        f" after it begins with {literal!r}, not with the header that it has after a user's message"
+        f"the chat template writes no generation prompt after a message of the role {role}, and begins the assistant's"
+        f" turn there with {literal!r}, not with the header that follows a user's message"
     )
 
 
