@@ -136,7 +136,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("- 1", "expected 'option: value' lines, got list"),
         ("", "expected 'option: value' lines, got NoneType"),
         ("a: [", "not valid YAML"),
-        ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is there twice: seed"),
+        ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is repeated: seed"),
         ("bach_size: 3\ncompile: 1", "compile: given 1, allowed: true or false"),  # both at once
         ("output_dir: /a/${NOT_THERE}/b", "output_dir: '/a/${NOT_THERE}/b': the environment has no variable NOT_THERE"),
         (None, "cannot be read"),
