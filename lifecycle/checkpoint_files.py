@@ -202,8 +202,8 @@ def check_links(directory: Path) -> None:
     for path in find_checkpoints(directory):
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a symbolic link to {os.readlink(path)}; a checkpoint has to be a directory: move it here, or"
-                " remove the link and give the directory to --resume with a new --output-dir"
+                f"{path} is a symbolic link to {os.readlink(path)}; a checkpoint has to be a directory: move it here,"
+                " or remove the link and give the directory to --resume with a new --output-dir"
             )
 
 
