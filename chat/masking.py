@@ -105,7 +105,7 @@ class ChatMasker:
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
     def let_stops_be_missing(self) -> None:
-        """From now on, of a turn without a stop token its contents are trained."""
+        """From now on, turns without a stop token are accepted, and their contents are trained."""
         self.stops = replace(self.stops, may_be_missing=True)
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
         self.skeletons.clear()

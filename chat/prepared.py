@@ -12,7 +12,7 @@ ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates neve
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation without what is only for masking, and the weight of each message.
+    """A conversation without the fields that are only for masking, and the weight of each message.
 
     `is_plain`: each message has a role and a text, and nothing else; so its outline follows from its roles, and is
     not made for every row.
@@ -26,7 +26,7 @@ class PreparedChat:
 
     @property
     def unmasked(self) -> set[int]:
-        """The messages that are trained though not the assistant's."""
+        """The trained messages of other roles than the assistant."""
         pairs = enumerate(zip(self.messages, self.weights, strict=True))
         return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
 
@@ -36,20 +36,20 @@ class PreparedChat:
 
     @property
     def values(self) -> list[Any]:
-        """What stands in the outline's leaves."""
+        """The values of the outline's leaves."""
         if self.is_plain:
             return [message["content"] for message in self.messages]
         return [leaf.value for leaf in self.outline.leaves]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same for conversations of the same outline."""
+        """A key that conversations of the same outline share."""
         texts = [(*message, message["role"]) for message in self.messages] if self.is_plain else [self.outline.text]
         return (*sorted(self.unmasked), *texts, repr(self.tools))
 
 
 def prepare_chat(chat: Chat) -> PreparedChat:
-    """Raises ValueError for a chat whose fields for masking say what cannot be done."""
+    """The chat, prepared; ValueError if its fields for masking are invalid."""
     messages, weights = [], []
     for number, message in enumerate(chat.messages, start=1):
         by_default = message["role"] == ASSISTANT or (chat.unmask and message["role"] not in SYSTEM_ROLES)
@@ -69,7 +69,7 @@ def prepare_chat(chat: Chat) -> PreparedChat:
 
 
 def read_weight(message: Message, by_default: bool) -> float:
-    """How much a message's tokens count in the loss: 0 is not at all."""
+    """The weight of a message's tokens in the loss; 0: not trained."""
     train, weight = message.get("train"), message.get("weight")
     if train is not None and not isinstance(train, bool):
         raise ValueError(f"has 'train': {train!r}, allowed: true, false")

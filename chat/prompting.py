@@ -34,7 +34,7 @@ NUM_SHOWN = 80  # characters of a prompt's end that a remark shows
 
 AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
 EARLIER, UNREAD_KEY = "earlier turn", "unread key"
-READ_OR_CHECKED = {"role", "content", "tool_calls", *REASONING_KEYS}  # keys whose values are looked for elsewhere
+READ_OR_CHECKED = {"role", "content", "tool_calls", *REASONING_KEYS}  # keys that other checks cover
 READ_OF_RESULTS = {"tool_call_id", "name"}
 
 
@@ -61,7 +61,7 @@ def find_lacking(leaves: Sequence[Leaf], written: set[int]) -> set[int]:
 
 
 def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Beginning | None:
-    """None where the prompt has nothing more than a row, or where nothing prompts for the turn."""
+    """The turn's beginning; None if its prompt has no more than the row has, or if it has no prompt."""
     index, offset = turn.header or turn.start
     literal = skeleton.literals[index]
     if turn.prompt is None or turn.prompt == literal[:offset] or index != turn.start[0]:

@@ -123,7 +123,7 @@ class Patience:
             raise
 
     def check(self) -> None:
-        """Raises ValueError if the template took too long too often."""
+        """Raises ValueError after MAX_NUM_SLOW slow conversations."""
         if self.num_slow >= MAX_NUM_SLOW:
             raise ValueError(
                 f"the chat template takes longer than {RENDER_SECONDS:g} seconds for each of"

@@ -58,7 +58,7 @@ class TokenizedChat:
     spans: list[TrainedSpan]
     is_weighted: bool = False
     pictures: Pictures | None = None
-    is_stop_appended: bool = False  # after what the chat template writes
+    is_stop_appended: bool = False  # by --append-stop-token
     remarks: tuple[Remark, ...] = ()
 
     @property

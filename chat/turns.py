@@ -21,7 +21,11 @@ PROMPTED_REASONING = re.compile(rf"(?:{REASONING_OPENING.pattern})\s*(?:(?:{REAS
 
 
 class UnknownPrompt(ValueError):
-    """The template's prompt for a turn is not the turn's beginning, or is empty."""
+    """The template's `prompt` for a turn, its text after the last message, is not the turn's beginning."""
+
+    def __init__(self, message: str, prompt: str) -> None:
+        super().__init__(message)
+        self.prompt = prompt
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ class TurnLearner:
             if self.outline.messages[message - 1]["role"] == "user":
                 raise
             try:
-                return *self.learn_start_after_header(first), None
+                return *self.learn_start_after_header(first), error.prompt
             except ValueError:
                 raise error from None
 
@@ -225,7 +229,7 @@ class TurnLearner:
         if at < 0 or cut_order[at] in order or cut_order[:at][-1:] != order[-1:]:
             raise no_prompt(literal, prompt)
         if prompted == plain and literal[len(prompt) :].strip():
-            raise not_prompted(context[-1]["role"], literal[len(prompt) :])
+            raise not_prompted(context[-1]["role"], literal[len(prompt) :], prompt)
         unknown = GenerationPrompt(prompt, split_at_placeholders(plain)[1][-1], order)
         header = literal if prompt.startswith(literal) else unknown.find_header(literal)
         return replace(unknown, header=header)
@@ -300,7 +304,7 @@ class TurnLearner:
         if cut_own[-1] not in remaining or None in ends:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
         last = max(ends)
-        if not self.is_ended(literals[-1], self.skeleton.literals[last + 1]):  # some write ids where a result follows
+        if not self.is_ended(literals[-1], self.skeleton.literals[last + 1]):  # some write ids only before a result
             known_ids = [k for k in own if leaves[self.order[k]].kind == "id" and self.order[k] not in cut_own]
             last = max([last, *(k for k in known_ids if k == last + 1)])
         end = self.learn_end_in_literal(message, literals[-1], self.skeleton.literals[last + 1], cut_own[-1])
@@ -404,19 +408,21 @@ def is_simple(message: Message) -> bool:
 
 def no_prompt(literal: str, prompt: str) -> UnknownPrompt:
     return UnknownPrompt(
-        f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}"
+        f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}", prompt
     )
 
 
-def not_prompted(role: str, literal: str) -> UnknownPrompt:
+def not_prompted(role: str, literal: str, prompt: str) -> UnknownPrompt:
     if role == "user":
         return UnknownPrompt(
             "the chat template has no generation prompt, so the assistant's header cannot be told from its text in"
-            f" {literal!r}: let the template write the header when add_generation_prompt is set"
+            f" {literal!r}: let the template write the header when add_generation_prompt is set",
+            prompt,
         )
     return UnknownPrompt(
         f"the chat template writes no generation prompt after a message of the role {role}, and begins the assistant's"
-        f" turn there with {literal!r}, not with the header that follows a user's message"
+        f" turn there with {literal!r}, not with the header that follows a user's message",
+        prompt,
     )
 
 

@@ -346,7 +346,7 @@ FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...
 }
 
 
-# The columns that a format reads.
+# Columns by the format that reads them.
 READ_BY = {
     "messages": ("messages", "tools", "unmask"),
     "sharegpt": ("conversations", "system", "tools", "unmask"),

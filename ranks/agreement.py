@@ -21,8 +21,8 @@ Items = Mapping[str, str]  # values as messages print them, by the name that mes
 Groups = Mapping[str, Items]  # such as options, code, data; all ranks have the same groups
 
 MOST_KINDS = 4  # groups of equal ranks whose values are printed
-MOST_CHARACTERS = 300  # of a value in a message
-DIGITS = 16  # of a hash in a message
+MOST_CHARACTERS = 300  # characters of a value that a message shows
+DIGITS = 16  # digits of a hash that a message shows
 ABSENT = "not there"
 
 
