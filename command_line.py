@@ -35,7 +35,7 @@ from ranks.ending import exit_with_message
 if TYPE_CHECKING:
     import yaml
 
-MOST_NODES = 100_000  # of a YAML file, once its aliases are replaced by what they stand for
+MOST_NODES = 100_000  # values of a YAML file, with its aliases expanded
 
 # Whose one required option is given as words without a flag.
 WITHOUT_FLAG = (PlotOptions, ImportConfigOptions)
@@ -50,8 +50,8 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         import tyro
     except ModuleNotFoundError as error:
         exit_with_message(
-            f"the package {error.name} is not installed, without which no option can be read: install the dependencies"
-            " in pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
+            f"the package {error.name}, which reads the options, is not installed: install the dependencies in"
+            " pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
         )
     refuse_hub_kernels()
     argv = sys.argv[1:] if argv is None else argv
@@ -85,22 +85,24 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
 
 
 def check_unicode(words: list[str]) -> None:
-    """ValueError for bytes that are not UTF-8: reports, JSON files and trackers could not name such a path."""
+    """ValueError for words that are not UTF-8: reports, JSON files and trackers cannot name such paths."""
     for word in words:
         try:
             word.encode()
         except UnicodeEncodeError:
             shown = word.encode("utf-8", "backslashreplace").decode()
-            raise ValueError(f"{shown}: is not UTF-8 text; rename that file or directory") from None
+            raise ValueError(f"{shown}: not UTF-8 text; rename that file or directory") from None
 
 
 def refuse_hub_kernels() -> None:
-    """Keeps libraries from the compiled code that they would download and run where the package kernels is installed:
-    transformers for layers with a state, bitsandbytes when it is imported, on some processors."""
+    """Keeps libraries from downloading and running compiled code where the package kernels is installed.
+
+    transformers does so for layers with a state, bitsandbytes on import, on some processors.
+    """
     os.environ["USE_HUB_KERNELS"] = "0"  # transformers, also in processes that this one starts
     if "kernels" not in sys.modules:
         sys.modules["kernels"] = None  # an import of it fails
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it would say to install the package
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it advises to install that package
 
 
 def find_preset_words(words: list[str], options_class: type) -> list[str]:
@@ -178,9 +180,9 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
 
 
 def read_yaml(path: Path, *, named: str) -> dict[Any, Any]:
-    """The keys and values of a YAML file; ValueError, which calls the file `named`, for anything else.
+    """The keys and values of a YAML file; ValueError, in which the file is called `named`, for anything else.
 
-    Dates stay texts, and so do times: YAML 1.1 reads 1:30:00 as the number 5400.
+    Dates and times stay texts: YAML 1.1 reads 1:30:00 as the number 5400.
     """
     import yaml
 
@@ -210,7 +212,7 @@ def read_yaml(path: Path, *, named: str) -> dict[Any, Any]:
 
 
 def check_yaml(path: Path, *, named: str) -> None:
-    """ValueError, which calls the file `named`, for a YAML file that another program, with tags of its own, reads."""
+    """ValueError if a YAML file for another program, with tags of its own, is invalid; `named` is its name there."""
     import yaml
 
     with describing_yaml(named):
@@ -224,7 +226,7 @@ def check_yaml(path: Path, *, named: str) -> None:
 
 @contextlib.contextmanager
 def naming_depth(loader: "yaml.SafeLoader") -> Iterator[None]:
-    """Names the line at which brackets are nested more deeply than Python calls functions."""
+    """Turns a RecursionError while parsing into a YAMLError that names the line."""
     import yaml
 
     try:
@@ -235,7 +237,7 @@ def naming_depth(loader: "yaml.SafeLoader") -> Iterator[None]:
 
 @contextlib.contextmanager
 def describing_yaml(named: str) -> Iterator[None]:
-    """Makes one line of what is wrong with a YAML file."""
+    """Turns errors in a YAML file into one ValueError of one line."""
     import yaml
 
     try:
@@ -251,38 +253,49 @@ def describing_yaml(named: str) -> Iterator[None]:
 
 
 def check_node(root: "yaml.Node") -> None:
-    """MarkedYAMLError for a mapping with a key that is no single value or is there twice, for an alias inside of what
-    it stands for, and for aliases that multiply: `MOST_NODES` are the most that a file may stand for."""
+    """MarkedYAMLError for a bad key (see `check_keys`), for an anchor that holds its own alias, and for aliases that
+    multiply beyond `MOST_NODES` values."""
     import yaml
 
-    sizes: dict[int, int | None] = {}  # nodes that a node stands for, by its id; None while it is being counted
-
-    def refuse(what: str, node: yaml.Node) -> NoReturn:
-        raise yaml.MarkedYAMLError(None, None, what, node.start_mark)
+    sizes: dict[int, int | None] = {}  # values that a node stands for, by its id; None while they are being counted
 
     def count(node: yaml.Node) -> int:
         if isinstance(node, yaml.ScalarNode):
             return 1
         if id(node) in sizes:
             if sizes[id(node)] is None:
-                refuse("an anchor holds an alias of itself", node)
+                refuse_node("an anchor holds an alias of itself", node)
             return sizes[id(node)]
         sizes[id(node)] = None
+        children = node.value
         if isinstance(node, yaml.MappingNode):
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    refuse(f"a key is a {'list' if isinstance(key, yaml.SequenceNode) else 'mapping'}", key)
-            counts = Counter(key.value for key, _ in node.value)
-            for key, _ in reversed(node.value):
-                if counts[key.value] > 1:
-                    refuse(f"a key is there twice: {key.value}", key)
-        children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+            check_keys([key for key, _ in node.value])
+            children = [value for _, value in node.value]
         sizes[id(node)] = size = 1 + sum(map(count, children))
         if size > MOST_NODES:
-            refuse(f"its aliases stand for more than {MOST_NODES:,} values", node)
+            refuse_node(f"its aliases stand for more than {MOST_NODES:,} values", node)
         return size
 
     count(root)
+
+
+def check_keys(keys: list["yaml.Node"]) -> None:
+    """MarkedYAMLError for a key that is a list or a mapping, or is repeated; the last of equal ones is named."""
+    import yaml
+
+    for key in keys:
+        if not isinstance(key, yaml.ScalarNode):
+            refuse_node(f"a key is a {'list' if isinstance(key, yaml.SequenceNode) else 'mapping'}", key)
+    counts = Counter(key.value for key in keys)
+    for key in reversed(keys):
+        if counts[key.value] > 1:
+            refuse_node(f"a key is repeated: {key.value}", key)
+
+
+def refuse_node(reason: str, node: "yaml.Node") -> NoReturn:
+    import yaml
+
+    raise yaml.MarkedYAMLError(None, None, reason, node.start_mark)
 
 
 def parse_value(name: str, value: Any, options_class: type) -> Any:

@@ -22,7 +22,8 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
     """Hidden names beside `targets` to write to. They take the targets' places, in order, when the block ends well;
     a target that was not written is removed, as it would belong to an older run. Otherwise nothing is left.
 
-    Parts that killed processes have left of the same targets are removed first."""
+    Parts of the same targets from killed processes are removed first.
+    """
     for target in targets:
         remove_parts(target)
     asides = [target.with_name(f".{target.name}.{os.getpid()}.part") for target in targets]
@@ -39,7 +40,7 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
 
 
 def remove_parts(target: Path) -> None:
-    """Removes what processes of this machine that are gone have left of `target`, as `written_aside` names it."""
+    """Removes parts of `target` that ended processes of this machine have left, as `written_aside` names them."""
     for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
         pid = part.name.removeprefix(f".{target.name}.").removesuffix(".part")
         if pid.isascii() and pid.isdecimal() and not is_running(int(pid)):
@@ -76,7 +77,7 @@ def remove(path: Path) -> None:
 def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
     """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room.
 
-    Makes the directory that `target` is in, but none above it: a run's that is missing was moved or removed.
+    Makes the directory of `target`, but none above it: a run's directory that is missing was moved or removed.
     """
     aside = target.parent / f"{ASIDE[0]}{target.name}"
     remove_quietly(aside)
@@ -144,7 +145,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Removes a directory as far as it can be, and of a link the link alone: what it leads to is someone else's."""
+    """Removes a directory, as far as possible; or a link to one, but not the directory, which may be someone else's."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -180,7 +181,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; ValueError naming the file if it cannot be read, or holds something else."""
+    """The object in a JSON file; ValueError naming the file if it cannot be read or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:

@@ -4,7 +4,7 @@
 
 Writes data.yaml (one for each kind of rows) and train.yaml, and prints for every key which option stands for it, that
 it needs none here, that it has no counterpart, or how it differs. Files that do not fine-tune on answers are refused.
-Where batches count packs, a second start with --tokenized-data writes train.yaml, once process_data.py has run.
+If batches count packs, run process_data.py, and then this again with --tokenized-data, which writes train.yaml.
 """
 
 import dataclasses
@@ -32,20 +32,25 @@ def import_config(options: ImportConfigOptions) -> None:
         to.train["data_path"] = options.tokenized_data
     outputs = write_files(to, output_dir, head=f"# From {path.name} ({trainer}), by import_config.py.\n")
     say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
-    width = max(map(len, to.told))
-    for key, what in to.told.items():
-        say(f"  {key:{width}}  {what}")
-    differing = list_differences(to)
-    num_said = len(to.told) - len(differing)
-    names = ", ".join(line.partition(":")[0] for line in differing)
-    say(f"{num_said} of {len(to.told)} keys mean the same here; no counterpart, or differing: {names or 'none'}")
+    print_outcomes(to)
     say(f"wrote {' and '.join(map(str, outputs))}")
     if to.needs_data is not None:
         data = " ".join(str(output_dir / name) for name in name_data_files(to))
         raise ValueError(
-            f"{path}: {to.needs_data}: train.yaml is not written. Run process_data.py with {data}, then this again with"
-            f" --tokenized-data {' '.join(to.list_outputs())}"
+            f"{path}: {to.needs_data}: train.yaml is not written. Run process_data.py with {data}, then run this again"
+            f" with --tokenized-data {' '.join(to.list_outputs())}"
         )
+
+
+def print_outcomes(to: Conversion) -> None:
+    """Prints a line for every key, and how many keep their meaning."""
+    width = max(map(len, to.told))
+    for key, outcome in to.told.items():
+        say(f"  {key:{width}}  {outcome}")
+    differing = list_differences(to)
+    names = ", ".join(line.partition(":")[0] for line in differing) or "none"
+    num_same = len(to.told) - len(differing)
+    say(f"{num_same} of {len(to.told)} keys mean the same here; no counterpart, or differing: {names}")
 
 
 def read_lengths(paths: tuple[str, ...]):  # numpy.ndarray | None

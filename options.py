@@ -85,8 +85,8 @@ class RowOptions:
     """The column or key of the text: of a document, or what is classified, there also the list of words or the
     chat."""
     ignore_columns: tuple[str, ...] = ()
-    """Columns, or keys of messages (messages.KEY), to pass over although they change what should be learned, such as
-    score, label or rejected; a file that has one which its format does not read is refused otherwise."""
+    """Columns, or keys of messages (messages.KEY), to ignore although they change what should be learned, such as
+    score, label or rejected. Otherwise a file is refused if it has such a column and its format does not read it."""
     images: bool = False
     """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
     package pillow; transformers' processors import torch where it is installed."""
@@ -98,17 +98,17 @@ class RowOptions:
     add_special_tokens: tuple[str, ...] = ()
     """Special tokens to add to the vocabulary; saved in the same directory."""
     allow_missing_stop_token: bool = False
-    """Train although less than half of the rows train a stop token, or none: the chat template writes none after a
-    conversation's last turn, or after any, so the model is not taught to stop."""
+    """Train even if fewer than half of the rows train a stop token, because the chat template writes none after a
+    conversation's last turn or after any turn. The model may not learn to stop."""
     append_stop_token: bool = False
-    """Where the chat template writes no stop token after a conversation's last turn, append the one that ends earlier
-    turns, or else the tokenizer's eos_token, and train it."""
+    """If the chat template writes no stop token after a conversation's last turn, append and train the one that ends
+    earlier turns, or else the tokenizer's eos_token."""
     thinking_prefix: Literal["as-rendered", "train-as-prompted"] = "as-rendered"
-    """If the template's generation prompt has words that rows lack, such as <think>: train answers as the template
-    renders rows, or the last answer of each row after the prompt's own words, with what closes the reasoning."""
+    """If the template's generation prompt has words that rows lack, such as <think>: as-rendered trains answers as the
+    template renders rows; train-as-prompted trains the last answer of each row after the prompt's own words, beginning
+    with the text that closes the reasoning."""
     strict_reasoning: bool = False
-    """Refuse rows in which the chat template leaves out the reasoning of an answer that is trained, instead of counting
-    them."""
+    """Refuse rows in which the chat template leaves out the reasoning of a trained answer, instead of counting them."""
     max_sample_num_tokens: int | None = None
     """Drop (and count) samples with more tokens than this."""
     truncate: bool = False
@@ -262,7 +262,7 @@ class EndOptions:
     max_time: str | None = None
     """Stop, to be started again, after the step in which this time since the start has passed: minutes, or H:MM:SS."""
     start_timeout: int = 600
-    """End the run when not all ranks have come to its start after this many seconds. Who is missing is reported every
+    """End the run if not all ranks have arrived at its start after this many seconds. Missing ranks are reported every
     30 seconds."""
     hang_timeout: int = 600
     """End the run, with every rank's stacks in output-dir/errors, when a rank gives no sign of life or does not move on
@@ -324,8 +324,8 @@ class TrackingOptions:
     """Who is told of the run beside the metrics files (docs/tracking.md)."""
 
     track: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
-    """Trackers to send all metrics to (pip install wandb, and so on). Each goes by its own environment
-    variables, such as WANDB_MODE and MLFLOW_TRACKING_URI."""
+    """Trackers to send all metrics to (pip install wandb, and so on). Each reads its own environment variables, such
+    as WANDB_MODE and MLFLOW_TRACKING_URI."""
     track_project: str | None = None
     """Project, or MLflow's experiment; None: what the tracker's environment says, else mini_trainer."""
     track_name: str | None = None
@@ -536,8 +536,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
 IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
 PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
-# Options whose values may differ between the ranks of a run: places, whose contents are compared instead or which rank
-# 0 alone reads, and what does not change the numbers. (--resume may name different places.)
+# Options that may differ between the ranks of a run: places, whose contents are compared instead or which rank 0 alone
+# reads, and options that do not change the numbers. (--resume may name different places.)
 MAY_DIFFER = (
     *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter"),
     *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
@@ -597,8 +597,8 @@ class EngineOptions:
     """What computes the answers."""
 
     engine: Literal["hf", "vllm", "openai"] = "hf"
-    """hf: transformers, on this machine; vllm: the package of that name (pip install vllm); openai: a
-    server that speaks its protocol, such as those of vLLM, SGLang or llama.cpp."""
+    """hf: transformers, on this machine; vllm: the package of that name (pip install vllm); openai: a server that
+    speaks its protocol, such as those of vLLM, SGLang or llama.cpp."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type to compute in; auto: the one that the weights are stored in."""
     batch_size: int = 32
@@ -721,8 +721,8 @@ class ImportConfigOptions:
     num_gpus: int = 1
     """GPUs of the run, to turn samples per GPU into samples per step."""
     tokenized_data: tuple[str, ...] = ()
-    """Your data sets, written by process_data.py: by their lengths batches of packs become batches of samples, and
-    epochs that are not whole become samples."""
+    """Your data sets, written by process_data.py. Their lengths turn batches of packs into batches of samples, and
+    epochs that are not whole into samples."""
     trainer: Literal["axolotl", "llama-factory", "trl"] | None = None
     """Whose the file is; None: its keys show it."""
 

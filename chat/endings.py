@@ -1,7 +1,7 @@
 """The stop token after a conversation's last turn, where the chat template writes it only if another turn follows.
 
-What the template writes there is learned from known conversations: the end of an earlier turn, less what the same turn
-has already where the conversation ends with it.
+It is learned from known conversations: the end of an earlier turn, less what the same turn already has where the
+conversation ends with it.
 """
 
 from collections.abc import Callable, Collection
@@ -24,10 +24,10 @@ class Weighted(Protocol):
 
 
 class StopAppender:
-    """Appends what is missing after the last turn of conversations of one chat template.
+    """Appends the missing stop token after the last turn of conversations, for one chat template.
 
-    `locate` renders a conversation and says what of it is trained; `stop_token_ids` end turns. Where the template ends
-    no turn with a stop token, the tokenizer's eos token is appended.
+    `locate` renders a conversation and finds what is trained; `stop_token_ids` end turns. If the template ends no turn
+    with a stop token, the tokenizer's eos token is appended.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class StopAppender:
         self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
     def append(self, located: Located, chat: Weighted) -> Located:
-        """The rendered conversation with a stop token that is trained, if its last turn is the assistant's, is trained
-        and has none."""
+        """The rendered conversation, with a trained stop token if its last turn is the assistant's, is trained, and
+        lacks one."""
         if chat.messages[-1]["role"] != ASSISTANT or chat.weights[-1] == 0 or not located.passages:
             return located
         last = located.passages[-1]
@@ -61,7 +61,7 @@ class StopAppender:
 
 
 def learn_ending(locate: Callable[[Chat], Located], stops: Stops, probe: Chat) -> str | None:
-    """What ends the probe's first turn of the assistant, and is missing where the conversation ends with it."""
+    """The text that ends the probe's first assistant turn, and is missing where the conversation ends there."""
     whole = catch_error(locate, probe)
     cut = catch_error(locate, replace(probe, messages=probe.messages[:2]))
     if isinstance(whole, ValueError) or not whole.passages:
@@ -72,7 +72,7 @@ def learn_ending(locate: Callable[[Chat], Located], stops: Stops, probe: Chat) -
         return stop
     shorter = cut.text[cut.passages[0].start :]
     is_beginning = said.startswith(shorter) and said != shorter
-    return said.removeprefix(shorter) if is_beginning else stop  # a last turn can be written otherwise than others
+    return said.removeprefix(shorter) if is_beginning else stop  # some templates write the last turn differently
 
 
 def find_last_stop(text: str, stops: Stops) -> str | None:
@@ -82,8 +82,8 @@ def find_last_stop(text: str, stops: Stops) -> str | None:
 
 
 def describe_open_turns(open_turns: Collection[str], name: str, *, appended: str | None) -> list[str]:
-    """Notes on a template of which some turns, inner or last ones, lack a stop token, which the user allows; or of
-    which the last ones get `appended`. ValueError for a template without such turns."""
+    """Notes on a template whose turns (inner or last ones) lack a stop token, for a user who allows that or has
+    `appended` added to the last ones. ValueError for a template without such turns."""
     flag = "--allow-missing-stop-token" if appended is None else "--append-stop-token"
     if not open_turns:
         raise ValueError(f"{flag} has no effect: {name} writes a stop token")

@@ -18,13 +18,14 @@ from functools import cached_property, partial
 from typing import Any
 
 from chat.endings import StopAppender, describe_open_turns
-from chat.examples import ASSISTANT, PRETRAIN, SYSTEM_ROLES, Chat, Completion, Document, Example, Message
+from chat.examples import ASSISTANT, PRETRAIN, Chat, Completion, Document, Example, Message
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from chat.labels import IGNORED
 from chat.learning import SkeletonLearner
 from chat.pictures import ImageExpander
-from chat.placeholders import IMAGE_PART, PLACEHOLDER, Outline, is_text, list_parts, make_outline
+from chat.placeholders import make_outline
 from chat.placing import check_names
+from chat.prepared import ONLY_FOR_MASKING, PreparedChat, prepare_chat
 from chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
 from chat.rendering import Patience, catch_error, check_length, prepare_for
 from chat.skeletons import Render, Skeleton, Span, match_text
@@ -43,11 +44,11 @@ from chat.token_spans import (
 from chat.turns import find_stops
 
 __all__ = [
-    "IGNORED", "PRETRAIN", "Chat", "ChatMasker", "Completion", "Document", "TokenizedChat", "TrainedSpan", "find_token",
-    "fingerprint_chat_template", "fingerprint_tokenizer", "load_stop_token_ids", "split_by_training",
+    "IGNORED", "ONLY_FOR_MASKING", "PRETRAIN", "Chat", "ChatMasker", "Completion", "Document", "TokenizedChat",
+    "TrainedSpan", "find_token", "fingerprint_chat_template", "fingerprint_tokenizer", "load_stop_token_ids",
+    "split_by_training",
 ]  # fmt: skip
 
-ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -61,44 +62,6 @@ class Rendered:
     marked: list[tuple[int, int]] | None = None
 
 
-@dataclass(frozen=True)
-class PreparedChat:
-    """A conversation without what is only for masking, and the weight of each message.
-
-    `is_plain`: each message has a role and a text, and nothing else; so its outline follows from its roles, and is
-    not made for every row.
-    """
-
-    messages: list[Message]
-    weights: list[float]
-    tools: list[dict[str, Any]] | None
-    is_plain: bool
-    images: tuple[str, ...] = ()
-
-    @property
-    def unmasked(self) -> set[int]:
-        """The messages that are trained though not the assistant's."""
-        pairs = enumerate(zip(self.messages, self.weights, strict=True))
-        return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
-
-    @cached_property
-    def outline(self) -> Outline:
-        return make_outline(self.messages)
-
-    @property
-    def values(self) -> list[Any]:
-        """What stands in the outline's leaves."""
-        if self.is_plain:
-            return [message["content"] for message in self.messages]
-        return [leaf.value for leaf in self.outline.leaves]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The same for conversations of the same outline."""
-        texts = [(*message, message["role"]) for message in self.messages] if self.is_plain else [self.outline.text]
-        return (*sorted(self.unmasked), *texts, repr(self.tools))
-
-
 class ChatMasker:
     """Renders, tokenizes and masks with one tokenizer. Invariant: its skeletons were learned from its template.
 
@@ -107,7 +70,8 @@ class ChatMasker:
     `append_stop_token`: append one after a conversation's last turn where the template writes none there.
     `expander`: of conversations with images.
     `thinking_prefix`: "train-as-prompted" puts the generation prompt's words before the last answer (see
-    chat/prompting.py). `strict_reasoning`: refuse answers whose reasoning the template leaves out.
+    chat/prompting.py).
+    `strict_reasoning`: refuse answers whose reasoning the template leaves out.
     """
 
     def __init__(
@@ -137,14 +101,15 @@ class ChatMasker:
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have
         self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
-        self.open_turns: set[str] = set()  # that no token ends: set by `check_template`
+        self.open_turns: set[str] = set()  # turns that no special token ends (inner, last); set by `check_template`
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
     def let_stops_be_missing(self) -> None:
-        """From now on, turns that no token ends are their contents."""
+        """From now on, turns without a stop token are accepted, and their contents are trained."""
         self.stops = replace(self.stops, may_be_missing=True)
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
         self.skeletons.clear()
+        self.num_slots = 0
 
     @cached_property
     def template_tells_time(self) -> bool:
@@ -198,7 +163,7 @@ class ChatMasker:
 
     @cached_property
     def appender(self) -> StopAppender:
-        """Of --append-stop-token. ValueError if there is no token to append."""
+        """Appends stop tokens, for --append-stop-token. ValueError if there is no token to append."""
 
         def locate(chat: Chat) -> Located:
             return self.locate(self.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
@@ -249,7 +214,8 @@ class ChatMasker:
         return Located(text, passages, is_weighted, remarks=tuple(remarks))
 
     def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
-        """The row, whose last turn follows the generation prompt's words if it is to, and what differs from these."""
+        """The row with its spans, its last turn put after the generation prompt's words if asked for; and remarks on
+        how turns differ from what prompts for them."""
         render = partial(self.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
         trained = [weight > 0 for weight in chat.weights]
@@ -459,41 +425,6 @@ class ChatMasker:
             return notes
         appended = self.appender.after_text.strip() if self.appends_stop else None
         return [*describe_open_turns(checker.open_turns, name, appended=appended), *notes]
-
-
-def prepare_chat(chat: Chat) -> PreparedChat:
-    """Raises ValueError for a chat whose fields for masking say what cannot be done."""
-    messages, weights = [], []
-    for number, message in enumerate(chat.messages, start=1):
-        by_default = message["role"] == ASSISTANT or (chat.unmask and message["role"] not in SYSTEM_ROLES)
-        try:
-            weights.append(read_weight(message, by_default))
-        except ValueError as error:
-            raise ValueError(f"message {number} ({message['role']}) {error}") from None
-        is_bare = message.keys().isdisjoint(ONLY_FOR_MASKING)
-        messages.append(message if is_bare else {key: message[key] for key in message if key not in ONLY_FOR_MASKING})
-    if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
-        raise ValueError("'tools' contain what looks like a placeholder used for masking")
-    num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
-    if num_images != len(chat.images):
-        raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")
-    is_plain = all(len(message) == 2 and is_text(message.get("content")) for message in messages)
-    return PreparedChat(messages, weights, chat.tools, is_plain, chat.images)
-
-
-def read_weight(message: Message, by_default: bool) -> float:
-    """How much a message's tokens count in the loss: 0 is not at all."""
-    train, weight = message.get("train"), message.get("weight")
-    if train is not None and not isinstance(train, bool):
-        raise ValueError(f"has 'train': {train!r}, allowed: true, false")
-    is_trained = by_default if train is None else train
-    if weight is None:
-        return float(is_trained)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not (0 <= weight <= 1):
-        raise ValueError(f"has 'weight': {weight!r}, allowed: numbers from 0 to 1")
-    if weight > 0 and not is_trained:
-        raise ValueError(f"has 'weight': {weight!r} but is not trained; add 'train': true, or remove the weight")
-    return float(weight)
 
 
 def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Message]) -> None:

@@ -1,10 +1,10 @@
-"""How answers begin in rows, compared with the generation prompt, after which the model has to begin them.
+"""The beginnings of answers in rows, compared with the generation prompt after which the model begins its answers.
 
 Some templates prompt with more than they write into a row: R1's distills open `<think>`, and a row without reasoning
 has none. The model is then never trained after the words that prompt it. Such rows are counted, or changed
-(`--thinking-prefix train-as-prompted`): the prompt's own words go before the last answer as context, and what closes
-the reasoning, as the template closes it, is trained with the answer. Both are the template's constants, set into a row
-whose mask has been found before.
+(`--thinking-prefix train-as-prompted`): the prompt's own words go before the last answer as context, and the text that
+closes the reasoning, as the template closes it, is trained with the answer. Both are the template's constants; the
+row's mask is found before they are put in.
 """
 
 import re
@@ -17,7 +17,7 @@ from chat.rendering import catch_error
 from chat.skeletons import Beginning, Render, Skeleton, Span, Turn
 from chat.token_spans import Remark
 
-TAGS = (  # what opens reasoning, and what closes it
+TAGS = (  # that open and close reasoning
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
     ("<|think|>", "<|/think|>"),
@@ -34,12 +34,13 @@ NUM_SHOWN = 80  # characters of a prompt's end that a remark shows
 
 AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
 EARLIER, UNREAD_KEY = "earlier turn", "unread key"
-READ_OR_CHECKED = {"role", "content", "tool_calls", *REASONING_KEYS}  # keys whose values are looked for elsewhere
+READ_OR_CHECKED = {"role", "content", "tool_calls", *REASONING_KEYS}  # keys that other checks cover
 READ_OF_RESULTS = {"tool_call_id", "name"}
 
 
 def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
-    """Adds to the skeleton's turns how they and their prompts begin, and whether their reasoning is left out."""
+    """Adds to the skeleton's assistant turns how they and their prompts begin, and whether their reasoning is left
+    out."""
     written = {slot.leaf for slot in skeleton.slots}
     lacking = find_lacking(outline.leaves, written)
     skeleton.turns[:] = [
@@ -60,7 +61,7 @@ def find_lacking(leaves: Sequence[Leaf], written: set[int]) -> set[int]:
 
 
 def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Beginning | None:
-    """None where the prompt has nothing more than a row, or where nothing prompts for the turn."""
+    """The turn's beginning; None if its prompt has no more than the row has, or if it has no prompt."""
     index, offset = turn.header or turn.start
     literal = skeleton.literals[index]
     if turn.prompt is None or turn.prompt == literal[:offset] or index != turn.start[0]:
@@ -83,10 +84,16 @@ class PromptMatcher:
     closings: dict[tuple[str, str, bool], str | None] = field(default_factory=dict)
 
     def match(
-        self, text: str, spans: list[Span], messages: Sequence[Message], *, trained: Sequence[bool], render: Render,
+        self,
+        text: str,
+        spans: list[Span],
+        messages: Sequence[Message],
+        *,
+        trained: Sequence[bool],
+        render: Render,
         has_tools: bool,
-    ) -> tuple[str, list[Span], list[Remark]]:  # fmt: skip
-        """The row with its spans, changed if it is to be, and what there is to say of its trained turns."""
+    ) -> tuple[str, list[Span], list[Remark]]:
+        """The row with its spans, changed with `as_prompted`, and remarks on its trained turns."""
         own = [span for span in spans if messages[span.message]["role"] == ASSISTANT]
         last = max(own, key=lambda span: span.start, default=None)
         remarks = []
@@ -94,22 +101,19 @@ class PromptMatcher:
             if not trained[span.message]:
                 continue
             lacks = lacks_reasoning(text, span, messages[span.message])
-            remarks += [Remark(UNTRAINED_REASONING)] * lacks
-            if not is_prompted(text, span):
-                beginning = span.turn.beginning
-                kind = AS_RENDERED if span is last else EARLIER
-                kept = beginning.header + text[span.opens : span.start]
-                remark = Remark(kind, shorten(beginning.prompt), shorten(kept))
-                changes = self.as_prompted and span is last and not lacks and can_begin_so(text, span)
-                closing = self.find_closing(beginning, render, has_tools) if changes else None
-                if closing is not None:
-                    text, spans = begin_as_prompted(text, spans, span, closing)
-                    remark = Remark(AS_PROMPTED, remark.prompted, closing)
-                remarks.append(remark)
+            if lacks:
+                remarks.append(Remark(UNTRAINED_REASONING))
+            if is_prompted(text, span):
+                continue
+            changes = self.as_prompted and span is last and not lacks and can_begin_so(text, span)
+            closing = self.find_closing(span.turn.beginning, render, has_tools) if changes else None
+            remarks.append(describe_difference(text, span, closing, is_last=span is last))
+            if closing is not None:
+                text, spans = begin_as_prompted(text, spans, span, closing)
         return text, spans, remarks
 
     def find_closing(self, beginning: Beginning, render: Render, has_tools: bool) -> str | None:
-        """What has to follow the prompt before an answer without reasoning. None if that is not known."""
+        """The text that has to follow the prompt before an answer without reasoning. None if it is not known."""
         if beginning.prompted is None:
             return None
         key = (beginning.header, beginning.prompted, has_tools)
@@ -120,9 +124,19 @@ class PromptMatcher:
         return self.closings[key]
 
     def stays_apart(self, prompt: str, closing: str) -> bool:
-        """Whether no token has an end of the prompt and a beginning of what follows it."""
+        """Whether no token spans the border between the prompt and `closing`."""
         ids = self.encode(prompt)
         return self.encode(prompt + closing)[: len(ids)] == ids
+
+
+def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> Remark:
+    """A remark on a turn that begins differently from its prompt. `closing`: the turn is changed, and begins with
+    that."""
+    beginning = span.turn.beginning
+    if closing is not None:
+        return Remark(AS_PROMPTED, shorten(beginning.prompt), closing)
+    kept = beginning.header + text[span.opens : span.start]
+    return Remark(AS_RENDERED if is_last else EARLIER, shorten(beginning.prompt), shorten(kept))
 
 
 def is_prompted(text: str, span: Span) -> bool:
@@ -134,7 +148,7 @@ def is_prompted(text: str, span: Span) -> bool:
 
 
 def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
-    """Whether the turn goes without the reasoning that its message has, by a key of its own or in the content."""
+    """Whether the turn lacks the reasoning that its message has under a key of its own or in the content."""
     if span.turn.lacks_reasoning:
         return True
     said = message.get("content") or ""
@@ -144,7 +158,7 @@ def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
 
 
 def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> list[Remark]:
-    """The keys of messages without which the template writes the same `text`."""
+    """Remarks on keys of messages without which the template writes the same `text`."""
     others = sorted({(message["role"], key) for message in messages for key in message.keys() - list_checked(message)})
     if not others:
         return []
@@ -170,8 +184,8 @@ def refuse_untrained_reasoning(remarks: Sequence[Remark]) -> None:
 
 
 def find_closing(prompted: str, template: str, render: Render) -> str | None:
-    """What closes the reasoning that `prompted` leaves open: as the template does after reasoning, else, where it
-    knows the tag that closes, an empty line and the tag; "" if nothing is open."""
+    """The text that closes the reasoning which `prompted` leaves open: the template's own after reasoning, or, if it
+    only knows the closing tag, an empty line and that tag. "" if nothing is open, None if it is not known."""
     tags = ANY_TAG.findall(prompted)
     if not tags:
         return None
@@ -186,7 +200,7 @@ def find_closing(prompted: str, template: str, render: Render) -> str | None:
 
 
 def render_reasoning(render: Render) -> tuple[str, str | None]:
-    """What the template writes before an answer's reasoning, and between it and the content (None: it writes none)."""
+    """The template's text before an answer's reasoning, and between that and the content (None: it writes none)."""
     answer = {"role": ASSISTANT, "content": STAND_IN, "reasoning_content": THOUGHT}
     texts = catch_error(render, [[{"role": "user", "content": OTHER_STAND_IN}, answer]])
     if isinstance(texts, ValueError):
@@ -197,7 +211,7 @@ def render_reasoning(render: Render) -> tuple[str, str | None]:
 
 
 def can_begin_so(text: str, span: Span) -> bool:
-    """Whether the turn begins with what the template writes where there is no reasoning, and has none itself."""
+    """Whether the turn begins with the template's text for answers without reasoning, and has none itself."""
     written = span.turn.beginning.written
     if written is None or not text.startswith(written, span.opens):
         return False
@@ -211,7 +225,7 @@ def skip_empty_reasoning(written: str) -> int:
 
 
 def begin_as_prompted(text: str, spans: list[Span], span: Span, closing: str) -> tuple[str, list[Span]]:
-    """The row in which this turn follows its prompt's words; later spans are moved."""
+    """The row with this turn after its prompt's words, and all spans, the later ones moved."""
     beginning = span.turn.beginning
     rest = span.opens + skip_empty_reasoning(beginning.written)
     words = beginning.prompted + closing

@@ -20,12 +20,12 @@ from chat.placeholders import REASONING_KEYS, is_text_part
 
 RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
 RENDER_BYTES = 4 << 30  # of memory, for one call
-RENDER_CHARACTERS = 128 << 20  # of one conversation; a file's longest row has half as many
-MAX_NUM_SLOW = 3  # conversations that take longer than RENDER_SECONDS, before no more are rendered
+RENDER_CHARACTERS = 128 << 20  # of one conversation; the longest row that is read has half as many
+MAX_NUM_SLOW = 3  # conversations longer than RENDER_SECONDS, after which no more are rendered
 LONGEST_REASON = 400  # characters of an error that are told
 TOO_MUCH_MEMORY = 3  # exit code
 
-LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # what stands before a text in a list that is printed
+LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # before a text in a list that is printed as such
 EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
 T = TypeVar("T")
@@ -60,8 +60,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted,
     which is where worker processes work; elsewhere there is no limit.
 
-    One operation on huge values cannot be interrupted either. If it takes this much CPU time beyond the limit, the
-    kernel ends the process with SIGVTALRM, unless somebody else handles that signal.
+    A single operation on huge values cannot be interrupted. If it exceeds the limit by as much CPU time again, the
+    kernel ends the process with SIGVTALRM, unless the program handles that signal.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -83,7 +83,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Raises MemoryError in the block where it needs this much more memory. Only on Linux."""
+    """Raises MemoryError in the block once it needs this much more memory. Linux only."""
     if sys.platform != "linux":
         yield
         return
@@ -106,14 +106,14 @@ def measure_memory() -> int:
 
 @dataclass
 class Patience:
-    """Renders rows within the limits. A row that exceeds the time is refused; after MAX_NUM_SLOW of them all rows are,
-    since with so many the rows would take days."""
+    """Renders rows within the limits. A row that exceeds the time is refused; after MAX_NUM_SLOW such rows all are,
+    since a file full of them would take days."""
 
     num_slow: int = 0
 
     @contextmanager
     def render(self, num_conversations: int = 1) -> Iterator[None]:
-        """`template_errors` for rows. Many conversations at once can take long without any of them being at fault."""
+        """`template_errors` for rows. Only a conversation rendered alone counts as slow: many at once may take long."""
         self.check()
         try:
             with template_errors():
@@ -123,16 +123,16 @@ class Patience:
             raise
 
     def check(self) -> None:
-        """Raises ValueError if the template took too long too often."""
+        """Raises ValueError after MAX_NUM_SLOW slow conversations."""
         if self.num_slow >= MAX_NUM_SLOW:
             raise ValueError(
-                f"the chat template takes longer than {RENDER_SECONDS:g} seconds on a conversation, for"
-                f" {self.num_slow} of the rows: use another (--chat-template), or leave such rows out"
+                f"the chat template takes longer than {RENDER_SECONDS:g} seconds for each of"
+                f" {self.num_slow} rows: use another (--chat-template), or leave such rows out"
             )
 
 
 def check_length(text: str) -> str:
-    """`text`, which a template wrote, if it is not too long to be tokenized."""
+    """A template's `text`; ValueError if it is too long to be tokenized."""
     if len(text) > RENDER_CHARACTERS:
         raise ValueError(f"the chat template writes {len(text):,} characters, allowed: {RENDER_CHARACTERS:,}")
     return text
@@ -196,7 +196,7 @@ def reads_parts(tokenizer: Any, role: str) -> bool:
 
 @lru_cache(maxsize=64)
 def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
-    """`reads_parts`, found once per tokenizer, role and template."""
+    """`reads_parts`, cached by tokenizer, role and template."""
     said = {"role": role, "content": "Two and two."}
     others = [message for message in EXCHANGE if message["role"] != role]
     messages = [*others, as_parts(said)] if role in (ASSISTANT, "tool") else [as_parts(said), *others]
@@ -209,14 +209,14 @@ def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
 
 
 def takes_parts(tokenizer: Any) -> bool:
-    """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
+    """Whether the template writes contents only if they are lists of parts, as for some multi-modal models."""
     template = tokenizer.chat_template
     return find_form(tokenizer, template if isinstance(template, str) else repr(template))
 
 
 @lru_cache(maxsize=8)
 def find_form(tokenizer: Any, _template: str) -> bool:
-    """`takes_parts`, found once per tokenizer and template."""
+    """`takes_parts`, cached by tokenizer and template."""
 
     def writes(messages: list[Message]) -> bool:
         try:
@@ -237,13 +237,13 @@ def as_parts(message: Message) -> Message:
 
 
 def has_text_parts(message: Message) -> bool:
-    """Whether the content is a list of nothing but texts."""
+    """Whether the content is a list of text parts alone."""
     parts = message.get("content")
     return isinstance(parts, list) and parts != [] and all(map(is_text_part, parts))
 
 
 def as_text(message: Message, number: int) -> Message:
-    """The message with its only part as a text. Several parts could be joined in more than one way."""
+    """The message with its only part as a text. Several parts are refused, as they could be joined in several ways."""
     parts = message["content"]
     if len(parts) > 1:
         raise UnreadableContent(

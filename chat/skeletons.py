@@ -52,8 +52,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a turn begins after its `header`, which ends at `place`: with `written`, up to its first text (None: that is
-    reasoning). The generation prompt is `prompt`: the same header and `prompted`, or another header (None)."""
+    """The beginning of a turn after its `header`, which ends at `place`: `written`, up to the turn's first text (None:
+    that is reasoning). The generation prompt is `prompt`: the same header and `prompted`, or another header (None)."""
 
     place: tuple[int, int]  # literal, offset into it
     header: str
@@ -70,7 +70,7 @@ class Turn:
     start: tuple[int, int]
     end: tuple[int, int]
     prompted: tuple[str, ...] = ()  # with what the generation prompt may already begin it; the first that fits counts
-    prompt: str | None = None  # what the generation prompt writes after the last text before the turn
+    prompt: str | None = None  # the generation prompt's text after the last text before the turn
     has_stop: bool = True
     num_skipped: int | None = 0  # of a marked turn: characters from its mark's beginning; None where text is between
     header: tuple[int, int] | None = None  # where the header ends, if the turn begins later
@@ -83,8 +83,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Span:
-    """Characters [start, end) of a rendered chat that belong to a turn, and could be trained. `opens`: where the
-    header before them ends."""
+    """Characters [start, end) of a rendered chat that belong to a turn, and could be trained. The header before them
+    ends at `opens`."""
 
     start: int
     end: int

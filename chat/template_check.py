@@ -140,27 +140,27 @@ class TemplateChecker:
         return None
 
     def compare_prompt(self, tokenized: TokenizedChat, chat: Chat) -> None:
-        """Adds to the notes how the prompt differs from what a row has before its last answer, in what no remark of
-        the row says."""
+        """Adds a note if the prompt differs from what stands before the row's last answer, unless one of the row's
+        remarks says so."""
         before = tokenized.input_ids[: tokenized.spans[-1].start]
         prompt = self.encode_prompt(chat)
         if prompt == before or ONE_TOKEN in self.notes or any(remark.prompted for remark in tokenized.remarks):
             return
         self.notes.append(
-            f"prompts end with {self.decode(prompt)[-NUM_SHOWN:]!r}, and rows have {self.decode(before)[-NUM_SHOWN:]!r}"
+            f"prompts end with {self.decode(prompt)[-NUM_SHOWN:]!r}, but rows have {self.decode(before)[-NUM_SHOWN:]!r}"
             " before the answer"
         )
 
     def encode_prompt(self, chat: Chat) -> list[int]:
-        """What prompts for the last answer."""
+        """Token ids of the prompt for the last answer."""
         messages = prepare_for(self.tokenizer, chat.messages[:-1])
         return self.tokenizer.apply_chat_template(
             messages, tools=chat.tools, add_generation_prompt=True, return_dict=True
         )["input_ids"]
 
     def check_as_prompted(self, mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]], name: str) -> None:
-        """Raises ValueError unless rows that are changed to follow the prompt do so, and are trained with the answer
-        alone; and unless some row is changed."""
+        """Raises ValueError if a changed row does not follow the prompt or trains more than the answer, or if no row
+        is changed."""
         flag, num_changed = "--thinking-prefix train-as-prompted", 0
         for chat in self.choose_probes():
             (tokenized,) = mask([chat])
@@ -170,13 +170,13 @@ class TemplateChecker:
             before, trained = tokenized.input_ids[:start], tokenized.input_ids[start : tokenized.spans[-1].end]
             problem = self.find_problem_of_turn(trained, before, chat.messages[-1])
             if before != self.encode_prompt(chat):
-                problem = "other token ids come before the answer than prompt for it"
+                problem = "the token ids before the answer are not the prompt's"
             if problem is not None:
                 raise ValueError(f"{flag}: {name} cannot be used: {problem}; tried with {chat.messages}")
         if not num_changed:
             raise ValueError(
-                f"{flag} has no effect: with {name} answers follow the generation prompt's words already, or it is not"
-                " known how it closes the reasoning that these open"
+                f"{flag} has no effect: with {name} answers already follow the generation prompt's words, or it is not"
+                " known how the template closes the reasoning that these open"
             )
 
     def ends_with_special_token(self, ids: list[int]) -> bool:

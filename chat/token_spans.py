@@ -40,7 +40,10 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Remark:
-    """What there is to say of a row's turns (chat/prompting.py): how their prompt ends, and what a row has there."""
+    """A remark on a row's turns (chat/prompting.py): its kind, the end of the prompt, and the row's text there.
+
+    Of an unread key: the message's role as `prompted`, the key as `rendered`.
+    """
 
     kind: str
     prompted: str = ""
@@ -55,7 +58,7 @@ class TokenizedChat:
     spans: list[TrainedSpan]
     is_weighted: bool = False
     pictures: Pictures | None = None
-    is_stop_appended: bool = False  # after what the chat template writes
+    is_stop_appended: bool = False  # by --append-stop-token
     remarks: tuple[Remark, ...] = ()
 
     @property
@@ -138,8 +141,14 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
             spans.append(TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
         raise ValueError("the model's processor makes other tokens of the row than its tokenizer does: no mask is sure")
-    said = located.is_weighted, located.pictures, located.is_stop_appended, located.remarks
-    return TokenizedChat(input_ids, spans, *said)
+    return TokenizedChat(
+        input_ids,
+        spans,
+        is_weighted=located.is_weighted,
+        pictures=located.pictures,
+        is_stop_appended=located.is_stop_appended,
+        remarks=located.remarks,
+    )
 
 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:

@@ -21,7 +21,11 @@ PROMPTED_REASONING = re.compile(rf"(?:{REASONING_OPENING.pattern})\s*(?:(?:{REAS
 
 
 class UnknownPrompt(ValueError):
-    """The template prompts for a turn with something else than what the turn begins with, or with nothing."""
+    """The template's `prompt` for a turn, its text after the last message, is not the turn's beginning."""
+
+    def __init__(self, message: str, prompt: str) -> None:
+        super().__init__(message)
+        self.prompt = prompt
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,8 @@ class TurnLearner:
         return last
 
     def learn_start(self, message: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
-        """Where the turn begins, with what of the prompt it can begin, and what the prompt writes after the last text;
-        None where there is nothing to prompt with."""
+        """The turn's start, the parts of the prompt that it can begin with, and the prompt's text after the last
+        message; None without a prompt."""
         own = self.slots_by_message.get(message)
         if message == 0:
             return *self.learn_start_after_header(own[0] if own else 0), None
@@ -191,15 +195,15 @@ class TurnLearner:
         return (self.skeleton.literals[first], *neighbours, *before, has_system, is_simple(messages[message]))
 
     def learn_start_before(self, message: int, first: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
-        """Where a turn begins whose first text is in this slot: after its prompt. Some templates do not prompt after an
-        assistant's message; then it is after the header that would follow a user's."""
+        """The start of a turn whose first text is in this slot: after its prompt, or, where the template does not
+        prompt after an assistant's message, after the header that would follow a user's."""
         try:
             return self.learn_start_after_prompt(message, first)
         except UnknownPrompt as error:
             if self.outline.messages[message - 1]["role"] == "user":
                 raise
             try:
-                return *self.learn_start_after_header(first), None
+                return *self.learn_start_after_header(first), error.prompt
             except ValueError:
                 raise error from None
 
@@ -225,14 +229,14 @@ class TurnLearner:
         if at < 0 or cut_order[at] in order or cut_order[:at][-1:] != order[-1:]:
             raise no_prompt(literal, prompt)
         if prompted == plain and literal[len(prompt) :].strip():
-            raise not_prompted(context[-1]["role"], literal[len(prompt) :])
+            raise not_prompted(context[-1]["role"], literal[len(prompt) :], prompt)
         unknown = GenerationPrompt(prompt, split_at_placeholders(plain)[1][-1], order)
         header = literal if prompt.startswith(literal) else unknown.find_header(literal)
         return replace(unknown, header=header)
 
     def learn_start_after_header(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
-        """Where a turn begins that nothing prompts for, such as the first message of a conversation: after the header
-        that would follow a user's turn."""
+        """The start of a turn without a prompt, such as a conversation's first message: after the header that would
+        follow a user's turn."""
         prompt = self.learn_prompt([self.stand_in("user", OTHER_STAND_IN)], self.stand_in(ASSISTANT, STAND_IN))
         literal = self.skeleton.literals[first]
         for whole in dict.fromkeys((prompt.header, prompt.base)):
@@ -242,7 +246,7 @@ class TurnLearner:
         raise no_prompt(literal, prompt.text)
 
     def find_border(self, plain: str, prompted: str) -> int:
-        """Where `prompted` no longer is what `plain` is, but not within a special token."""
+        """Length of the common prefix of `plain` and `prompted`, less any part of a special token."""
         at = common_length(plain, prompted)
         return next((t.start() for t in self.stops.special.finditer(prompted) if t.start() < at < t.end()), at)
 
@@ -300,14 +304,15 @@ class TurnLearner:
         if cut_own[-1] not in remaining or None in ends:
             raise ValueError(f"the chat template leaves the end of message {message + 1} out of later conversations")
         last = max(ends)
-        if not self.is_ended(literals[-1], self.skeleton.literals[last + 1]):  # some write ids where a result follows
+        if not self.is_ended(literals[-1], self.skeleton.literals[last + 1]):  # some write ids only before a result
             known_ids = [k for k in own if leaves[self.order[k]].kind == "id" and self.order[k] not in cut_own]
             last = max([last, *(k for k in known_ids if k == last + 1)])
         end = self.learn_end_in_literal(message, literals[-1], self.skeleton.literals[last + 1], cut_own[-1])
         return None if end is None else (last + 1, end)
 
     def is_ended(self, cut: str, literal: str) -> bool:
-        """Whether `literal`, which follows a turn's last text, begins with all that ends the turn if cut there."""
+        """Whether `cut`, the turn's end in a conversation that is cut there, holds a special token, and `literal`,
+        the text after the turn in the whole conversation, begins with it."""
         return self.stops.special.search(cut) is not None and literal.startswith(cut.rstrip())
 
     def find_last(self, leaf: int, cut_own: list[int], own: list[int]) -> int | None:
@@ -403,19 +408,21 @@ def is_simple(message: Message) -> bool:
 
 def no_prompt(literal: str, prompt: str) -> UnknownPrompt:
     return UnknownPrompt(
-        f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}"
+        f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}", prompt
     )
 
 
-def not_prompted(role: str, literal: str) -> UnknownPrompt:
+def not_prompted(role: str, literal: str, prompt: str) -> UnknownPrompt:
     if role == "user":
         return UnknownPrompt(
             "the chat template has no generation prompt, so the assistant's header cannot be told from its text in"
-            f" {literal!r}: let the template write the header when add_generation_prompt is set"
+            f" {literal!r}: let the template write the header when add_generation_prompt is set",
+            prompt,
         )
     return UnknownPrompt(
-        f"the chat template writes no generation prompt after a message of the role {role}, and the assistant's turn"
-        f" after it begins with {literal!r}, not with the header that it has after a user's message"
+        f"the chat template writes no generation prompt after a message of the role {role}, and begins the assistant's"
+        f" turn there with {literal!r}, not with the header that follows a user's message",
+        prompt,
     )
 
 

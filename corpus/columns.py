@@ -1,7 +1,7 @@
 """Columns of rows, and keys of messages, that change what should be learned.
 
-Each is read by the row's format, ignored because the user says so (`--ignore-columns`), or refuses the file: a row that
-is marked as a bad answer must not be trained as a good one. All other columns are counted for the report.
+Either the row's format reads such a column, or the user ignores it (`--ignore-columns`), or the file is refused: a row
+that is marked as a bad answer must not be trained as a good one. Other unread columns are counted for the report.
 """
 
 import re
@@ -16,29 +16,18 @@ from chat.examples import ASSISTANT, Message
 
 Fields = dict[str, Any]
 
-WEIGHING = "what of a row is trained, and how much it counts"
+WEIGHING = "which parts of a row are trained, and how much they count"
 PROMPTING = "what the model sees before its answer"
 SEEING = "what the model sees or hears"
-# What a name says about its row. Names are compared in lower case, with underscores between their words.
+# Patterns of names by what they say about their row; names are matched in lower case, with underscores between words.
 MEANINGS = {
     "which of several answers is better": (
         *("chosen*", "*_chosen", "rejected*", "*_rejected", "preferred*", "non_preferred*", "dispreferred*"),
         *("preference*", "margin*", "winner*", "loser*", "positive_messages", "negative_messages"),
     ),
     "whether an answer is good or bad": (
-        *(
-            "label",
-            "labels",
-            "kto*",
-            "desirable*",
-            "undesirable*",
-            "thumb",
-            "thumbs",
-            "thumb_*",
-            "thumbs_*",
-            "feedback",
-        ),
-        *("correct", "is_correct", "is_good", "is_bad", "is_chosen", "is_rejected", "is_preferred"),
+        *("label", "labels", "kto*", "desirable*", "undesirable*", "thumb", "thumbs", "thumb_*", "thumbs_*"),
+        *("feedback", "correct", "is_correct", "is_good", "is_bad", "is_chosen", "is_rejected", "is_preferred"),
     ),
     "how good an answer is": ("score*", "reward*", "rating*", "rank", "ranks", "ranking*", "advantage*"),
     WEIGHING: (
@@ -59,19 +48,19 @@ HINTS = {
     "system_prompt": "a system prompt can be a message of its own",
 }
 TURNS = ("messages", "conversations")
-MARKS = ("train", "training", "weight", "loss", "loss_scale")  # of messages, which are understood
+MARKS = ("train", "training", "weight", "loss", "loss_scale")  # keys of messages that are read
 NUM_COLUMNS_SHOWN = 30
 MAX_NUM_COLUMNS = 200  # All further unread columns are counted together.
 WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 
 
 class RefusedColumn(ValueError):
-    """A column that changes what should be learned and is not read: refuses the file, also with --skip-invalid."""
+    """A column that changes what should be learned and is not read; the file is refused, even with --skip-invalid."""
 
 
 @lru_cache(maxsize=4096)
 def find_meaning(name: str) -> str | None:
-    """What a column or key of this name says about what should be learned; None for any other."""
+    """The meaning for learning of a column or key of this name; None if it has none."""
     normalized = WORD_BORDER.sub("_", name).strip("_").lower()
     for meaning, patterns in MEANINGS.items():
         if any(fnmatchcase(normalized, pattern) for pattern in patterns):
@@ -89,9 +78,8 @@ def check_columns(
     meanings: Collection[str] = tuple(MEANINGS),
     tally: Counter[str],
 ) -> None:
-    """Counts the row's columns that are neither in `read` nor led to by `paths`, and raises RefusedColumn if one of
-    them has one of the `meanings`; `why` says that such columns are not read. A value that is null or empty says
-    nothing."""
+    """Counts the row's columns that are neither in `read` nor on one of the `paths`. RefusedColumn if one of them has
+    one of the `meanings`; `why`, a clause, says that such columns are not read. Null and empty values do not count."""
     refused = {}
     for name, value in list_unread(row, read, paths):
         if says_nothing(value):
@@ -109,7 +97,7 @@ def says_nothing(value: Any) -> bool:
 
 
 def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The columns that are not read; of an object that a path leads into, its keys, by their paths."""
+    """The columns that are not read; for an object that a path leads into, its unread keys, by their paths."""
     for name, value in row.items():
         if name in read or name in paths:
             continue
@@ -121,7 +109,7 @@ def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> I
 
 
 def refuse_columns(refused: Mapping[str, Any], why: str) -> RefusedColumn:
-    """What to say of columns that are not read and should be."""
+    """The error for columns that should be read and are not."""
     found = [
         f"{name!r} ({reprlib.repr(value)}), which says {find_meaning(name) or find_meaning(name.rpartition('.')[2])}"
         for name, value in refused.items()
@@ -139,7 +127,7 @@ def count_column(tally: Counter[str], name: str, count: int = 1) -> None:
 
 
 def drop_ignored(row: Fields, ignored: Collection[str], tally: Counter[str]) -> Fields:
-    """The row without the columns that are to be ignored, which are counted."""
+    """The row without the `ignored` columns, which are counted."""
     if not ignored:
         return row
     for name in ignored:
@@ -156,12 +144,13 @@ def check_messages(
     marks: Collection[str] = MARKS,
     meanings: Collection[str] = OF_MESSAGES,
 ) -> Fields:
-    """The row whose messages, and their contents' parts, lack the keys that are to be ignored. Raises RefusedColumn
-    for a key that has one of the `meanings` and is none of the `marks`, which are understood."""
+    """The row without the `ignored` keys of its messages and their contents' parts. RefusedColumn for a key that has
+    one of the `meanings` and is none of the `marks`, which are read."""
     name = next((name for name in TURNS if isinstance(row.get(name), list)), None)
     if name is None:
         return row
-    return row | {name: [check_keys(turn, name, ignored, tally, marks, meanings) for turn in row[name]]}
+    turns = [check_keys(turn, name, ignored, tally, marks=marks, meanings=meanings) for turn in row[name]]
+    return row | {name: turns}
 
 
 def check_keys(
@@ -169,9 +158,11 @@ def check_keys(
     prefix: str,
     ignored: Collection[str],
     tally: Counter[str],
+    *,
     marks: Collection[str],
     meanings: Collection[str],
 ) -> Any:
+    """The message without the `ignored` keys, which are named `prefix`.KEY; RefusedColumn as in `check_messages`."""
     if not isinstance(message, dict):
         return message
     checked, refused = {}, {}
@@ -191,7 +182,7 @@ def check_keys(
 
 
 def check_part_keys(part: Any, prefix: str, ignored: Collection[str], tally: Counter[str]) -> Any:
-    """A content's part, which can say nothing about how it is trained."""
+    """The content's part without the `ignored` keys. RefusedColumn for one that says how the part is trained."""
     if not isinstance(part, dict):
         return part
     names = {key: f"{prefix}.{key}" for key in part}
@@ -205,15 +196,18 @@ def check_part_keys(part: Any, prefix: str, ignored: Collection[str], tally: Cou
 
 
 def translate_marks(message: Message) -> Message:
-    """The message with other trainers' marks as `train` and `weight`: `loss` and `loss_scale` of ms-swift, which count
-    for the assistant's messages alone, and a `loss` that is false whatever the scale; `training` of Axolotl."""
+    """The message with other trainers' marks as `train` and `weight`.
+
+    ms-swift's `loss` and `loss_scale` count in the assistant's messages alone, and a false `loss` overrides the scale.
+    Axolotl's `training` is `train`.
+    """
     if message.keys().isdisjoint(("loss", "loss_scale", "training")):
         return message
     marks = {key: message[key] for key in MARKS if message.get(key) is not None}
     for ours, others in (("train", ("training", "loss")), ("weight", ("loss_scale",))):
         given = [key for key in (ours, *others) if key in marks]
         if len(given) > 1:
-            raise ValueError(f"has both {given[0]!r} and {given[1]!r}, which say the same: leave one out")
+            raise ValueError(f"has both {given[0]!r} and {given[1]!r}, which mean the same: leave one out")
     translated = {key: value for key, value in message.items() if key not in ("training", "loss", "loss_scale")}
     if "training" in marks:
         translated["train"] = read_switch("training", marks["training"])
@@ -244,12 +238,12 @@ def read_scale(value: Any) -> float:
 
 
 def describe_unread(tally: Counter[str], ignored: Collection[str]) -> list[str]:
-    """A note on columns that are not read. ValueError for one that is to be ignored and that no row has."""
+    """A note on columns that are not read. ValueError for an `ignored` column that no row has."""
     unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
     missing = [name for name in ignored if name not in tally]
     if missing:
-        there = f"; not read are {', '.join(unread)}" if unread else ""
-        raise ValueError(f"--ignore-columns {' '.join(missing)}: no row has a value there{there}")
+        others = f"; unread columns are {', '.join(unread)}" if unread else ""
+        raise ValueError(f"--ignore-columns {' '.join(missing)}: no row has a value there{others}")
     if not unread:
         return []
     shown = [f"{name} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in unread.items()]

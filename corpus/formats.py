@@ -45,9 +45,9 @@ Example = Chat | Completion | Document
 
 @dataclass(frozen=True)
 class FieldPaths:
-    """Where rows have what their format reads under a name of its own; a path has dots for a key within another.
+    """Paths in rows to the values that their format reads under names of its own; a dot leads to a key within a key.
 
-    `ignored`: the columns that are passed over, also by the format that would read them.
+    `ignored`: columns to pass over, even if the format would read them.
     """
 
     messages: str | None = None
@@ -97,7 +97,7 @@ def read_fields(
     tally: Counter[str],
     also_read: tuple[str, ...] = (),
 ) -> Fields | None:
-    """The row under the names of its format, without what is ignored. Raises RefusedColumn for what is not read and
+    """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
     changes what should be learned."""
     if row is None:
         return None
@@ -163,8 +163,8 @@ def list_paths(row: Fields) -> list[str]:
 
 
 def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields | None:
-    """The row with what `paths` name under the names of its format, and of all else only what this format reads, and
-    `also_read`.
+    """The row with the values at `paths` under the names of its format. Of its other columns only those that this
+    format reads are kept, and `also_read`.
 
     ValueError where the row does not have it.
     """
@@ -346,7 +346,7 @@ FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...
 }
 
 
-# The columns that a format reads.
+# Columns by the format that reads them.
 READ_BY = {
     "messages": ("messages", "tools", "unmask"),
     "sharegpt": ("conversations", "system", "tools", "unmask"),
@@ -375,7 +375,7 @@ def build_chat(messages: list[Any], row: Fields) -> Chat:
 
 
 def read_marks(message: Fields, number: int) -> Fields:
-    """The message with other trainers' marks as this one's `train` and `weight`."""
+    """`translate_marks`, with the message's number in errors."""
     try:
         return translate_marks(message)
     except ValueError as error:

@@ -76,7 +76,7 @@ def open_rows(given: str, split: str, revision: str | None) -> Any:
                 raise ValueError(f"has no splits: leave out --split {split}")
         else:
             name, _, config = (given, "", "") if revision is None else given.partition(":")
-            is_slice = "[" in split  # train[:10%], which can only be cut once all of it is there
+            is_slice = "[" in split  # such as train[:10%], which needs the whole split
             data = datasets.load_dataset(name, config or None, split=split, revision=revision, streaming=not is_slice)
     except (ValueError, OSError) as error:
         raise ValueError(f"{where}: {error}") from None

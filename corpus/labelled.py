@@ -72,8 +72,10 @@ class Labelled:
 def read_labelled(
     chunk: Chunk, fields: FieldNames, tally: Counter[str] | None = None
 ) -> Iterator[tuple[Row, Labelled | ValueError | None]]:
-    """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line. Columns that are not
-    read are counted in `tally`; one that weighs the row raises RefusedColumn."""
+    """The chunk's rows, each with its content, the reason why it cannot be used, or None for a blank line.
+
+    Unread columns are counted in `tally`; one that weighs the row raises RefusedColumn.
+    """
     tally = Counter() if tally is None else tally
     for row in iterate_rows(chunk):
         try:
@@ -88,8 +90,8 @@ def read_labelled(
 
 
 def check_values(values: Fields, fields: FieldNames, tally: Counter[str]) -> Fields:
-    """The row without what is ignored. Raises RefusedColumn for a column or a message's key that says how much is
-    trained; other labels and scores than the one that is read are columns like any other."""
+    """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much
+    is trained. Labels and scores that are not read are columns like any other."""
     values = drop_ignored(values, fields.ignored, tally)
     read = {"tools"}
     read |= {"text", "tokens", "messages"} if fields.text is None else {fields.text}

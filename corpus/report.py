@@ -23,8 +23,9 @@ SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
 SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
 NUM_LABELS_SHOWN = 30
 MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
-MAX_REMARK_KINDS = 200  # further ones are counted without their texts
-NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # of each kind; of others 2
+MAX_REMARK_KINDS = 200  # Further remarks are counted without their texts.
+NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # by kind
+NUM_SHOWN_OF_OTHER_KINDS = 2
 REMARKS = {
     AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
     " answer is trained after {rendered} (see --thinking-prefix in docs/data.md)",
@@ -49,8 +50,8 @@ class Totals:
     trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by who says them
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
     columns: Counter[str] = field(default_factory=Counter)  # rows by the columns that are not read
-    stops: Counter[str] = field(default_factory=Counter)  # kept rows by what became of their stop tokens
-    remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by what there is to say of their answers
+    stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, those that train a stop token, or got one
+    remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
     values: "ValueTotals | None" = None  # of the numbers to predict, where labels are numbers
     num_loss_counted_tokens: int = 0
@@ -211,13 +212,13 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
 
 
 def print_stops(totals: Totals) -> None:
-    """How many rows train a stop token, where that is known."""
+    """Prints how many rows train a stop token, if that is known."""
     num_rows = totals.stops["rows"]
     if num_rows:
         share = totals.stops["trained"] / num_rows
-        print(f"  {'rows that train a stop':<24}{totals.stops['trained']:>14,}  {share:.1%}")
+        say(f"  {'rows that train a stop':<24}{totals.stops['trained']:>14,}  {share:.1%}")
     if totals.stops["appended"]:
-        print(f"  {'stop tokens appended':<24}{totals.stops['appended']:>14,}")
+        say(f"  {'stop tokens appended':<24}{totals.stops['appended']:>14,}")
 
 
 def print_labels(totals: Totals, task: Task) -> None:
@@ -247,11 +248,12 @@ def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> li
 
 
 def describe_remarks(totals: Totals) -> list[str]:
-    """Notes on answers that are trained after other words than the generation prompt's, or without their reasoning."""
+    """Notes on answers that are trained after words other than the generation prompt's or without their reasoning, and
+    on keys that the template does not write."""
     notes, shown = [], Counter()
     for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
         shown[remark.kind] += 1
-        if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, 2):
+        if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, NUM_SHOWN_OF_OTHER_KINDS):
             said = REMARKS[remark.kind].format(prompted=repr(remark.prompted), rendered=repr(remark.rendered))
             notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
     return notes

@@ -35,10 +35,10 @@ class Preparation:
     """How rows become samples of a task."""
 
     task: Task
-    # Each row's example, or why it has none; None: a blank line. Counts the columns that are not read.
+    # Each row's example, or the reason why it has none; None: a blank line. Counts unread columns.
     read: Callable[[FormattedChunk, Counter[str]], Iterator[ReadRow]]
     tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
-    stop_token_ids: frozenset[int] | None = None  # at which generation stops; None: rows are not looked at for them
+    stop_token_ids: frozenset[int] | None = None  # tokens that end turns; None: not counted
 
 
 def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
@@ -175,8 +175,8 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
 
 
 def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset[int]) -> None:
-    """Counts a row that is kept, and whether it trains a stop token: of a chat in which the assistant is trained, in
-    one of the assistant's turns."""
+    """Counts a kept row, and whether it trains a stop token; in a chat that trains the assistant, only the assistant's
+    turns count."""
     roles = {span.role for span in tokens.spans}
     spans = [span for span in tokens.spans if span.role == ASSISTANT or ASSISTANT not in roles]
     trained = (token for span in spans for token in tokens.input_ids[max(span.start, 1) : span.end])

@@ -5,12 +5,15 @@ from collections.abc import Collection
 from corpus.report import Totals
 from options import RowOptions
 
-LEAST_SHARE = 0.5  # of the rows that have to train a stop token
+LEAST_SHARE = 0.5  # share of the rows that must train a stop token
 
 
 def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_turns: Collection[str]) -> list[str]:
-    """Notes on rows that train no stop token, such as `stop`. ValueError if these are more than half, unless it is
-    allowed, and the chat template ends some turns with none: `open_turns`, inner or last ones."""
+    """Notes on rows that train no stop token, such as `stop`.
+
+    ValueError if more than half of the rows train none because the chat template leaves some turns open (`open_turns`:
+    inner, last), unless that is allowed.
+    """
     num_rows, num_trained = totals.stops["rows"], totals.stops["trained"]
     if options.append_stop_token and not totals.stops["appended"]:
         return ["--append-stop-token has appended nothing: no row ends with a trained turn that lacks a stop token"]

@@ -37,9 +37,9 @@ class WorkerDied(Exception):
 
     @property
     def reason(self) -> str:
-        if self.exit_code == -signal.SIGVTALRM:  # a time limit of chat/rendering.py
+        if self.exit_code == -signal.SIGVTALRM:  # the CPU time limit of chat/rendering.py
             return (
-                "a worker process was ended: one operation of the chat template takes so long, and cannot be"
+                "a worker process was ended, because one operation of the chat template takes too long and cannot be"
                 " interrupted: nothing was written; use another template (--chat-template)"
             )
         return "a worker process was killed, perhaps for want of memory: nothing was written; try a smaller --num-proc"

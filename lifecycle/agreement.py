@@ -1,7 +1,7 @@
-"""What all ranks of a run must have in common, as `compare_ranks` takes it: options, code, data, the model's files.
+"""A run's options, code, data and model files as `compare_ranks` takes them: all ranks must have the same.
 
-Each rank describes what it reads itself. Weights, checkpoints and rows are not described: rank 0 reads them, or
-their hashes are verified while they are read.
+Each rank describes the files that it reads. Weights, checkpoints and rows to tokenize are not described: rank 0 reads
+them, or their hashes are verified while they are read.
 """
 
 from pathlib import Path
@@ -16,22 +16,22 @@ from ranks.agreement import DIGITS, Groups, Items
 from ranks.program import describe_program
 from ranks.world import World
 
-UNREAD_KEYS = ("versions", "sources", "options", "split", "file")  # of a sidecar: training does not depend on them
+UNREAD_KEYS = ("versions", "sources", "options", "split", "file")  # keys of a sidecar that training does not read
 
 
 def describe_start(options: TrainOptions, world: World) -> Groups:
-    """What a run knows before any file is read: options, code and libraries, and the kind of device."""
+    """Everything to compare before files are read: options, code and libraries, kind of device and variables."""
     groups = describe_program(options, world, may_differ=MAY_DIFFER)
     return groups | {"options": groups["options"] | {"--resume": describe_resume(options.checkpoints.resume)}}
 
 
 def describe_resume(resume: str) -> str:
-    """The value of --resume, apart from where a checkpoint lies, which may differ."""
+    """The value of --resume, without a checkpoint's path, which may differ."""
     return resume if resume in ("auto", "strict", "none") else "a checkpoint"
 
 
 def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
-    """The content of what every rank reads itself, by the option that names it."""
+    """The content of the files that every rank reads, by the options that name them."""
     read = inputs.method.list_read_files()
     return {
         "data": describe_sets(inputs.data, "--data-path")
@@ -50,7 +50,7 @@ def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
 
 
 def describe_sets(data: Mixture, flag: str) -> Items:
-    """The data sets, by their places among those of `flag`; their paths may differ."""
+    """The data sets by their position in `flag`, since their paths may differ."""
     return {
         f"{flag}, data set {i}, {name}": value
         for i, source in enumerate(data.sources, start=1)
@@ -59,7 +59,7 @@ def describe_sets(data: Mixture, flag: str) -> Items:
 
 
 def describe_data(data: TokenizedData) -> Items:
-    """A data set's samples, and its content: by the sidecar, which has all of it, and by what the file itself holds.
+    """A data set's samples, and its content by the sidecar's hash and by sampled blocks of the file.
 
     The sidecar alone could lie beside another file; the sampled blocks alone would miss a change between them.
     """

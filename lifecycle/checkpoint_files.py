@@ -160,7 +160,7 @@ class TensorReader:
 
 
 def find_shards(layout: dict[str, Any], num_shards: int, offset: Sequence[int], shape: Sequence[int]) -> range:
-    """The shards that a box of a tensor can be in; a look at every rank's would take ranks x tensors."""
+    """The shards that can hold a box of a tensor. Looking at every rank's would take time in ranks x tensors."""
     dim = layout["dim"]
     if dim is None:
         return range(1)
@@ -198,12 +198,12 @@ def find_checkpoints(directory: Path) -> list[Path]:
 
 
 def check_links(directory: Path) -> None:
-    """ValueError for a link in the place of a checkpoint: what it leads to could be changed, or removed, unseen."""
+    """ValueError for a symbolic link in a checkpoint's place: its target could change or vanish unnoticed."""
     for path in find_checkpoints(directory):
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a symbolic link to {os.readlink(path)}, where a checkpoint is a directory of its own: move"
-                " the directory here, or remove the link and name it by --resume with a new --output-dir"
+                f"{path} is a symbolic link to {os.readlink(path)}; a checkpoint has to be a directory: move it here,"
+                " or remove the link and give the directory to --resume with a new --output-dir"
             )
 
 

@@ -38,7 +38,7 @@ from optim.optimizers import state_keys
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
 
-OPTIMIZER = "optimizer"  # tensors are named optimizer/<key of the state>/<parameter>
+OPTIMIZER = "optimizer"  # the optimizer's tensors are named optimizer/<key of the state>/<parameter>
 
 
 class NoValidCheckpoint(RunError):
@@ -243,9 +243,9 @@ class Checkpointer:
                     f" {', '.join(sorted(keys))}, and not {', '.join(sorted(state_keys(optimizer, param)))}"
                 )
             for key in keys:
-                name = f"{OPTIMIZER}/{key}/{param_name}"
-                value = make_state(param, layouts[name])
-                fill(value, name, reader)
+                saved_name = f"{OPTIMIZER}/{key}/{param_name}"
+                value = make_state(param, layouts[saved_name])
+                fill(value, saved_name, reader)
                 optimizer.state[param][key] = value
 
 

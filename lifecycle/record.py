@@ -110,13 +110,13 @@ def check_unused(output_dir: Path, identity: dict[str, Any], *, resume: str) -> 
 
 
 def read_params(output_dir: Path) -> dict[str, Any]:
-    """training_params.json; ValueError naming it if it is not of the form that train.py writes."""
+    """Content of training_params.json; ValueError naming the file if train.py has not written it so."""
     path = output_dir / PARAMS_FILE
     params = read_object(path)
     kinds = {"options": dict, "identity": dict, "starts": list, "versions": dict, "finished": str | None}
     wrong = [name for name, kind in kinds.items() if name not in params or not isinstance(params[name], kind)]
     if wrong:
-        raise ValueError(f"{path}: not of the form that train.py writes (see {', '.join(wrong)})")
+        raise ValueError(f"{path}: not as train.py writes it (see {', '.join(wrong)})")
     return params
 
 
@@ -185,7 +185,7 @@ def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, An
         try:
             starts = read_params(output_dir)["starts"]
         except ValueError as error:
-            log.warning(f"warning: {error}; it is written anew, without the earlier starts")
+            log.warning(f"warning: {error}; writing a new one, without the earlier starts")
     starts.append(start)
     options = flatten_options(options)
     write_params(output_dir, {"options": options, "identity": identity, "finished": None, **start, "starts": starts})

@@ -243,9 +243,9 @@ class KnownRuns:
         try:
             self.runs: dict[str, dict[str, str]] = read_object(self.path) if self.path.exists() else {}
             if not all(isinstance(known, dict) for known in self.runs.values()):
-                raise ValueError(f"{self.path}: its entries are not those that trackers keep")
+                raise ValueError(f"{self.path}: its entries are not the trackers' own")
         except ValueError as error:
-            log.warning(f"warning: {error}: trackers begin new runs")
+            log.warning(f"warning: {error}: trackers start new runs")
             self.runs = {}
 
     def keep(self, title: str, known: dict[str, str]) -> None:

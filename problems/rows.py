@@ -53,7 +53,7 @@ def find_row_problems(o: RowOptions) -> list[str]:
     if o.validation_share is not None and not 0 < o.validation_share < 1:
         problems.append(f"--validation-share {o.validation_share}: must be above 0 and below 1, such as 0.02")
     if o.allow_missing_stop_token and o.append_stop_token:
-        problems.append("--allow-missing-stop-token has no effect with --append-stop-token, which adds what is missing")
+        problems.append("--allow-missing-stop-token has no effect with --append-stop-token, which adds missing ones")
     if o.allow_downloads and not o.images:
         problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":

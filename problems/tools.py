@@ -74,16 +74,16 @@ def find_engine_problems(o: EngineOptions) -> list[str]:
     if o.base_url is not None and not is_address(o.base_url):
         problems.append(
             "--base-url: expected http:// or https://, a host, and no query (?...), which the client would not send:"
-            " keys belong into the variable that --api-key-env names"
+            " keys belong in the variable that --api-key-env names"
         )
     is_named = o.api_key_env != EngineOptions.api_key_env
     if o.engine == "openai" and is_named and o.api_key_env not in os.environ:  # it may be the key itself
-        problems.append("--api-key-env: the environment has no such variable: give a variable's name, not the key")
+        problems.append("--api-key-env: the environment has no such variable; give a variable's name, not the key")
     return problems
 
 
 def is_address(text: str) -> bool:
-    """Whether a server's address can be taken apart, and has nothing that the client would lose."""
+    """Whether `text` is a server's address without parts that the client would drop."""
     try:
         parts = urlsplit(text)
         parts.port  # noqa: B018  (a ValueError if it is no number)

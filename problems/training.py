@@ -116,7 +116,7 @@ def find_classifier_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
     if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
         problems.append(
-            "a validation measures classifiers by scikit-learn, which is not installed: pip install scikit-learn"
+            "a validation measures classifiers with scikit-learn, which is not installed: pip install scikit-learn"
         )
     return problems
 
@@ -172,8 +172,8 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
     if compute.compute_dtype == "float16":
         problems.append(
-            "--compute-dtype float16: its smallest number is 6e-8, so that gradients become zero unless the loss is"
-            " scaled, which is not implemented here: give bfloat16, or float32 on a device without it"
+            "--compute-dtype float16: its smallest number is 6e-8, so gradients become zero unless the loss is scaled,"
+            " which is not implemented here: give bfloat16, or float32 on a device without it"
         )
     if compute.float8 and osft:
         problems.append("--float8: --osft's layers are products of their own, which are not in fp8")

@@ -1,7 +1,7 @@
-"""Whether all ranks are about to do the same: what has to be equal is compared at the start.
+"""Comparison of the ranks at the start: options, code, data and files that have to be equal.
 
-The ranks exchange one hash a group in one collective, 32 bytes a rank and group. Only where hashes differ do a few
-ranks, one of each kind, send the values themselves, and every rank raises the same error.
+The ranks exchange one hash a group in one collective, 32 bytes a rank and group. Only if hashes differ do a few ranks,
+one of each kind, send the values themselves, and every rank raises the same error.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from ranks.ending import RanksDiffer
 from ranks.peers import describe_ranks
 from ranks.world import World
 
-Items = Mapping[str, str]  # what is compared, by the name that messages use; values as messages print them
+Items = Mapping[str, str]  # values as messages print them, by the name that messages use
 Groups = Mapping[str, Items]  # such as options, code, data; all ranks have the same groups
 
-MOST_KINDS = 4  # of ranks that differ from each other, whose values are printed
-MOST_CHARACTERS = 300  # of a value in a message
-DIGITS = 16  # of a hash in a message
+MOST_KINDS = 4  # groups of equal ranks whose values are printed
+MOST_CHARACTERS = 300  # characters of a value that a message shows
+DIGITS = 16  # digits of a hash that a message shows
 ABSENT = "not there"
 
 
 @dataclass(frozen=True)
 class Account:
-    """What a rank has, where it differs from others."""
+    """A rank's values, sent if they differ from those of others."""
 
     rank: int
     host: str
@@ -48,7 +48,7 @@ def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
         return
     accounts = []
     for rank in list(kinds)[:MOST_KINDS]:
-        account = [Account(rank, socket.gethostname(), groups)]  # of which only that rank's is sent
+        account = [Account(rank, socket.gethostname(), groups)]  # replaced by that of `rank` on all other ranks
         dist.broadcast_object_list(account, src=rank, group=world.control, device=torch.device("cpu"))
         accounts.append(account[0])
     raise RanksDiffer(describe_differences(accounts, kinds))
@@ -62,7 +62,7 @@ def hash_groups(groups: Groups) -> bytes:
 
 
 def find_kinds(hashes: Sequence[bytes]) -> dict[int, list[int]]:
-    """The ranks with equal hashes, by the first of them; a single entry where all agree."""
+    """Ranks with equal hashes, by the first of them; a single entry if all agree."""
     first: dict[bytes, int] = {}
     kinds: dict[int, list[int]] = {}
     for rank, value in enumerate(hashes):
@@ -71,9 +71,9 @@ def find_kinds(hashes: Sequence[bytes]) -> dict[int, list[int]]:
 
 
 def describe_differences(accounts: Sequence[Account], kinds: Mapping[int, Sequence[int]]) -> str:
-    """What differs between ranks, one line an item, with every value and who has it.
+    """A message with one line for each item that differs: its values, and the ranks that have them.
 
-    `accounts`: of the first rank of each kind, or of some kinds; `kinds`: all ranks by the first of their kind.
+    `accounts`: the first rank's of each kind, or of some kinds; `kinds`: all ranks by the first of their kind.
     """
     lines = []
     for group in sorted(accounts[0].groups):
@@ -96,7 +96,7 @@ def describe_differences(accounts: Sequence[Account], kinds: Mapping[int, Sequen
 
 
 def describe_value(value: str, ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """A value and who has it: all `ranks`, and the host of the first."""
+    """A value, the `ranks` that have it, and the host of the first."""
     first = min(ranks)
     shown = value if len(value) <= MOST_CHARACTERS else f"{value[:MOST_CHARACTERS]}..."
     host = hosts[first] if len(ranks) == 1 else f"rank {first} on {hosts[first]}"

@@ -52,7 +52,7 @@ class RunError(ValueError):
 
 
 class RanksDiffer(RunError):
-    """Ranks that would not do the same: all of them raise it, and print it."""
+    """The ranks disagree: each of them raises it and prints it."""
 
     def __init__(self, message: str):
         super().__init__(ExitCode.BAD_INPUT, message)
@@ -69,7 +69,7 @@ class Cause:
     step: int  # steps completed
     details: str = ""  # the traceback, if there is one
     died: bool = False  # True if others have seen it die: then this is their report, not its own.
-    is_printed_by_all: bool = False  # not by rank 0 and the first rank of every other node alone
+    is_printed_by_all: bool = False  # otherwise by rank 0 and the first rank of every other node
 
     @property
     def text(self) -> str:

@@ -20,14 +20,14 @@ OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR}  # a directory that ho
 
 
 class HeldDirectory:
-    """A run's directory, held open: its path may be given to another directory while the run goes on."""
+    """A run's directory, held open: during the run its path may come to lead to another directory."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # open, or its inode's number could be reused
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # else its inode's number could be reused
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to the directory; True where the file system does not say."""
+        """Whether the path still leads to the directory; True if the file system gives no answer."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
         except (FileNotFoundError, NotADirectoryError):
@@ -36,19 +36,16 @@ class HeldDirectory:
             return error.errno != errno.ESTALE  # removed by another host
 
     def describe_loss(self) -> str:
-        """What has become of a directory that is no longer in its place."""
+        """Message for a directory that is no longer in its place: where it is, or that it is gone."""
         found = ""
         with contextlib.suppress(OSError):
             found = os.readlink(f"/proc/self/fd/{self.descriptor}")
-        is_moved = bool(found) and not found.endswith(" (deleted)") and os.path.isdir(found)
+        fate, advice = "removed", "from another directory's checkpoint (--resume), or from the beginning"
+        if found and not found.endswith(" (deleted)") and os.path.isdir(found):
+            fate, advice = f"moved to {found}", "with the directory where it was, or with --output-dir at its new place"
         return (
-            f"--output-dir {self.path} was {f'moved to {found}' if is_moved else 'removed'} while the run was writing"
-            " to it; nothing more is written. Start again"
-            + (
-                " with the directory where it was, or with --output-dir at its new place"
-                if is_moved
-                else " from another directory's checkpoint (--resume), or from the beginning"
-            )
+            f"--output-dir {self.path} was {fate} while the run was writing to it; nothing more is written. Start"
+            f" again {advice}"
         )
 
 
@@ -94,7 +91,7 @@ class RunLock:
         os.utime(self.file)
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to this lock, and not to that of a run in a directory made anew."""
+        """Whether the path still leads to this lock, not to another run's in a new directory of the same name."""
         return is_same_file(self.file, self.path)
 
     def is_alone_in_its_directory(self) -> bool:

@@ -19,14 +19,14 @@ from ranks.peers import describe_ranks
 
 START_TIMEOUT = 600.0
 SECONDS_PER_NOTICE = 30.0
-MOST_NODES = 8  # that a message lists one by one
+MOST_NODES = 8  # nodes that a message lists one by one
 ARRIVED, NUM_ARRIVED, COMPLETE = "arrived", "num_arrived", "complete"  # keys of the store
 
 
 def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.Store:
     """The store that torchrun's environment names, once every rank has reached it.
 
-    While ranks are missing, the first rank of each node names them every 30 s; RunError after `timeout` seconds.
+    While ranks are missing, the first rank of each node prints their names every 30 s; RunError after `timeout` s.
     """
     deadline, seconds_per_notice = time.monotonic() + timeout, min(SECONDS_PER_NOTICE, timeout / 2)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -42,10 +42,10 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
             if time.monotonic() >= deadline:
                 raise RunError(
                     ExitCode.PEER_DIED,
-                    f"{missing} did not come to the start within {timeout:g} s (--start-timeout): never started, or"
-                    " ended before: see its own output",
+                    f"{missing} did not arrive at the start within {timeout:g} s (--start-timeout): never started, or"
+                    " ended early; see the output there",
                 )
-            print_notice(f"still waiting at the start for {missing} (until --start-timeout {timeout:g})")
+            print_notice(f"still waiting at the start for {missing}, until --start-timeout {timeout:g}")
     except dist.DistError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(
@@ -69,7 +69,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: flo
 
 
 def is_complete(store: dist.Store, seconds: float) -> bool:
-    """Whether all ranks have come, after waiting for them at most this long."""
+    """Whether all ranks have arrived, after waiting at most this long."""
     try:
         store.wait([COMPLETE], timedelta(seconds=max(seconds, 0.001)))
     except dist.DistStoreError:
@@ -78,7 +78,7 @@ def is_complete(store: dist.Store, seconds: float) -> bool:
 
 
 def describe_missing(arrived: str, world_size: int, num_local: int) -> str:
-    """The ranks that are not in the lines of `arrived`, node by node, with the hosts that are known.
+    """The ranks missing from the lines of `arrived`, node by node, with their hosts if known.
 
     Each line holds a rank and its host. A node has `num_local` consecutive ranks.
     """
@@ -88,7 +88,7 @@ def describe_missing(arrived: str, world_size: int, num_local: int) -> str:
     for rank in range(world_size):
         if rank not in hosts:
             by_node.setdefault(rank // num_local, []).append(rank)
-    places = {node: host_of_node.get(node, f"node {node}, of which no rank has come") for node in by_node}
+    places = {node: host_of_node.get(node, f"node {node}, no rank has arrived") for node in by_node}
     nodes = [f"{describe_ranks(ranks)} ({places[node]})" for node, ranks in list(by_node.items())[:MOST_NODES]]
     num_missing = world_size - len(hosts)
     more = f" and those of {len(by_node) - MOST_NODES} more nodes" if len(by_node) > MOST_NODES else ""

@@ -1,6 +1,6 @@
-"""Texts for people to read: nothing in them that a terminal obeys, and no passwords or keys.
+"""Texts for people to read, without anything that a terminal obeys, and without passwords or keys.
 
-Models, data, servers and other people's files decide what much of our output says.
+Much of our output quotes models, data, servers and other people's files.
 """
 
 import logging
@@ -8,11 +8,11 @@ import os
 import re
 import sys
 
-# What a terminal would obey, not show: control characters, those that turn the direction of writing; and halves of
-# characters (file names that are not UTF-8), which cannot be printed.
+# Characters that a terminal obeys instead of showing (controls, changes of the direction of writing), and lone
+# surrogates (from file names that are not UTF-8), which cannot be printed.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # of variables in the environment
-NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # of those, the names of what only says where a secret is
+NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # of those, names of variables that only say where a secret is
 SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
 HIDDEN = "***"
 QUERY = re.compile(
@@ -22,12 +22,12 @@ USER = re.compile(r"(\w+://)[^/?#\s]+@")
 
 
 def make_visible(text: str) -> str:
-    """What a terminal would obey as escapes; tabs and ends of lines stay."""
+    """`text` with escapes in place of the characters that a terminal obeys; tabs and line breaks stay."""
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def hide_secrets(text: str) -> str:
-    """`text` without users' names and passwords in addresses, and without the values of keys in the environment."""
+    """`text` without the user names and passwords of addresses, and without the values of keys in the environment."""
     secrets = [
         value
         for name, value in os.environ.items()
@@ -43,12 +43,12 @@ def clean(text: str) -> str:
 
 
 def say(text: str, *, is_error: bool = False) -> None:
-    """Prints a line for people."""
+    """Prints `text`, cleaned."""
     print(clean(text), file=sys.stderr if is_error else sys.stdout, flush=True)
 
 
 class CleanFormatter(logging.Formatter):
-    """Log lines for people."""
+    """Cleans log lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return clean(super().format(record))

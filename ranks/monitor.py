@@ -159,7 +159,7 @@ class RunControl:
             self.held = HeldDirectory(output_dir)
 
     def check_directory(self) -> None:
-        """RunError if the output directory was moved or removed: what is made anew at its path is not this run's."""
+        """RunError if the output directory was moved or removed: a new one at its path is not this run's."""
         if self.held is not None and not self.held.is_in_place():
             raise RunError(ExitCode.IO, self.held.describe_loss())
 
@@ -208,7 +208,7 @@ class RunControl:
         """This rank's own end; every process ends once rank 0 has told the first cause."""
         code, message, details = describe_error(error, self.marks.where)
         if code == ExitCode.IO and self.held is not None and not self.held.is_in_place():
-            message = self.held.describe_loss()  # the cause of whatever could not be written
+            message = self.held.describe_loss()  # why nothing could be written
         cause = replace(self._cause(code, message, details), is_printed_by_all=isinstance(error, RanksDiffer))
         self.lifeline.call(lambda: self._report(cause))
         wait_forever()

@@ -1,22 +1,22 @@
-"""Open files: how many a rank of a large run needs, and this process's limit."""
+"""Open files: the number that a rank of a large run needs, and this process's limit."""
 
 import contextlib
 import resource
 from collections.abc import Sequence
 
-OTHER_FILES = 64  # of a rank beside its connections: libraries, data sets, checkpoints, pipes, sockets of its own
+OTHER_FILES = 64  # open files of a rank beside its connections: libraries, data sets, checkpoints, pipes, own sockets
 
 
 def count_open_files(world_size: int, group_sizes: Sequence[int] = ()) -> int:
-    """Open files of rank 0, which has the most: those of gloo's groups, the lifeline's connections, and the others.
+    """Open files of rank 0, which has the most: gloo's, the lifeline's connections, and others.
 
-    gloo opens N + 3 files for a group of N ranks. `group_sizes`: of the groups beside the one of all ranks.
+    gloo opens N + 3 files for a group of N ranks. `group_sizes`: sizes of the groups beside the one of all ranks.
     """
     return sum(size + 3 for size in (world_size, *group_sizes)) + world_size - 1 + OTHER_FILES
 
 
 def list_group_sizes(world_size: int, num_shards: int, num_sharing: int | None) -> list[int]:
-    """Ranks in each further group that a rank belongs to: copies of the model, and ranks that share packed rows."""
+    """Sizes of a rank's further groups: its copy of the model, its peers in other copies, the ranks that share rows."""
     sizes = [] if num_shards == world_size else [num_shards, world_size // num_shards]
     return sizes if num_sharing is None else [*sizes, num_sharing]
 

@@ -7,7 +7,7 @@ from ranks.lock import ERRORS_DIR
 
 SLOW_LIMIT = 3600.0  # seconds without progress while loading, saving, or compiling in the first step
 SECONDS_PER_HEARTBEAT = 1.0
-MOST_RUNS = 20  # of consecutive ranks in a message
+MOST_RUNS = 20  # runs of consecutive ranks that a message lists
 
 
 @dataclass
@@ -63,7 +63,7 @@ def describe_hang(peers: dict[int, Peer], clock: float) -> str:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks as a message names them: rank 3, or ranks 0-7, 9."""
+    """Text for ascending ranks: "rank 3", "ranks 0-7, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What a script is about to do, described for `compare_ranks`: its options, its code and libraries, its environment."""
+"""A script's options, code, libraries and environment, as `compare_ranks` takes them."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "numba", "safetensors", "peft",
     "bitsandbytes", "torchao", "liger-kernel", "flash-attn", "compressed-tensors", "triton",
 )  # fmt: skip
-# Variables by which libraries choose how exactly they multiply.
+# Variables that set the precision or the order of sums in libraries' matrix products.
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY",
     "MKL_CBWR", "TORCHDYNAMO_DISABLE",
@@ -25,7 +25,7 @@ VARIABLES = (
 
 
 def describe_program(options: Any, world: World, *, may_differ: Collection[str]) -> Groups:
-    """A script's options, apart from those that may differ, its code and libraries, and the kind of device."""
+    """A script's options, apart from those that may differ, its code and libraries, kind of device and variables."""
     values = flatten_options(options)
     return {
         "options": {flag_name(name): str(value) for name, value in values.items() if name not in may_differ},

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
-from ranks.ending import ExitCode, RunError, describe_error, exit_with_message
+from ranks.ending import ExitCode, RunError, describe_error, exit_with_message, log
 from ranks.meeting import START_TIMEOUT, meet
+from ranks.messages import CleanFormatter
 from ranks.monitor import RunControl
 from ranks.open_files import check_open_files, list_group_sizes, raise_open_file_limit
 from ranks.peers import SLOW_LIMIT
@@ -25,9 +26,6 @@ Result = TypeVar("Result")
 
 # Collectives give up only after the watchdog of ranks/monitor.py, which knows who is missing, has had its say.
 SECONDS_AFTER_WATCHDOG = 300.0
-
-from ranks.ending import log
-from ranks.messages import CleanFormatter
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class World:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """All ranks, for collectives of CPU tensors, which gloo carries on every device."""
+        """The group of all ranks, for collectives of CPU tensors: gloo carries them on every device."""
         return dist.group.WORLD
 
     @property
@@ -60,8 +58,8 @@ class World:
 def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOUT) -> World:
     """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
 
-    All ranks hold one copy of the model, until `divide_world`. RunError if not all ranks come within `start_timeout`
-    seconds; ValueError if this process may not open as many files as they need.
+    All ranks hold one copy of the model, until `divide_world`. RunError if not all ranks arrive within `start_timeout`
+    seconds; ValueError if this process may not open as many files as it needs.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     raise_open_file_limit()

@@ -554,7 +554,7 @@ def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokeniz
 def test_a_template_that_is_slow_on_many_rows_is_given_up(base_tokenizer, monkeypatch):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + ENDLESS + "{% endif %}")
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1.0)
-    with pytest.raises(ValueError, match=r"takes longer than 1 seconds on a conversation, for 3 of the rows"):
+    with pytest.raises(ValueError, match=r"takes longer than 1 seconds for each of 3 rows"):
         masker.mask([Chat([{"role": "user", "content": f"long {i}"}, ANSWER]) for i in range(1000)])
 
 

@@ -153,7 +153,7 @@ def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
     assert note == "note: columns that are not read: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
     prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; not read are prompt"):
+    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; unread columns are prompt"):
         prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "nots"))
 
 
@@ -293,8 +293,8 @@ def test_the_documented_rows_of_ms_swift_and_axolotl(model, tokenizer, tmp_path)
         ({"loss_scale": 2.0}, "has 'loss_scale': 2.0, allowed: numbers from 0 to 1"),
         ({"loss_scale": -1}, "has 'loss_scale': -1, allowed: numbers from 0 to 1"),
         ({"training": "no"}, "has 'training': 'no', allowed: true, false"),
-        ({"loss": False, "train": True}, "has both 'train' and 'loss', which say the same"),
-        ({"loss_scale": 0.5, "weight": 1}, "has both 'weight' and 'loss_scale', which say the same"),
+        ({"loss": False, "train": True}, "has both 'train' and 'loss', which mean the same"),
+        ({"loss_scale": 0.5, "weight": 1}, "has both 'weight' and 'loss_scale', which mean the same"),
     ],
 )
 def test_marks_that_cannot_be_honoured_refuse_the_row(marks, reason):

@@ -124,7 +124,7 @@ BAD_YAML = [
     ("seed: !!timestamp 2024-13-45\n", "line 1: not valid YAML: '2024-13-45': month must be in 1..12"),
     ("a: 1\nseed: " + "9" * 5000, "line 2: not valid YAML: '999"),
     ("seed: *nope\n", "line 1: not valid YAML: found undefined alias 'nope'"),
-    ("a: 1\na: 2\n", "line 2: not valid YAML: a key is there twice: a"),
+    ("a: 1\na: 2\n", "line 2: not valid YAML: a key is repeated: a"),
     ("a: !!python/object/apply:os.getcwd []\n", "line 1: not valid YAML: could not determine a constructor"),
     ("- a\n", "expected 'option: value' lines"),
 ]
@@ -159,7 +159,7 @@ def test_yaml_of_the_harness_may_have_its_tags_and_is_checked_otherwise(tmp_path
 def test_a_path_that_is_not_utf8_is_refused(capfd):
     path = os.fsdecode(b"caf\xe9")
     message = refuse(["--model-name-or-path", "m", "--data-path", path, "--output-dir", "o"], capfd)
-    assert "caf\\udce9: is not UTF-8 text" in message
+    assert "caf\\udce9: not UTF-8 text" in message
 
 
 # JSON, links and leftovers.

@@ -98,7 +98,7 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     assert "read as axolotl's, for 8 GPUs" in done.stdout
     assert all(f"  {key} " in done.stdout for key in yaml.safe_load(AXOLOTL))
     assert "no counterpart, or differing: evals_per_epoch, mystery\n" in done.stdout
-    assert "of its own keys" not in done.stdout
+    assert "the data set's keys" not in done.stdout
     train, data = read_options(tmp_path)
     assert train.items() >= dict(
         model_name_or_path="meta-llama/Llama-3.2-1B", lora=True, base_quantization="nf4", lora_rank=32, lora_alpha=16,
@@ -264,8 +264,8 @@ def test_columns_of_other_names_are_named(columns, expected, tmp_path):
         ("trl", dict(lr_scheduler_kwargs={"num_cycles": 2}), "no counterpart: num_cycles"),
         ("axolotl", dict(tensor_parallel_size=2), "differs: weights are sharded"),
         ("llama-factory", dict(trust_remote_code=True), "needs no option"),
-        ("llama-factory", dict(dataset="identity"), "no counterpart: name its file as input_file"),
-        ("axolotl", dict(datasets=[dict(path="c.jsonl", type="alpaca", shards=2)]), "shards have no counterpart"),
+        ("llama-factory", dict(dataset="identity"), "no counterpart: give its file as input_file"),
+        ("axolotl", dict(datasets=[dict(path="c.jsonl", type="alpaca", shards=2)]), "the data set's keys shards"),
         (
             "axolotl",
             dict(datasets=[dict(path="c.jsonl", type="chat_template", roles_to_train=["gpt"], train_on_eos="turn",
@@ -332,7 +332,7 @@ CHATS = [dict(path="c.jsonl", type="chat_template")]
         ("axolotl", dict(rl="dpo"), "rl: preferences"),
         ("axolotl", dict(reward_model=True), "reward_model: reward"),
         ("axolotl", dict(datasets=[dict(path="c.jsonl", type="input_output")]), "type 'input_output'"),
-        ("axolotl", dict(datasets=[dict(path="c.jsonl", type={"field_output": "a"})]), "of one's own"),
+        ("axolotl", dict(datasets=[dict(path="c.jsonl", type={"field_output": "a"})]), "that is custom"),
         ("axolotl", dict(datasets=[CHATS[0] | dict(roles_to_train=["user"])]), "only the assistant's"),
         ("axolotl", dict(datasets=[CHATS[0] | dict(train_on_eos="last")]), "train_on_eos 'last'"),
         ("axolotl", dict(datasets=CHATS, optimizer="muon"), "optimizer 'muon'"),

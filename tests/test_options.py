@@ -136,7 +136,7 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("- 1", "expected 'option: value' lines, got list"),
         ("", "expected 'option: value' lines, got NoneType"),
         ("a: [", "not valid YAML"),
-        ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is there twice: seed"),
+        ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is repeated: seed"),
         ("bach_size: 3\ncompile: 1", "compile: given 1, allowed: true or false"),  # both at once
         ("output_dir: /a/${NOT_THERE}/b", "output_dir: '/a/${NOT_THERE}/b': the environment has no variable NOT_THERE"),
         (None, "cannot be read"),
@@ -284,4 +284,5 @@ def test_without_the_reader_of_options_one_message_says_what_to_install(tmp_path
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == ExitCode.BAD_INPUT and "Traceback" not in done.stderr
-    assert "the package tyro is not installed" in done.stderr and "pip install -e ." in done.stderr
+    assert "the package tyro, which reads the options, is not installed" in done.stderr
+    assert "pip install -e ." in done.stderr

@@ -101,7 +101,15 @@ def decode_answer(masked: TokenizedChat, masker: ChatMasker) -> str:
     return masker.tokenizer.decode(masked.input_ids[masked.spans[-1].start : masked.spans[-1].end])
 
 
-SOME = ("trl:qwen3", "trl:gemma4_v5", "trl:deepseek_r1_distill", "trl:smolvlm", "trl:nemotron_3_nano_training", *OWN)
+SOME = (
+    "trl:qwen3",
+    "trl:gemma4_v5",
+    "trl:diffusion_gemma",
+    "trl:deepseek_r1_distill",
+    "trl:smolvlm",
+    "trl:nemotron_3_nano_training",
+    *OWN,
+)
 
 
 @pytest.mark.parametrize("as_prompted", [False, True])

@@ -3,11 +3,10 @@
 from typing import Any
 
 from trainers.axolotl_data import FORMAT_RULES, has_images
-from trainers.batches import PeerBatch
+from trainers.batches import PeerBatch, multiply_rows
 from trainers.rules import (
     ALL_LINEAR,
     DIFFERS,
-    MISSING,
     NEEDLESS,
     OUTSIDE,
     Conversion,
@@ -45,7 +44,7 @@ PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab"
 
 
 def normalize(given: dict[str, Any]) -> dict[str, Any]:
-    """`batch_size`, a deprecated total, as accumulation; the older name of packing."""
+    """The keys, with the older name of packing as the newer one."""
     given = dict(given)
     if given.get("max_packed_sequence_len"):
         given.setdefault("sample_packing", True)
@@ -57,7 +56,7 @@ def trains_adapter(given: dict[str, Any]) -> bool:
 
 
 def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """What Axolotl takes for keys that are left out, where this trainer's own default differs."""
+    """Axolotl's values for keys that are left out, where this trainer's default differs."""
     defaults = {
         "lr_scheduler": "cosine",
         "num_epochs": 1,
@@ -71,7 +70,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def say_default_warmup(to: Conversion, key: str, value: Any) -> str:
-    """min(3 % of the steps, 100), and never a single one."""
+    """Axolotl's default: min(3 % of the steps, 100), and never a single step."""
     if to.get("lr_scheduler") == "constant":
         return f"{NEEDLESS}: the constant schedule has no warm-up"
     if (steps := to.get_number("max_steps", default=-1)) > 0:
@@ -83,7 +82,7 @@ def say_default_warmup(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_length(to: Conversion, key: str, value: Any) -> str:
-    """Longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
+    """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
     length = read_number(key, value)
     rows = to.get_number("micro_batch_size", default=1)
     to.train["max_tokens_per_gpu"] = length * rows
@@ -102,7 +101,7 @@ def say_overlong(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_all_linear(to: Conversion, key: str, value: Any) -> str:
-    """Every linear layer beside those that are named: their union."""
+    """Every linear layer and those that are named: their union."""
     named = to.get("lora_target_modules", default=[])
     names = [named] if isinstance(named, str) else list(named)
     if not value:
@@ -122,7 +121,7 @@ def say_named_targets(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_parameters(to: Conversion, key: str, value: Any) -> str:
-    """Experts that one tensor holds: targets like other layers here."""
+    """Experts held as one tensor: they are targets like other layers here."""
     names = [value] if isinstance(value, str) else value
     chosen = to.get("lora_target_modules", default=[])
     if to.get("lora_target_linear") or chosen in ALL_LINEAR:
@@ -134,7 +133,7 @@ def say_parameters(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_tokens(to: Conversion, key: str, value: Any) -> str:
-    """Roles of tokens: padding is never computed, others are the tokenizer's."""
+    """Tokens by role: padding is never computed, others are the tokenizer's own."""
     if not isinstance(value, dict):
         raise ValueError(f"special_tokens is a mapping, given {value!r}")
     more = value.get("additional_special_tokens") or []
@@ -150,15 +149,15 @@ def say_plugins(to: Conversion, key: str, value: Any) -> str:
     names = value if isinstance(value, list) else [value]
     other = [str(name) for name in names if not any(f"integrations.{part}." in str(name) for part in PLUGINS)]
     if other:
-        raise Refusal(f"{', '.join(other)} may change what is trained, and is not known here")
+        raise Refusal(f"{', '.join(other)}: a plugin that is not known here may change what is trained")
     return f"{NEEDLESS}: speed alone; --use-liger-kernels takes Liger's kernels"
 
 
 def say_model_config(to: Conversion, key: str, value: Any) -> str:
-    """Changes of the model's config: only the experts' balancing loss is known."""
+    """Changes to the model's config: only the experts' balancing loss has a counterpart."""
     if value == {"output_router_logits": True}:
-        return f"{DIFFERS}: the experts' balancing loss is asked for by --router-aux-loss, with its coefficient"
-    raise Refusal(f"changes of the model's config are not made here: {value}")
+        return f"{DIFFERS}: --router-aux-loss with a coefficient turns the experts' balancing loss on"
+    raise Refusal(f"the model's config is never changed here: {value}")
 
 
 def say_context_parallel(to: Conversion, key: str, value: Any) -> str:
@@ -177,34 +176,16 @@ def say_input_masking(to: Conversion, key: str, value: Any) -> str:
     return NEEDLESS
 
 
-def describe_batch(to: Conversion) -> PeerBatch | None:
-    """Rows of a step, which are packs where samples are packed; GPUs that share a row count once."""
-    try:
-        a_gpu = to.get_number("micro_batch_size", default=1)
-        total = to.get_number("batch_size", default=0)
-        accumulated = to.get_number("gradient_accumulation_steps", default=(total // a_gpu) or 1)
-        shared = to.get_number("context_parallel_size", default=1) * to.get_number("tensor_parallel_size", default=1)
-        length = to.get_number("sequence_len", default=512)
-    except ValueError as error:
-        to.told["batch_size"] = f"{MISSING}: {error}"
-        return None
-    gpus = max(1, to.num_gpus // max(1, shared))
-    product = f"{a_gpu} x {accumulated} x {gpus} GPUs"
+def describe_batch(to: Conversion) -> PeerBatch:
+    """Rows of a step, which are packs if samples are packed; GPUs that share a row count once."""
+    a_gpu = to.get_number("micro_batch_size", default=1)
+    total = to.get_number("batch_size", default=0)
+    accumulated = to.get_number("gradient_accumulation_steps", default=(total // max(1, a_gpu)) or 1)
+    shared = to.get_number("context_parallel_size", default=1) * to.get_number("tensor_parallel_size", default=1)
+    length = to.get_number("sequence_len", default=512)
     packs = bool(to.get("sample_packing")) and not to.get("pretraining_dataset")
-    return PeerBatch(int(a_gpu * accumulated * gpus), product, int(length) if packs else None)
-
-
-def find_refusals(to: Conversion) -> list[str]:
-    if (
-        to.sources
-        or not {"datasets", "pretraining_dataset"} & to.given.keys()
-        or to.told.get("datasets", "").startswith(MISSING)
-    ):
-        return []
-    return (
-        ["datasets: none is given"]
-        if "base_model" in to.given and not to.get("datasets", "pretraining_dataset")
-        else []
+    return multiply_rows(
+        a_gpu, accumulated, max(1, to.num_gpus // max(1, shared)), pack_length=length if packs else None
     )
 
 
@@ -218,9 +199,8 @@ KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddin
            "sample_packing_seq_len_multiplier", "expert_parallel_num_nvl_bytes", "expert_parallel_token_capacity",
            "gemma4_hybrid_attn_impl", "experimental_skip_move_to_device", "qlora_sharded_model_loading", "lora_on_cpu",
            "gpu_memory_limit", "device_map", "ddp", "ddp_bucket_cap_mb", "accelerator_config", "use_ray",
-           "ray_num_workers",
-           "flex_attn_compile_kwargs", "expert_parallel_size", "liger_layer_norm", "liger_rms_norm_gated",
-           "tokenizer_use_fast", "flash_optimum", "bnb_config_kwargs")  # fmt: skip
+           "ray_num_workers", "flex_attn_compile_kwargs", "expert_parallel_size", "liger_layer_norm",
+           "liger_rms_norm_gated", "tokenizer_use_fast", "flash_optimum", "bnb_config_kwargs")  # fmt: skip
 RULES: dict[str, Rule] = COMMON | FORMAT_RULES | {
     "base_model": say_model,
     "revision_of_model": say_revision,
@@ -299,9 +279,9 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | {
     "resize_token_embeddings_to_32x": needless("the vocabulary grows as tokens are added"),
     "tokenizer_use_mistral_common": differs("the tokenizer and template are those of the Hugging Face format"),
     "tokenizer_config": refuse("the tokenizer is the model's own directory's: put it there"),
-    "model_quantization_config": refuse("a base that is quantized already is not trained; load_in_4bit quantizes one"),
+    "model_quantization_config": refuse("a quantized base is not trained; load_in_4bit quantizes an unquantized one"),
     "reinit_weights": refuse("weights are the model's; training from random weights is not here"),
-    "gptq": refuse("a base in GPTQ is not trained; adapter: qlora quantizes one"),
+    "gptq": refuse("a base in GPTQ is not trained; adapter: qlora quantizes an unquantized one"),
     "relora": refuse("adapters are not merged while they train (ReLoRA)"),
     "lisa_n_layers": refuse("LISA's changing layers are not here"),
     "unfrozen_parameters": refuse("parts of a model that train are chosen by LoRA or OSFT"),
@@ -311,7 +291,7 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | {
     "peft": refuse("LoftQ's initial values are not here"),
     "lr_groups": refuse("all parameters have one learning rate"),
     "embedding_lr": refuse("all parameters have one learning rate"),
-    "trainer_cls": refuse("a trainer class of one's own is not run"),
+    "trainer_cls": refuse("custom trainer classes are not run"),
     "test_datasets": missing("tokenize them, and give validation_data_path"),
     "save_first_step": needless("--preset sanity tries an export first"),
     "eval_table_size": missing("generate.py writes answers"),

@@ -1,4 +1,4 @@
-"""Axolotl's data sets: each type of prompt as a format and its fields here, or refused by its name."""
+"""Axolotl's data sets: each type of prompt is a format with fields here, or refused by name."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from corpus.files import ENDINGS
 from trainers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule, needless, read_number
 from trainers.sources import add_sources, describe_sources, is_file, say_template_text
 
-# Types whose rows are Alpaca's columns, under prompts of different words.
+# Types whose rows have Alpaca's columns; their prompts differ in words.
 ALPACA = ("alpaca", "alpaca:chat", "alpaca:phi", "alpaca:chatml", "alpaca_chat.load_qa", "alpaca_w_system.load")
 MAPPINGS = {("role", "content"): "messages", ("from", "value"): "sharegpt"}
 KNOWN_ROLES = {"system", "human", "user", "gpt", "chatgpt", "assistant", "model", "bot", "tool", "observation"}
@@ -18,7 +18,7 @@ def has_images(given: dict[str, Any]) -> bool:
 
 
 def say_datasets(to: Conversion, key: str, value: Any) -> str:
-    """Every data set with its type."""
+    """The data sets, each with its type."""
     listed = value if isinstance(value, list) else [value]
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
     if not entries or not all(isinstance(entry.get("path"), str) for entry in entries):
@@ -40,12 +40,12 @@ def read_entry(to: Conversion, entry: dict[str, Any], notes: list[str], *, is_pr
         source |= take_images(source)
     rest = {name: item for name, item in rest.items() if not is_so_anyway(name, item)}
     if rest:
-        notes.append(f"of its own keys {', '.join(sorted(map(str, rest)))} have no counterpart")
+        notes.append(f"no counterpart for the data set's keys {', '.join(sorted(map(str, rest)))}")
     return source
 
 
 def take_images(source: dict[str, Any]) -> dict[str, Any]:
-    """Images stand beside files of rows."""
+    """The option for rows with images, which are read beside files."""
     if "input_dataset" in source:
         raise Refusal(
             f"images of {source['input_dataset']}: are read beside files of rows; download it, and name its files"
@@ -54,7 +54,7 @@ def take_images(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_place(rest: dict[str, Any]) -> dict[str, Any]:
-    """Where the rows are: files, or a data set of the hub with its split."""
+    """Options for the rows' place: files, or a data set of the hub with its split."""
     path, name, files = rest.pop("path"), rest.pop("name", None), rest.pop("data_files", None)
     if "://" in path:
         raise Refusal(f"{path}: rows are read from files or the hub; copy them to a file")
@@ -65,7 +65,7 @@ def read_place(rest: dict[str, Any]) -> dict[str, Any]:
         return {"input_file": files}
     if files:
         raise Refusal(
-            f"{path}: of a data set of the hub all files are read; download {', '.join(files)} and name them as path"
+            f"{path}: all files of a data set of the hub are read; download {', '.join(files)}, and give them as path"
         )
     if rest.get("ds_type"):
         return {"input_file": [path]}
@@ -77,7 +77,7 @@ def read_place(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_type(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any) -> dict[str, Any]:
-    """What a row is, by the data set's type."""
+    """Options for the form of rows, by the data set's type."""
     if kind is None and has_images(to.given):
         kind = "chat_template"
     if kind == "chat_template":
@@ -96,7 +96,7 @@ def read_type(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any)
 
 
 def describe_type(kind: Any) -> str:
-    return "none" if kind is None else "of one's own (a mapping)" if isinstance(kind, dict) else repr(kind)
+    return "none" if kind is None else "that is custom (a mapping)" if isinstance(kind, dict) else repr(kind)
 
 
 def read_documents(to: Conversion, rest: dict[str, Any], notes: list[str], kind: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def read_documents(to: Conversion, rest: dict[str, Any], notes: list[str], kind:
         raise Refusal(f"type {kind!r} of documents is not known here: completion and pretrain are")
     field = rest.pop("field", None) or rest.pop("text_column", None) or "text"
     length = read_number("sequence_len", to.get("sequence_len", default=512))
-    notes.append(f"{DIFFERS}: texts are joined and cut into blocks of {length} tokens; there each begins its own")
+    notes.append(f"{DIFFERS}: texts are joined and cut into blocks of {length} tokens; there each text begins a block")
     return {"format": "document", "block_size": length, "max_sample_num_tokens": None} | (
         {} if field in ("text", "document") else {"text_field": field}
     )
@@ -136,7 +136,7 @@ def read_chat(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[st
 
 
 def check_trained(rest: dict[str, Any]) -> None:
-    """Refuses data sets that train other tokens than the assistant's turns with their ends."""
+    """Refuses data sets that train anything but the assistant's turns with their ends."""
     roles = rest.get("roles_to_train")
     if roles is not None and not (
         isinstance(roles, list) and all(role in ("assistant", "gpt", "model") for role in roles)
@@ -148,7 +148,7 @@ def check_trained(rest: dict[str, Any]) -> None:
 
 
 def check_roles(roles: Any, notes: list[str]) -> None:
-    """Notes names of roles that rows may not have here."""
+    """Adds a note on roles that rows cannot have here."""
     if not isinstance(roles, dict):
         return
     names = {str(name) for listed in roles.values() for name in (listed if isinstance(listed, list) else [listed])}
@@ -157,10 +157,9 @@ def check_roles(roles: Any, notes: list[str]) -> None:
 
 
 def is_so_anyway(name: str, value: Any) -> bool:
-    """Whether a data set's key holds for every one here."""
-    if (name, value) in (("ds_type", value), ("trust_remote_code", False), ("split", "train")):
-        return True
-    return name in ("roles_to_train", "train_on_eos", "train_on_eot")
+    """Whether every data set here has this key's value."""
+    always = ("ds_type", "roles_to_train", "train_on_eos", "train_on_eot")
+    return name in always or (name, value) in (("trust_remote_code", False), ("split", "train"))
 
 
 def say_template(to: Conversion, key: str, value: Any, *, into: dict[str, Any] | None = None) -> str:
@@ -173,8 +172,7 @@ def say_template(to: Conversion, key: str, value: Any, *, into: dict[str, Any] |
         (to.data if into is None else into)["chat_template"] = TEMPLATES[value]
         return f"chat_template: {TEMPLATES[value]} (of process_data.py)"
     return (
-        f"{DIFFERS}: the model's own chat template is used; where {value} is another, give its Jinja file"
-        f" as chat_template"
+        f"{DIFFERS}: the model's own chat template is used; if {value} is another, give its Jinja file as chat_template"
     )
 
 
@@ -184,7 +182,7 @@ def say_images(to: Conversion, key: str, value: Any) -> str:
     if not to.is_lora and to.get("freeze_mm_modules") is None:
         to.train["freeze"] = ["nothing"]
     if "Voxtral" in str(value):
-        raise Refusal(f"{value}: models of sound are not trained here")
+        raise Refusal(f"{value}: audio models are not trained here")
     return "images: true (of process_data.py)"
 
 

@@ -2,13 +2,14 @@
 
 import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from trainers.rules import DIFFERS, Conversion
+from trainers.rules import DIFFERS, MISSING, Conversion
 
-MOST_LENGTHS = 20_000  # sampled for packing: the ratio no longer moves
+MOST_LENGTHS = 20_000  # samples to pack; with more of them the ratio no longer changes
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,32 @@ class PeerBatch:
     """How a trainer counts one optimizer step."""
 
     rows: int  # of a step, over all GPUs
-    product: str  # how they are counted, in words
-    pack_length: int | None  # tokens of a pack, where a row is one; None: a row is a sample
+    product: str  # their factors, as messages print them
+    pack_length: int | None  # tokens of a pack, if a row is one; None: a row is a sample
 
 
-def count_batch(to: Conversion, batch: PeerBatch | None) -> None:
-    """Sets `batch_size`; where rows are packs it takes the user's own samples, and `needs_data` says so."""
-    if batch is None:
+def describe_device_batch(to: Conversion, *, pack_length: int | float | None) -> PeerBatch:
+    """The step of trainers that use transformers.TrainingArguments."""
+    a_gpu = to.get_number("per_device_train_batch_size", default=8)
+    accumulated = to.get_number("gradient_accumulation_steps", default=1)
+    return multiply_rows(a_gpu, accumulated, to.num_gpus, pack_length=pack_length)
+
+
+def multiply_rows(
+    a_gpu: int | float, accumulated: int | float, num_gpus: int | float, *, pack_length: int | float | None
+) -> PeerBatch:
+    """A step of `a_gpu` rows for each of `num_gpus`, `accumulated` times."""
+    rows, product = int(a_gpu * accumulated * num_gpus), f"{a_gpu} x {accumulated} x {num_gpus} GPUs"
+    return PeerBatch(rows, product, None if pack_length is None else int(pack_length))
+
+
+def count_batch(to: Conversion, describe_batch: Callable[[Conversion], PeerBatch]) -> None:
+    """Sets `batch_size` by how the peer counts a step. Packs become samples by the user's tokenized data; without it
+    `needs_data` is set."""
+    try:
+        batch = describe_batch(to)
+    except ValueError as error:
+        to.told["batch_size"] = f"{MISSING}: {error}"
         return
     if batch.pack_length is None:
         to.train["batch_size"] = batch.rows
@@ -50,7 +70,7 @@ def count_packs(lengths: np.ndarray, pack_length: int) -> tuple[int, int]:
         raise ValueError(f"no sample of the tokenized data is as short as a pack of {pack_length:,} tokens")
     if len(fitting) > MOST_LENGTHS:
         fitting = np.random.default_rng(0).choice(fitting, MOST_LENGTHS, replace=False)
-    room: list[int] = []  # what each pack has left, ascending
+    room: list[int] = []  # tokens left in each pack, ascending
     for length in sorted(fitting.tolist(), reverse=True):
         place = bisect.bisect_left(room, length)
         left = room.pop(place) if place < len(room) else pack_length
@@ -59,7 +79,7 @@ def count_packs(lengths: np.ndarray, pack_length: int) -> tuple[int, int]:
 
 
 def count_epochs(to: Conversion) -> None:
-    """Epochs as whole ones, or, where they are not whole, as samples of the tokenized data."""
+    """Sets `max_epochs`, or `max_samples` for epochs that are not whole, by the tokenized data."""
     epochs = to.epochs
     if epochs is None:
         return
@@ -71,5 +91,5 @@ def count_epochs(to: Conversion) -> None:
     else:
         to.train["max_epochs"] = math.ceil(epochs)
         to.told["max_epochs"] = (
-            f"max_epochs: {math.ceil(epochs)}; {DIFFERS}: given {epochs}, which --tokenized-data would make samples"
+            f"max_epochs: {math.ceil(epochs)}; {DIFFERS}: given {epochs}; with --tokenized-data it becomes max_samples"
         )

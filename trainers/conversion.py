@@ -17,30 +17,32 @@ TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}
 
 
 def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:
-    """Options for every key; `lengths` are the user's tokenized samples, by which packs become samples.
+    """Options for every key. `lengths`: tokens of the user's samples, to count packs as samples.
 
     Raises ValueError with all reasons where the file asks for something that cannot be trained here.
     """
     peer = TRAINERS[trainer]
-    present = {key: value for key, value in given.items() if value is not None}
-    present = peer.normalize(present)
+    present = peer.normalize({key: value for key, value in given.items() if value is not None})
     defaults = peer.list_defaults(present)
     to = Conversion(defaults | present, num_gpus, is_lora=peer.trains_adapter(present), lengths=lengths)
-    refused = [f"{key}: {reason}" for key, reason in OTHER_OBJECTIVES.items() if is_set(given.get(key))]
-    for key in [*given, *(key for key in (*defaults, *present) if key not in given)]:
-        if key in OTHER_OBJECTIVES and is_set(given.get(key)):
+    refused = {key: reason for key, reason in OTHER_OBJECTIVES.items() if is_set(given.get(key))}
+    for key in dict.fromkeys((*given, *defaults, *present)):
+        if key in refused:
             continue
         try:
-            told = follow_key(to, peer.RULES, key, is_default=key not in present and key in defaults)
+            to.told[key] = follow_key(to, peer.RULES, key, is_default=key not in present and key in defaults)
         except Refusal as refusal:
-            refused.append(f"{key}: {refusal}")
-            continue
-        to.told[key] = told
-    refused += peer.find_refusals(to)
+            refused[key] = str(refusal)
     if refused:
-        raise ValueError("; ".join(dict.fromkeys(refused)))
-    count_batch(to, peer.describe_batch(to))
+        raise ValueError("; ".join(f"{key}: {reason}" for key, reason in refused.items()))
+    count_batch(to, peer.describe_batch)
     count_epochs(to)
+    finish_options(to)
+    return to
+
+
+def finish_options(to: Conversion) -> None:
+    """Adds the tokenized data's files and gives all options their types. ValueError if they contradict each other."""
     to.train.setdefault("data_path", to.list_outputs())
     if "validation_share" in to.data:
         to.train["validation_data_path"] = to.list_outputs("validation.")
@@ -50,11 +52,10 @@ def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.n
     problems = [problem for options in make_options(to) for problem in find_problems(options)]
     if problems:
         raise ValueError(f"its options cannot be used together: {'; '.join(problems)}")
-    return to
 
 
 def make_options(to: Conversion) -> Iterator[TrainOptions | ProcessDataOptions]:
-    """What was written as the scripts take it, with something in the place of what its user has to give."""
+    """The options as the scripts take them, with stand-ins for those that the user has to give."""
     given = {"output_dir": "run", "model_name_or_path": "model"}
     yield group_options(TrainOptions, **(given | to.train))
     for source in to.sources:
@@ -67,7 +68,7 @@ def is_set(value: Any) -> bool:
 
 
 def follow_key(to: Conversion, rules: dict[str, Rule], key: str, *, is_default: bool) -> str:
-    """What became of one key, which may have a default in the peer's place."""
+    """The outcome of one key; `is_default`: its value is the peer's default."""
     if key not in rules:
         return f"{MISSING}: not known here"
     if key not in to.given:
@@ -95,7 +96,7 @@ def follow(rule: Rule, to: Conversion, key: str, value: Any) -> str:
 
 
 def parse_said(values: dict[str, Any], before: dict[str, Any], options_class: type) -> dict[str, Any]:
-    """The options in their own types, but for those that are unchanged since `before`; ValueError for a wrong type."""
+    """The options in their own types; those unchanged since `before` are left. ValueError for a wrong type."""
     return {
         name: value if is_parsed(name, value, before) else parse_value(name, value, options_class)
         for name, value in values.items()
@@ -107,5 +108,5 @@ def is_parsed(name: str, value: Any, before: dict[str, Any]) -> bool:
 
 
 def list_differences(to: Conversion) -> list[str]:
-    """The keys whose meaning is not exactly kept, with how it differs."""
+    """The keys whose meaning changes, each with the difference."""
     return [f"{key}: {told}" for key, told in to.told.items() if MISSING in told or DIFFERS in told]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainers.batches import PeerBatch
+from trainers.batches import PeerBatch, describe_device_batch
 from trainers.rules import (
     DIFFERS,
     MISSING,
@@ -52,7 +52,7 @@ def trains_adapter(given: dict[str, Any]) -> bool:
 
 
 def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """What LLaMA-Factory takes for keys that are left out, where this trainer's own default differs."""
+    """LLaMA-Factory's values for keys that are left out, where this trainer's default differs."""
     defaults = {"finetuning_type": "lora", "cutoff_len": 2048, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
                 "num_train_epochs": 3, "per_device_train_batch_size": 8, "adam_beta2": 0.999}  # fmt: skip
     return defaults | ({"lora_rank": 8} if trains_adapter(given) else {})
@@ -62,10 +62,7 @@ def say_stage(to: Conversion, key: str, value: Any) -> str:
     """Supervised fine-tuning, or documents."""
     if value == "pt":
         to.data["format"] = "document"
-        return (
-            f"format: document (of process_data.py); {DIFFERS}: no adapter of the chat template, texts"
-            f" are trained whole"
-        )
+        return f"format: document (of process_data.py); {DIFFERS}: texts are trained whole, without a chat template"
     if value != "sft":
         raise Refusal(f"{value!r} has no objective here: sft and pt are read")
     return NEEDLESS
@@ -76,7 +73,7 @@ def is_pretraining(to: Conversion) -> bool:
 
 
 def say_length(to: Conversion, key: str, value: Any) -> str:
-    """Longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
+    """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
     length = read_number(key, value)
     to.train["max_tokens_per_gpu"] = length * to.get_number("per_device_train_batch_size", default=8)
     tokens = f"max_tokens_per_gpu: {to.train['max_tokens_per_gpu']}"
@@ -90,14 +87,14 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_datasets(to: Conversion, key: str, value: Any) -> str:
-    """Names, by the list of data sets that is beside their files."""
+    """Data sets by name, from the list that lies beside their files."""
     info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
     listed = read_list(info)
     names, notes = read_names(key, value), []
     absent = [name for name in names if name not in listed]
     if absent:
         return (
-            f"{MISSING}: name its file as input_file in data.yaml (given {value!r}; {', '.join(absent)} not in {info})"
+            f"{MISSING}: give its file as input_file in data.yaml (given {value!r}; {', '.join(absent)} not in {info})"
         )
     sources = [read_entry(to, name, listed[name], info, notes) for name in names]
     add_sources(to, sources)
@@ -105,7 +102,7 @@ def say_datasets(to: Conversion, key: str, value: Any) -> str:
 
 
 def read_list(path: Path) -> dict[str, dict[str, Any]]:
-    """The list of data sets, empty where there is none; ValueError if it is none."""
+    """The list of data sets, empty without a file; ValueError if the file holds something else."""
     try:
         listed = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
@@ -150,7 +147,7 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, not
 
 
 def read_place(name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
-    """Where the rows are: a file beside the list, or a data set of the hub."""
+    """The option for the rows' place: a file beside the list, or a data set of the hub."""
     if "hf_hub_url" in entry:
         subset = entry.get("subset")
         source = {"input_dataset": entry["hf_hub_url"] if subset is None else f"{entry['hf_hub_url']}:{subset}"}
@@ -174,7 +171,7 @@ def read_alpaca(name: str, columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_chat(name: str, kind: str, columns: dict[str, Any], tags: dict[str, Any]) -> dict[str, Any]:
-    """Messages by the names of their keys; of the speakers' names those that process_data.py knows."""
+    """Messages, by the names of their keys; speakers must have names that process_data.py knows."""
     pair = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     formats = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
     if kind == "openai" and not tags:
@@ -191,12 +188,12 @@ def say_masking(to: Conversion, key: str, value: Any) -> str:
         return NEEDLESS
     raise Refusal(
         "prompts are never trained here" if key == "train_on_prompt"
-        else "every turn of the assistant is trained; rows can say train: false for a message"
+        else "every turn of the assistant is trained; a row's messages can have train: false"
     )  # fmt: skip
 
 
 def say_subset(to: Conversion, key: str, value: Any) -> str:
-    """The first rows of each data set; here as many, drawn at random."""
+    """The first rows of each data set there; as many rows drawn at random here."""
     to.train["subset"] = str(read_number(key, value))
     return (
         f"subset: {value}; {DIFFERS}: drawn at random after tokenizing, there the first rows; also of validation data"
@@ -210,7 +207,7 @@ def say_quantization(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_freezing(to: Conversion, key: str, value: Any) -> str:
-    """Parts of a model that sees: vision and projector stay by default, the language part trains."""
+    """Parts of a vision-language model: by default vision and projector are frozen, and the language part trains."""
     defaults = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
     parts = {
         "freeze_vision_tower": "vision",
@@ -229,35 +226,23 @@ def say_freezing(to: Conversion, key: str, value: Any) -> str:
     return f"freeze: {', '.join(to.train['freeze'])}"
 
 
-def describe_batch(to: Conversion) -> PeerBatch | None:
-    """Rows of a step: per device x accumulation x GPUs; packs where samples are packed."""
-    try:
-        a_gpu = to.get_number("per_device_train_batch_size", default=8)
-        accumulated = to.get_number("gradient_accumulation_steps", default=1)
-        length = to.get_number("cutoff_len", default=2048)
-    except ValueError as error:
-        to.told["batch_size"] = f"{MISSING}: {error}"
-        return None
+def describe_batch(to: Conversion) -> PeerBatch:
+    """Rows of a step, which are packs if samples are packed."""
     packs = (to.get("packing") or to.get("neat_packing")) and not is_pretraining(to)
-    product = f"{a_gpu} x {accumulated} x {to.num_gpus} GPUs"
-    return PeerBatch(int(a_gpu * accumulated * to.num_gpus), product, int(length) if packs else None)
-
-
-def find_refusals(to: Conversion) -> list[str]:
-    return []
+    length = to.get_number("cutoff_len", default=2048)
+    return describe_device_batch(to, pack_length=length if packs else None)
 
 
 OTHER_TRAINING = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro",
-                  "mixture_of_depths",
-                  "loraplus_lr_ratio", "pissa_init", "use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel",
-                  "shift_attn", "rope_scaling")  # fmt: skip
+                  "mixture_of_depths", "loraplus_lr_ratio", "pissa_init", "use_kt", "use_mca", "use_megatron_bridge",
+                  "use_hyper_parallel", "shift_attn", "rope_scaling")  # fmt: skip
 MEGATRON = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "sequence_parallel",
 )
-# Prefixes of the arguments of methods that are refused by their switch.
+# Arguments of methods that their switch refuses or accepts.
 BESIDE = ("apollo_layerwise", "apollo_target", "apollo_rank", "apollo_scale", "apollo_scale_type", "galore_layerwise",
           "galore_target", "galore_rank", "galore_scale", "badam_mode", "badam_switch_mode", "badam_switch_interval",
           "badam_verbose", "asft_alpha", "freeze_trainable_layers", "freeze_trainable_modules", "oft_block_size",
@@ -285,8 +270,8 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "cutoff_len": say_length,
     "max_samples": say_subset,
     "preprocessing_num_workers": say_data("num_proc"),
-    "overwrite_cache": needless("process_data.py writes the file that it is given"),
-    "tokenized_path": needless("process_data.py writes the file that it is given"),
+    "overwrite_cache": needless("process_data.py writes to the file of output_file"),
+    "tokenized_path": needless("process_data.py writes to the file of output_file"),
     "packing": PACKED,
     "neat_packing": PACKED,
     "train_on_prompt": say_masking,
@@ -306,7 +291,7 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "compute_accuracy": needless("validations report token accuracy"),
     "interleave_probs": lambda to, key, value: say("data_weights")(to, key, read_names(key, value)),
     "mix_strategy": lambda to, key, value: NEEDLESS if value == "concat"
-    else f"{DIFFERS}: data_weights draw samples; when a set runs out it begins anew",
+    else f"{DIFFERS}: data_weights draw samples; a data set that runs out starts over",
     "disable_shuffling": differs("the order is always random"),
     "streaming": SPEED,
     "buffer_size": SPEED,
@@ -320,5 +305,5 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "init_special_tokens": refuse("new tokens begin as the mean of the others"),
     **dict.fromkeys(OTHER_TRAINING, refuse("changes how or what is trained, and has no counterpart")),
     **dict.fromkeys(MEGATRON, refuse("files for Megatron are not translated")),
-    **dict.fromkeys(BESIDE, needless("it is an argument of what is refused or said by its switch")),
+    **dict.fromkeys(BESIDE, needless("it is an argument of a method that has its own switch")),
 }  # fmt: skip

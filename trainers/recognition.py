@@ -1,8 +1,8 @@
-"""Which trainer a configuration is for, by the share of its keys that each trainer knows, and what it trains."""
+"""The trainer that a configuration is for, by the share of its keys that each knows; keys of other objectives."""
 
 from typing import Any
 
-# Keys of files that are not supervised fine-tuning, in any trainer's: each with the objective that it shows.
+# Keys that only files for something else than supervised fine-tuning set, each with the reason for refusing it.
 PREFERENCES = "preferences and reinforcement learning (DPO, KTO, ORPO, GRPO and others) have no objective here"
 REWARDS = "reward models have no objective here"
 ROLLOUTS = "reinforcement learning (GRPO, PPO and others) has no objective here"
@@ -10,55 +10,45 @@ NOT_TRAINING = "is not training: see generate.py, evaluate_model.py and merge_ad
 DISTILLATION = "distillation has no objective here"
 OTHER_OBJECTIVES = {
     **dict.fromkeys(("rl", "rlhf_type", "beta", "rl_beta", "pref_loss", "pref_beta", "orpo_alpha", "simpo_gamma",
-                     "cpo_alpha",
-                     "kto_desirable_weight", "desirable_weight", "dpo_loss_type", "max_prompt_length",
+                     "cpo_alpha", "kto_desirable_weight", "desirable_weight", "dpo_loss_type", "max_prompt_length",
                      "dpo_use_weighting"), PREFERENCES),
     **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards_coefficient"), REWARDS),
     **dict.fromkeys(("trl", "reward_funcs", "num_generations", "max_completion_length", "reward_model_path",
-                     "ppo_epochs",
-                     "reward_weights", "scale_rewards", "nemo_gym_enabled"), ROLLOUTS),
+                     "ppo_epochs", "reward_weights", "scale_rewards", "nemo_gym_enabled"), ROLLOUTS),
     **dict.fromkeys(("teacher_model", "teacher_model_name_or_path", "gkd_logits_topk", "kd_trainer"), DISTILLATION),
     **dict.fromkeys(("export_dir", "infer_backend", "do_predict", "predict_with_generate", "merge_lora_only",
-                     "sampler_type"),
-                    NOT_TRAINING),
+                     "sampler_type"), NOT_TRAINING),
     **dict.fromkeys(("ebft", "diffusion"), "has no objective here"),
-    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft"), "another loss than cross-entropy"),
-    **dict.fromkeys(("quantization", "qat",
-                     "llmcompressor"), "quantization-aware training and compression are not here"),
+    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft"), "the loss is always cross-entropy"),
+    **dict.fromkeys(("quantization", "qat", "llmcompressor"),
+                    "quantization-aware training and compression are not supported"),
 }  # fmt: skip
-# Trainers that are recognised, to be refused by name.
+# Keys of trainers whose files are recognised only to be refused by name.
 MS_SWIFT = {
     "model", "tuner_type", "train_type", "target_modules", "dataset", "load_from_cache_file", "split_dataset_ratio",
-    "max_length",
-    "dataset_num_proc", "model_author", "model_name", "padding_free", "loss_scale", "add_non_thinking_prefix",
-    "merge_lora",
-    "global_batch_size", "finetune", "lr", "lr_warmup_fraction", "min_lr", "no_save_optim", "no_save_rng", "freeze_llm",
-    "freeze_vit", "freeze_aligner", "attn_impl", "attention_backend", "rlhf_type", "teacher_model", "lmbda",
-    "sft_alpha",
-    "colocate_groups", "device_groups", "use_ray", "sampler_type", "sampler_engine", "load_args", "load_data_args",
-    "stream",
-    "enable_thinking", "max_new_tokens", "system", "temperature", "train_iters", "truncation_strategy", "ENV",
-    "torch_dtype",
-    "agent_template", "recompute_granularity", "cross_entropy_loss_fusion", "moe_permute_fusion", "external_plugins",
-    "micro_batch_size", "num_train_epochs", "logging_steps", "packing", "lora_rank", "lora_alpha", "output_dir",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_ratio", "deepspeed",
-    "top_p", "top_k",
-    "orm_model", "prm_model", "prm_threshold", "num_return_sequences", "override_exist_file", "num_sampling_batch_size",
-    "engine_kwargs", "output_file", "save_steps", "eval_steps", "save_total_limit", "seed", "beta", "dataset_shuffle",
+    "max_length", "dataset_num_proc", "model_author", "model_name", "padding_free", "loss_scale",
+    "add_non_thinking_prefix", "merge_lora", "global_batch_size", "finetune", "lr", "lr_warmup_fraction", "min_lr",
+    "no_save_optim", "no_save_rng", "freeze_llm", "freeze_vit", "freeze_aligner", "attn_impl", "attention_backend",
+    "rlhf_type", "teacher_model", "lmbda", "sft_alpha", "colocate_groups", "device_groups", "use_ray", "sampler_type",
+    "sampler_engine", "load_args", "load_data_args", "stream", "enable_thinking", "max_new_tokens", "system",
+    "temperature", "train_iters", "truncation_strategy", "ENV", "torch_dtype", "agent_template",
+    "recompute_granularity", "cross_entropy_loss_fusion", "moe_permute_fusion", "external_plugins", "micro_batch_size",
+    "num_train_epochs", "logging_steps", "packing", "lora_rank", "lora_alpha", "output_dir",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_ratio", "deepspeed", "top_p",
+    "top_k", "orm_model", "prm_model", "prm_threshold", "num_return_sequences", "override_exist_file",
+    "num_sampling_batch_size", "engine_kwargs", "output_file", "save_steps", "eval_steps", "save_total_limit", "seed",
+    "beta", "dataset_shuffle",
 }  # fmt: skip
 LLAMA_FACTORY_V1 = {
     "model", "peft_config", "model_class", "kernel_config", "dist_config", "init_config", "train_dataset",
-    "eval_dataset",
-    "quant_config", "optim_config", "lr_scheduler_config", "sample_backend", "max_new_tokens", "cutoff_len",
-    "micro_batch_size",
-    "global_batch_size", "batching_strategy", "batching_workers", "cp_size", "cp_mode", "dp_size",
-    "enable_activation_checkpointing",
-    "output_dir", "learning_rate", "num_train_epochs", "max_steps", "bf16", "trust_remote_code", "flash_attn",
-    "save_epochs",
-    "custom_chat_template", "dist_timeout", "save_ckpt_as_hf", "logging_steps", "save_steps", "seed", "max_grad_norm",
+    "eval_dataset", "quant_config", "optim_config", "lr_scheduler_config", "sample_backend", "max_new_tokens",
+    "cutoff_len", "micro_batch_size", "global_batch_size", "batching_strategy", "batching_workers", "cp_size",
+    "cp_mode", "dp_size", "enable_activation_checkpointing", "output_dir", "learning_rate", "num_train_epochs",
+    "max_steps", "bf16", "trust_remote_code", "flash_attn", "save_epochs", "custom_chat_template", "dist_timeout",
+    "save_ckpt_as_hf", "logging_steps", "save_steps", "seed", "max_grad_norm",
 }  # fmt: skip
 REFUSED = {"ms-swift": MS_SWIFT, "LLaMA-Factory v1": LLAMA_FACTORY_V1}
-# A key that only one trainer's files have, without which a file is not its own.
+# A file is a trainer's only if it has one of these keys.
 NEEDED = {
     "axolotl": {"base_model"},
     "llama-factory": {"model_name_or_path", "stage", "finetuning_type"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# How a key's outcome begins, or where it differs, what its note holds.
+# The beginnings of a key's outcome; DIFFERS can also stand later in it.
 NEEDLESS, MISSING, DIFFERS = "needs no option", "no counterpart", "differs"
 
 
@@ -17,7 +17,7 @@ class Refusal(Exception):
 
 @dataclass
 class Conversion:
-    """What has become of another trainer's keys so far."""
+    """Outcomes of another trainer's keys so far, and the options that they became."""
 
     given: dict[str, Any]
     num_gpus: int
@@ -27,16 +27,16 @@ class Conversion:
     data: dict[str, Any] = field(default_factory=dict)  # options of process_data.py that all data sets share
     sources: list[dict[str, Any]] = field(default_factory=list)  # one entry for each run of process_data.py
     files: dict[str, str] = field(default_factory=dict)  # other files to write, by name
-    told: dict[str, str] = field(default_factory=dict)  # what became of every key
+    told: dict[str, str] = field(default_factory=dict)  # the outcome of every key, as printed
     epochs: int | float | None = None
     needs_data: str | None = None  # why the batch size cannot be written without tokenized data
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these keys that is given."""
+        """The value of the first of these keys that the file has."""
         return next((self.given[name] for name in names if self.given.get(name) is not None), default)
 
     def get_number(self, *names: str, default: int) -> int | float:
-        """The number that the first of these keys that is given has."""
+        """The number of the first of these keys that the file has."""
         name = next((name for name in names if self.given.get(name) is not None), None)
         return default if name is None else read_number(name, self.given[name])
 
@@ -51,11 +51,11 @@ class Conversion:
         return [{"output_file": output} | self.data | source for output, source in outputs]
 
 
-Rule = Callable[[Conversion, str, Any], str]  # notes the options of a key with a value; returns what became of it
+Rule = Callable[[Conversion, str, Any], str]  # sets the options for a key and its value; returns the outcome
 
 
 def read_number(key: str, value: Any) -> int | float:
-    """A key's value as a number, also where YAML 1.1 reads 1e-4 as text; ValueError if it is none."""
+    """A key's value as a number, even if YAML 1.1 reads it as text (1e-4); ValueError if it is none."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -66,7 +66,7 @@ def read_number(key: str, value: Any) -> int | float:
 
 
 def read_names(key: str, value: Any) -> list[str]:
-    """Names in a list, or in one text with commas between them."""
+    """Names from a list, or from one text with commas."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key} is a list of names, given {value!r}")
@@ -84,7 +84,7 @@ def say(name: str) -> Rule:
 
 
 def say_unless_zero(name: str) -> Rule:
-    """The key is train.py's option `name`, and 0 turns it off there."""
+    """The key is train.py's option `name`; in the other trainer 0 turns it off."""
     return lambda to, key, value: say(name)(to, key, value) if value else NEEDLESS
 
 
@@ -99,7 +99,7 @@ def say_data(name: str) -> Rule:
 
 
 def say_if_true(**values: Any) -> Rule:
-    """A switch: the options `values` where it is on."""
+    """A switch, which stands for the options `values`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         if not value:
@@ -119,12 +119,12 @@ def missing(reason: str) -> Rule:
 
 
 def differs(reason: str) -> Rule:
-    """A key that changes what is trained in a way that cannot be asked for here, wherever it is on."""
+    """A key that, if set, changes what is trained in a way that has no option here."""
     return lambda to, key, value: f"{DIFFERS}: {reason}" if value else NEEDLESS
 
 
 def refuse(reason: str) -> Rule:
-    """A key that makes another training of the file, wherever it is on."""
+    """A key that, if set, makes the file a training that is not supported."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         if not value:
@@ -135,12 +135,12 @@ def refuse(reason: str) -> Rule:
 
 
 def allow(allowed: Any, *, reason: str) -> Rule:
-    """A key that has to have one value."""
+    """A key with one allowed value."""
     return lambda to, key, value: NEEDLESS if value == allowed else refuse(f"{reason}, given {value!r}")(to, key, True)
 
 
 def of_lora(rule: Rule) -> Rule:
-    """A rule for files that train adapters; in others the key has no effect."""
+    """A rule for files that train adapters; in other files the key has no effect."""
     return lambda to, key, value: rule(to, key, value) if to.is_lora else f"{NEEDLESS}: no adapter trains"
 
 
@@ -180,7 +180,7 @@ OPTIMIZERS = (
 
 
 def say_optimizer(to: Conversion, key: str, value: Any) -> str:
-    """AdamW in 32 or 8 bits; other optimizers learn otherwise, and are refused."""
+    """AdamW in 32 or 8 bits; other optimizers are refused."""
     if value in ("adamw_torch_4bit", "ao_adamw_4bit"):
         to.train["optimizer"] = "adamw8bit"
         return f"optimizer: adamw8bit; {DIFFERS}: its moments have 8 bits in place of 4"
@@ -208,12 +208,12 @@ def has_no_warmup(to: Conversion) -> bool:
 
 
 def say_warmup(to: Conversion, key: str, value: Any) -> str:
-    """Steps, or a share of the run, which transformers also takes as steps below 1; steps win over a share."""
+    """Steps, or a share of the run, which in transformers can also be steps below 1; steps override a share."""
     value = read_number(key, value)
     if has_no_warmup(to):
         return f"{NEEDLESS}: the constant schedule has no warm-up"
     if key == "warmup_ratio" and to.get_number("warmup_steps", default=0) > 0:
-        return f"{NEEDLESS}: warmup_steps is given, which wins"
+        return f"{NEEDLESS}: warmup_steps overrides it"
     if key == "warmup_ratio" or 0 < value < 1:
         to.train["warmup_ratio"] = value
         return f"warmup_ratio: {value}"
@@ -222,7 +222,7 @@ def say_warmup(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
-    """The end of a schedule's decay, as a share of the learning rate or as a rate, and its shape."""
+    """The lowest learning rate, as a share of the highest or as a rate, and the schedule's shape."""
     if not isinstance(value, dict):
         return f"{MISSING}: not known here"
     given, said = dict(value), []
@@ -247,7 +247,7 @@ def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_clip(to: Conversion, key: str, value: Any) -> str:
-    """The gradient's largest norm; 0 is no clipping in transformers."""
+    """The largest norm of gradients; in transformers 0 turns clipping off."""
     value = read_number(key, value)
     to.train["max_grad_norm"] = value if value > 0 else None
     return f"max_grad_norm: {to.train['max_grad_norm']}"
@@ -272,7 +272,7 @@ def say_steps(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_saves(to: Conversion, key: str, value: Any) -> str:
-    """How often the model is saved; what a run resumes from is saved by the clock anyway."""
+    """How often checkpoints are saved; here they are saved by the clock anyway."""
     if value == "epoch" or (key == "saves_per_epoch" and value == 1):
         to.train["checkpoint_at_epoch"] = True
         return "checkpoint_at_epoch: true"
@@ -324,7 +324,7 @@ def say_share(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_lora(to: Conversion, key: str, value: Any) -> str:
-    """LoRA or QLoRA, by the names that Axolotl and LLaMA-Factory have for them."""
+    """LoRA or QLoRA, by Axolotl's and LLaMA-Factory's names."""
     if value in (None, "", "full"):
         return NEEDLESS
     if value not in ("lora", "qlora"):
@@ -340,8 +340,8 @@ def say_bits(to: Conversion, key: str, value: Any) -> str:
         return NEEDLESS
     if key == "load_in_8bit" or value == 8:
         return (
-            f"{DIFFERS}: the base is held unquantized, which is more exact and takes more memory"
-            f" (--base-quantization nf4: 4 bits)"
+            f"{DIFFERS}: the base stays unquantized, which is more exact and takes more memory"
+            " (--base-quantization nf4: 4 bits)"
         )
     if value not in (True, 4):
         raise Refusal(f"the base can be held in 4 bits (nf4), given {value!r}")
@@ -350,7 +350,7 @@ def say_bits(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_init(to: Conversion, key: str, value: Any) -> str:
-    """How adapters begin: as LoRA's paper says, or in another way, which is another training."""
+    """The initial values of adapters: only those of LoRA's paper are supported."""
     if value in (True, "kaiming"):
         return NEEDLESS
     raise Refusal(f"adapters begin at zero here, given {value!r}")
@@ -372,7 +372,7 @@ def say_targets(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_listed(name: str) -> Rule:
-    """Names with commas between them, or a list of them."""
+    """The option `name`, a list, from a list or from one text with commas."""
     return lambda to, key, value: say(name)(to, key, read_names(key, value)) if value else NEEDLESS
 
 
@@ -389,7 +389,7 @@ def say_trackers(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_tracker(name: str, *, option: str | None = None) -> Rule:
-    """A key that only matters to one tracker, which it thereby asks for."""
+    """A key of one tracker, which it thereby turns on."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         if not value:
@@ -403,7 +403,7 @@ def say_tracker(name: str, *, option: str | None = None) -> Rule:
 
 
 def offloads(value: Any) -> bool:
-    """Whether a file's name says so, or an entry that is not off."""
+    """Whether a file's name mentions offloading, or an entry turns it on."""
     if not isinstance(value, dict):
         return "offload" in str(value).lower()
     for key, item in value.items():
@@ -417,5 +417,5 @@ def say_sharding(to: Conversion, key: str, value: Any) -> str:
     """DeepSpeed's and FSDP's files: everything is sharded by FSDP2 here."""
     if offloads(value):
         to.train["cpu_offload"] = True
-        return "cpu_offload: true; else needs no option: FSDP2 shards everything"
+        return "cpu_offload: true; the rest needs no option: FSDP2 shards everything"
     return f"{NEEDLESS}: FSDP2 shards weights, gradients and optimizer"

@@ -8,28 +8,28 @@ from trainers.rules import Conversion
 
 
 def is_file(path: str, endings: tuple[str, ...]) -> bool:
-    """Whether a data set's path names a file of rows, also a compressed one."""
+    """Whether a data set's path is a file of rows, compressed or not."""
     return data_ending(Path(path)) in endings
 
 
 def add_sources(to: Conversion, sources: list[dict[str, Any]]) -> None:
-    """Files with the same options are tokenized in one run; everything else in one of its own."""
+    """Adds data sets: files with the same options to one run, every other in a run of its own."""
     for source in sources:
-        rest = {name: value for name, value in source.items() if name != "input_file"}
-        for earlier in to.sources:
-            if (
-                "input_file" in source
-                and "input_file" in earlier
-                and rest == {n: v for n, v in earlier.items() if n != "input_file"}
-            ):
-                earlier["input_file"] = [*earlier["input_file"], *source["input_file"]]
-                break
-        else:
+        same = (earlier for earlier in to.sources if "input_file" in source and differ_in_files(earlier, source))
+        earlier = next(same, None)
+        if earlier is None:
             to.sources = [*to.sources, dict(source)]
+        else:
+            earlier["input_file"] = [*earlier["input_file"], *source["input_file"]]
+
+
+def differ_in_files(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two runs have the same options apart from their files."""
+    return first | {"input_file": None} == second | {"input_file": None} and "input_file" in first
 
 
 def describe_sources(sources: list[dict[str, Any]], notes: list[str]) -> str:
-    """Every data set with its options, and what differs."""
+    """The data sets with their options, and the differences in `notes`."""
     texts = [", ".join(f"{name}: {describe(value)}" for name, value in source.items()) for source in sources]
     return "; ".join([f"{' | '.join(texts)} (of process_data.py)", *dict.fromkeys(notes)])
 
@@ -39,7 +39,7 @@ def describe(value: Any) -> str:
 
 
 def say_template_text(to: Conversion, key: str, value: Any) -> str:
-    """A template's file, or its text, which becomes a file."""
+    """A template as a file, or as text, which is written to a file."""
     if not isinstance(value, str):
         raise ValueError(f"{key} is a file or a text, given {value!r}")
     if "{" not in value:

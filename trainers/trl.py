@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from trainers.batches import PeerBatch
+from trainers.batches import PeerBatch, describe_device_batch
 from trainers.rules import (
     DIFFERS,
-    MISSING,
     NEEDLESS,
     Conversion,
     Refusal,
@@ -43,7 +42,7 @@ def trains_adapter(given: dict[str, Any]) -> bool:
 
 
 def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """What TRL takes for keys that are left out, where this trainer's own default differs."""
+    """TRL's values for keys that are left out, where this trainer's default differs."""
     defaults = {"learning_rate": 2e-5, "lr_scheduler_type": "linear", "num_train_epochs": 3,
                 "per_device_train_batch_size": 8, "adam_beta2": 0.999, "max_length": 1024,
                 "assistant_only_loss": False}  # fmt: skip
@@ -52,7 +51,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def say_length(to: Conversion, key: str, value: Any) -> str:
-    """Longest sample, and the tokens of one GPU's micro-batch."""
+    """The longest sample, and the tokens of one GPU's micro-batch."""
     length = read_number(key, value)
     to.data["max_sample_num_tokens"] = length
     to.train["max_tokens_per_gpu"] = length * to.get_number("per_device_train_batch_size", default=8)
@@ -67,7 +66,7 @@ def say_dataset(to: Conversion, key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key} is a name, given {value!r}")
     if to.get("dataset_mixture"):
-        return f"{NEEDLESS}: dataset_mixture is given, which wins"
+        return f"{NEEDLESS}: dataset_mixture overrides it"
     config, split = to.get("dataset_config"), to.get("dataset_train_split")
     source = {"input_dataset": value if config is None else f"{value}:{config}"}
     source |= {} if split in (None, "train") else {"split": split}
@@ -112,7 +111,7 @@ def take_share(entry: dict[str, Any], split: str, notes: list[str]) -> dict[str,
 
 
 def say_mixer(to: Conversion, key: str, value: Any) -> str:
-    """The older mixture: names with shares, and splits for training and test beside."""
+    """The older mixture: names with shares, and a list of splits for training and testing."""
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{key} maps names to shares, given {value!r}")
     splits = [split for split in to.get("dataset_splits", default=["train"]) if "train" in str(split)] or ["train"]
@@ -149,24 +148,13 @@ def say_strategy(to: Conversion, key: str, value: Any) -> str:
 def say_peft_targets(to: Conversion, key: str, value: Any) -> str:
     told = say_targets(to, key, value)
     is_default = value == ["q_proj", "v_proj"]
-    return f"{told}; {DIFFERS}: peft chooses by the architecture, and for most it is these" if is_default else told
+    return f"{told}; {DIFFERS}: peft chooses by the architecture, for most of them these" if is_default else told
 
 
-def describe_batch(to: Conversion) -> PeerBatch | None:
-    """Rows of a step: per device x accumulation x GPUs; packs where samples are packed."""
-    try:
-        a_gpu = to.get_number("per_device_train_batch_size", default=8)
-        accumulated = to.get_number("gradient_accumulation_steps", default=1)
-        length = to.get_number("max_length", default=1024)
-    except ValueError as error:
-        to.told["batch_size"] = f"{MISSING}: {error}"
-        return None
-    product = f"{a_gpu} x {accumulated} x {to.num_gpus} GPUs"
-    return PeerBatch(int(a_gpu * accumulated * to.num_gpus), product, int(length) if to.get("packing") else None)
-
-
-def find_refusals(to: Conversion) -> list[str]:
-    return []
+def describe_batch(to: Conversion) -> PeerBatch:
+    """Rows of a step, which are packs if samples are packed."""
+    length = to.get_number("max_length", default=1024)
+    return describe_device_batch(to, pack_length=length if to.get("packing") else None)
 
 
 RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
