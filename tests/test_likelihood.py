@@ -246,14 +246,17 @@ def test_what_a_task_depends_on_is_known_by_content(tmp_path):
     [
         ("task: [a, b]\n", "'task' is a list without a 'group'"),
         ("doc_to_text: x\n", "names neither a 'task' nor a 'group'"),
-        ("- a\n", "expected keys and values"),
-        ("task: [a\n", "is no YAML"),
+        ("- a\n", "expected 'key: value' lines"),
+        ("task: [a\n", "line 2: not valid YAML"),
+        ("task: a\ndoc_to_text: !unknown x\n", "not valid YAML: could not determine a constructor"),
+        ("include: [sub.yaml]\n", r"sub\.yaml: line 1: not valid YAML: an anchor holds an alias of itself"),
         ("include: x.yaml\n", "includes itself"),
         ("include: none.yaml\n", r"none\.yaml: cannot be read: No such file"),
     ],
 )
 def test_files_that_define_no_task_are_refused(text, reason, world, base, tmp_path):
     (tmp_path / "x.yaml").write_text(text)
+    (tmp_path / "sub.yaml").write_text("task: &a [*a]\n")
     with pytest.raises(ValueError, match=f"--lm-eval .*{reason}"):
         evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(tmp_path / "x.yaml"))
 
