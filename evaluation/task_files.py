@@ -20,7 +20,7 @@ IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}  # the harness ignores t
 
 
 class Loader(yaml.SafeLoader):
-    """Reads a function as its name."""
+    """Reads `!function a.b` as {"!function": "a.b"}."""
 
 
 Loader.add_constructor(FUNCTION, lambda loader, node: {FUNCTION: loader.construct_scalar(node)})
