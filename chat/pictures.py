@@ -6,11 +6,12 @@ torch where it is installed; nothing here does.
 
 import base64
 import binascii
+import contextlib
 import io
 import os
 import stat
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +23,16 @@ from ranks.messages import hide_secrets
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 89_478_485  # where Pillow itself begins to warn of decompression bombs
+MAX_PIXELS = 89_478_485  # above which Pillow itself warns of decompression bombs
 NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install pillow"
 SHOWN_CHARS = 60  # of a reference, in messages
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that are opened
-PHOTO = "MPO"  # several JPEGs in one file: a phone's photo, and what belongs to it
-EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # modes that convert to RGB
-BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has others that start programs (EPS)
+PHOTO = "MPO"  # a phone's photo: a JPEG with further ones behind it, such as a preview or a depth map
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")  # Pillow's modes with a known black and white
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # two tags of TIFF, and a value of the second
 TRIED_SIZE = (64, 48)  # of the image that a processor is tried with
 SECONDS_TO_DOWNLOAD = 30
-LIMIT_OF_BYTES = 1 << 28  # of an image as a file or a download
+LIMIT_OF_BYTES = 1 << 28  # of a file or a download
 
 
 def name_reference(reference: str) -> str:
@@ -67,19 +68,18 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Its bytes. OSError for what is no file with an end: devices, pipes, sockets; and for one that is too large."""
-    with open(path, "rb", opener=open_at_once) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("is no regular file")
-        data = file.read(LIMIT_OF_BYTES + 1)  # whatever its size is said to be
+    """A file's bytes. OSError for devices, pipes and sockets, which may have no end, and for files over the limit."""
+    with open(path, "rb", opener=open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        data = file.read(LIMIT_OF_BYTES + 1)  # the size in the file's status may be wrong, as under /proc
     if len(data) > LIMIT_OF_BYTES:
         raise OSError(f"larger than {LIMIT_OF_BYTES:,} bytes")
     return data
 
 
-def open_at_once(path: str, flags: int) -> int:
-    """Opens a pipe that nobody writes to, too, without waiting."""
+def open_without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe at once, even if nobody ever writes to it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -100,9 +100,9 @@ def download(url: str, *, may_download: bool) -> bytes:
 
 
 def open_image(reference: str, *, directory: Path) -> "Image":
-    """The image upright (EXIF) and in RGB, as transformers loads it, but that 16 bits become 8 with all their range.
+    """The image, upright (EXIF) and in RGB, as transformers loads it, except that 16-bit grey keeps its whole range.
 
-    ValueError for one that cannot be shown whole.
+    ValueError for an image that cannot be decoded, or not without loss of meaning: animations and unknown ranges.
     """
     data, name = read_reference(reference, directory=directory), name_reference(reference)
     try:
@@ -112,50 +112,53 @@ def open_image(reference: str, *, directory: Path) -> "Image":
 
 
 def decode_image(data: bytes) -> "Image":
-    """See `open_image`."""
+    """The image in a file's bytes; see `open_image`."""
     import PIL.Image
     import PIL.ImageOps
 
-    try:
-        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)  # others start programs (EPS) or are hardly tried
-        width, height = image.size
+    with decoding_errors():
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
         num_frames = 1 if image.format == PHOTO else getattr(image, "n_frames", 1)
-        if width * height <= MAX_PIXELS and num_frames == 1:
-            image.load()
-            image = PIL.ImageOps.exif_transpose(image) if image.mode in EIGHT_BITS else narrow(image)
-    except PIL.Image.DecompressionBombError:
-        raise ValueError(f"more pixels than the {MAX_PIXELS:,} that are allowed") from None
-    except PIL.UnidentifiedImageError:
-        raise ValueError(f"is no image of a kind that is read ({', '.join(FORMATS)})") from None
-    except Exception as error:  # decoders raise anything for a file that is cut off or broken
-        raise ValueError(f"is broken: {one_line(error) or type(error).__name__}") from None
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"{width:,} x {height:,} pixels, allowed are {MAX_PIXELS:,} in all")
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width:,} x {image.height:,} pixels, allowed are {MAX_PIXELS:,} in all")
     if num_frames > 1:
         kind = "holds several images" if image.format == "TIFF" else "is animated"
         raise ValueError(f"{kind} ({num_frames} frames): give one of them as an image")
-    if image.mode not in EIGHT_BITS:
-        raise ValueError(f"has pixels of Pillow's mode {image.mode}, whose black and white are unknown: save it as RGB")
-    return image.convert("RGB")
+    with decoding_errors():
+        upright = PIL.ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        upright = narrow(upright, tags=getattr(image, "tag_v2", {}))
+    if upright.mode not in EIGHT_BITS:
+        raise ValueError(f"pixels of Pillow's mode {upright.mode} have no definite conversion to RGB: save it as RGB")
+    return upright.convert("RGB")
 
 
-def narrow(image: "Image") -> "Image":
-    """Upright, and with the upper 8 bits of 16, as Pillow itself reads colours of 16 bits; other modes as they are."""
+@contextlib.contextmanager
+def decoding_errors() -> Iterator[None]:
+    """Raises what Pillow raises for a file as a ValueError of one line."""
+    import PIL.Image
+
+    try:
+        yield
+    except PIL.Image.DecompressionBombError:
+        raise ValueError(f"more pixels than the {MAX_PIXELS:,} that are allowed") from None
+    except PIL.UnidentifiedImageError:
+        raise ValueError(f"not an image in a known format ({', '.join(FORMATS)})") from None
+    except Exception as error:  # decoders raise anything for a file that is cut off or damaged
+        raise ValueError(f"is broken: {one_line(error) or type(error).__name__}") from None
+
+
+def narrow(image: "Image", *, tags: Mapping[int, Any]) -> "Image":
+    """Grey of 16 bits, or of 12 in a TIFF, as its upper 8 bits, which Pillow itself keeps of 16-bit colours.
+
+    tags: those of a TIFF file; empty for others.
+    """
     import numpy as np
     import PIL.Image
-    import PIL.ImageOps
 
-    is_integer = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # older Pillow's
-    if not is_integer:
-        return image
-    tags = getattr(image, "tag_v2", {})  # of TIFF
-    (num_bits,) = set(tags.get(BITS_PER_SAMPLE, (16,)))
-    pixels = (np.asarray(image).astype(np.int64) >> (num_bits - 8)).astype(np.uint8)
-    if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO:
-        pixels = 255 - pixels
-    narrowed = PIL.Image.fromarray(pixels)
-    narrowed.info, narrowed._exif = image.info, image.getexif()
-    return PIL.ImageOps.exif_transpose(narrowed)
+    (num_bits,) = tags.get(BITS_PER_SAMPLE, (16,))
+    pixels = (np.asarray(image) >> (num_bits - 8)).astype(np.uint8)
+    return PIL.Image.fromarray(255 - pixels if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else pixels)
 
 
 def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from command_line import check_yaml
 from evaluation.comparison import Scores
 from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
-from evaluation.task_files import describe_task_file, find_name, is_file, read_config
+from evaluation.task_files import describe_task_file, find_dependencies, find_name, is_file, read_config
 from inference.engine import require
 from inference.hf_engine import HFEngine
 from inference.models import FoundModel
@@ -22,19 +21,16 @@ from options import EvaluateOptions
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-HARNESS = "--lm-eval"  # its results among those of sets, whose names are files'
+HARNESS = "--lm-eval"
 MAX_SHOWN = 4000  # characters of a prompt that are kept for the page
 
 
 def check_harness(tasks: Sequence[str]) -> None:
-    """ValueError if the harness is asked for and not installed, or a file of a task is not there or defines none."""
+    """ValueError if the harness is needed and not installed, or if a task's file is missing or defines no task."""
     if not tasks:
         return
     require("lm_eval", flag="--lm-eval")
     for task in filter(is_file, tasks):
-        if not Path(task).is_file():
-            raise ValueError(f"--lm-eval {task}: no such file")
-        check_yaml(Path(task), named=f"--lm-eval {task}")
         try:
             find_name(Path(task))
         except ValueError as error:
@@ -71,13 +67,12 @@ def call_harness(engine: HFEngine, tasks: Sequence[str]) -> dict[str, list[dict[
 
 
 def open_tasks(tasks: Sequence[str]) -> tuple["TaskManager", list[str]]:
-    """The harness's index of tasks, and what it finds these in it by: a task's file by its path, a group by name."""
+    """The harness's index of tasks, and the key of each task there: a file's path, or the name of a group."""
     from lm_eval.tasks import TaskManager
 
     files = {task: Path(task).absolute() for task in tasks if is_file(task)}
-    described = [describe_task_file(path) for path in files.values()]
-    # Looking through all of the harness's own takes minutes.
-    needs_its_own = len(files) < len(tasks) or any(one["others"] for one in described)
+    # Indexing all of the harness's own tasks takes minutes.
+    needs_its_own = len(files) < len(tasks) or any(find_dependencies(path)[1] for path in files.values())
     folders = sorted({str(path.parent) for path in files.values()})
     manager = TaskManager(include_path=folders or None, include_defaults=needs_its_own)
     names = list(tasks)

@@ -20,7 +20,7 @@ def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The values of a JSONL file; ValueError naming it if it was damaged since it was written."""
+    """The values of a JSONL file; ValueError names a file that is damaged."""
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, RecursionError) as error:

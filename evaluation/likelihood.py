@@ -1,8 +1,8 @@
 """Choices by likelihood: the answer is the choice that the model finds likeliest after the prompt.
 
-As EleutherAI's harness does it: the sum of the log-probabilities of a choice's tokens, and for the normalised answer
-that sum divided by the choice's length in characters. White space that a prompt ends in is scored with its choices,
-since tokenizers join it with what follows. L tokens of prompt and choice, V vocabulary size.
+Scored as EleutherAI's harness does: by the sum of the log-probabilities of a choice's tokens, and for the normalised
+answer by that sum over the choice's length in characters. White space at the end of a prompt is scored with its
+choices, because tokenizers join it with the word after it. L tokens of prompt and choice, V vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from inference.hf_engine import HFEngine
 from inference.prompts import Prompt, encode_text, render_prompt
 from ranks.ending import log
 from ranks.terminal import show_progress
+from ranks.world import World, gather_on_rank0
 
 MAX_BATCH_TOKENS = 4096  # that have logits at once
 
@@ -28,11 +29,11 @@ class Candidate:
     choice: int
     ids: list[int]
     num_given: int  # the prompt's tokens
-    joins: bool = False  # one of the prompt's tokens becomes another where the choice follows
+    joins: bool  # the choice changes the tokens of its prompt
 
 
 def encode_choices(prompt: Prompt, number: int, engine: HFEngine) -> list[Candidate]:
-    """The choices' tokens. Prompt and choice are tokenized as one text, as in training; a chat is rendered first."""
+    """The tokens of a prompt's choices. Prompt and choice are tokenized as one text; a chat is rendered first."""
     text, is_rendered = render_prompt(prompt, engine.tokenizer)
     context = text.rstrip()
     given = encode_text(context, engine.tokenizer, is_rendered=is_rendered)
@@ -42,7 +43,7 @@ def encode_choices(prompt: Prompt, number: int, engine: HFEngine) -> list[Candid
     candidates = []
     for i, choice in enumerate(prompt.choices):
         whole = encode_text(text + choice, engine.tokenizer, is_rendered=is_rendered)
-        if is_empty:  # tokenizers may have put the prefix there already
+        if is_empty:  # some tokenizers have added the prefix already
             whole = [*given, *(whole[1:] if whole[:1] == given else whole)]
         ids = [*given, *whole[len(given) :]]
         if len(ids) == len(given):
@@ -53,37 +54,45 @@ def encode_choices(prompt: Prompt, number: int, engine: HFEngine) -> list[Candid
 
 
 def find_prefix(prompt: Prompt, tokenizer: Any) -> int:
-    """The token that stands before a choice without a prompt."""
+    """The token before a choice that has no prompt: the one that begins a text, else the one that ends it."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
-    raise ValueError(f"{prompt.place}: is empty, and the tokenizer has no token for the beginning or end of a text")
+    raise ValueError(f"{prompt.place}: the prompt is empty, and the tokenizer has no token that begins or ends a text")
 
 
 def measure_length(choice: str) -> int:
-    """Its characters, without the white space that only separates it from the prompt."""
+    """Length in characters, without the white space that separates the choice from its prompt."""
     return len(choice.lstrip()) or len(choice)
 
 
-@torch.no_grad()
-def score_choices(
-    engine: HFEngine, prompts: Sequence[Prompt], *, rank: int = 0, world_size: int = 1
-) -> dict[int, list[float]]:
-    """For each prompt of this rank's share, by its number, the log-probability of each of its choices."""
-    own = range(rank, len(prompts), world_size)
+def score_choices(engine: HFEngine, prompts: Sequence[Prompt], world: World) -> list[list[float]] | None:
+    """On rank 0, the log-probabilities of each prompt's choices; None on the others. Each rank scores its share."""
+    own = range(world.rank, len(prompts), world.world_size)
     candidates = [candidate for i in own for candidate in encode_choices(prompts[i], i, engine)]
     num_joined = sum(candidate.joins for candidate in candidates)
+    shares = gather_on_rank0(world, (score_candidates(engine, candidates), num_joined))
+    if shares is None:
+        return None
+    scores = {key: value for found, _ in shares for key, value in found.items()}
+    num_joined = sum(joined for _, joined in shares)
     if num_joined:
         log.warning(
-            f"note: {num_joined:,} of {len(candidates):,} choices share a token with the end of their prompt, and only"
+            f"note: {num_joined:,} of {len(scores):,} choices share a token with the end of their prompt, and only"
             " the tokens after it are scored: begin choices with a space, or end prompts with one"
         )
-    candidates.sort(key=lambda candidate: len(candidate.ids), reverse=True)
-    found = {i: [0.0] * len(prompts[i].choices) for i in own}
-    for batch in show_progress(list(make_batches(candidates, engine.batch_size)), "choices", unit="batch"):
+    return [[scores[i, j] for j in range(len(prompt.choices))] for i, prompt in enumerate(prompts)]
+
+
+@torch.no_grad()
+def score_candidates(engine: HFEngine, candidates: Sequence[Candidate]) -> dict[tuple[int, int], float]:
+    """Log-probabilities by the numbers of prompt and choice."""
+    longest_first = sorted(candidates, key=lambda candidate: len(candidate.ids), reverse=True)
+    scores = {}
+    for batch in show_progress(list(make_batches(longest_first, engine.batch_size)), "choices", unit="batch"):
         for candidate, value in zip(batch, score_batch(engine, batch), strict=True):
-            found[candidate.prompt][candidate.choice] = value
-    return found
+            scores[candidate.prompt, candidate.choice] = value
+    return scores
 
 
 def make_batches(candidates: Sequence[Candidate], batch_size: int) -> list[list[Candidate]]:

@@ -1,6 +1,6 @@
-"""YAML files of tasks and groups for EleutherAI's harness: their names there, and the files that they depend on.
+"""YAML files of tasks and groups for EleutherAI's harness: their names, and the files that they depend on.
 
-Files are read as data here, and none of the functions that they name is called.
+Files are read as data here; functions that they name are not called.
 """
 
 import glob
@@ -11,15 +11,16 @@ from typing import Any
 
 import yaml
 
+from command_line import check_yaml
 from disk import hash_file
 
 FUNCTION = "!function"
-DATA_KEYS = ("dataset_path", "dataset_name", "dataset_kwargs")  # whose texts can name files
-IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}  # as the harness does
+DATA_KEYS = ("dataset_path", "dataset_name", "dataset_kwargs")  # their values may be paths
+IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}  # the harness ignores them
 
 
 class Loader(yaml.SafeLoader):
-    """Reads a function as its name."""
+    """Reads `!function a.b` as {"!function": "a.b"}."""
 
 
 Loader.add_constructor(FUNCTION, lambda loader, node: {FUNCTION: loader.construct_scalar(node)})
@@ -30,18 +31,15 @@ def is_file(task: str) -> bool:
 
 
 def read_config(path: Path, including: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Path]]:
-    """A file's keys with those of the files that it includes, and all files read. ValueError names a broken one."""
+    """A file's keys, with those of the files that it includes, and the files read. ValueError names a broken file."""
     path = path.resolve()
     if path in including:
         raise ValueError(f"{path}: includes itself")
+    check_yaml(path, named=str(path))
     try:
         config = yaml.load(path.read_bytes(), Loader=Loader)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected keys and values, as the harness's tasks have them")
+    except (yaml.YAMLError, ValueError) as error:  # an unknown tag, a date or a number that there is not
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     included = config.pop("include", [])
     merged: dict[str, Any] = {}
     files = [path]
@@ -67,7 +65,8 @@ def find_name(path: Path) -> str:
 
 
 def index_folder(folder: Path) -> dict[str, list[Path]]:
-    """The files below a folder that define each task, group and tag; others are left out, as the harness does."""
+    """The files below a folder by the tasks, groups and tags that they define; broken files are skipped, as in the
+    harness."""
     index: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*.yaml")):
         if IGNORED_FOLDERS.intersection(path.parts):
@@ -83,7 +82,7 @@ def index_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def list_members(config: dict[str, Any]) -> Iterator[str]:
-    """The names of a group's tasks, and of those of the groups inside of it."""
+    """The names of a group's tasks and of the groups in it, with their tasks."""
     members = config.get("task")
     for member in members if "group" in config and isinstance(members, list) else []:
         if isinstance(member, str):
@@ -96,8 +95,15 @@ def list_members(config: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_task_file(path: Path) -> dict[str, Any]:
-    """A file's name for the harness, and what its results depend on: `files` by path with their digests, and `others`,
-    names of tasks that are the harness's own."""
+    """A file's name for the harness, and what its results depend on: `files` by path with their digests, and `others`
+    by name."""
+    files, others = find_dependencies(path)
+    digests = {os.path.relpath(found, path.parent): hash_file(found)["sha256"] for found in files}
+    return {"name": find_name(path), "files": dict(sorted(digests.items())), "others": sorted(others)}
+
+
+def find_dependencies(path: Path) -> tuple[set[Path], set[str]]:
+    """All files that a task or group is made of, and the names of its tasks that the harness has itself."""
     index, waiting = index_folder(path.parent), [path]
     seen: set[Path] = set()
     depends, others = set(), set()
@@ -110,12 +116,11 @@ def describe_task_file(path: Path) -> dict[str, Any]:
         for name in list_members(config):
             waiting += index.get(name, [])
             others |= set() if name in index else {name}
-    digests = {os.path.relpath(found, path.parent): hash_file(found)["sha256"] for found in depends}
-    return {"name": find_name(path), "files": dict(sorted(digests.items())), "others": sorted(others)}
+    return depends, others
 
 
 def find_modules(config: dict[str, Any], files: Sequence[Path]) -> Iterator[Path]:
-    """The Python files beside those whose functions a task names, which may import each other."""
+    """The Python files whose functions a task names, with those beside them, which they may import."""
     names = [value[FUNCTION] for value in walk(config) if isinstance(value, dict) and FUNCTION in value]
     for name in names:
         module = name.rpartition(".")[0].replace(".", "/") + ".py"
@@ -125,7 +130,7 @@ def find_modules(config: dict[str, Any], files: Sequence[Path]) -> Iterator[Path
 
 
 def find_data(config: dict[str, Any]) -> Iterator[Path]:
-    """The files of this machine that a task's data set is read from."""
+    """The local files that a task's data set is read from."""
     for value in walk([config.get(key) for key in DATA_KEYS]):
         for name in glob.glob(value, recursive=True) if isinstance(value, str) else []:
             path = Path(name).resolve()
@@ -133,7 +138,7 @@ def find_data(config: dict[str, Any]) -> Iterator[Path]:
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """A value and all that are in it."""
+    """A value, and all values nested in it."""
     yield value
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in inside:

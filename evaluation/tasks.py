@@ -19,10 +19,10 @@ from inference.batch import answer_all
 from inference.engine import Engine, require
 from inference.prompts import Prompt, read_prompts
 from options import EvaluateOptions, SamplingOptions
-from ranks.world import World, call_on_rank0, gather_on_rank0
+from ranks.world import World, call_on_rank0
 
 CHOICE_MEASURES = ["choice", "choice_normalised"]
-SCORING = "white space at a prompt's end is scored with its choices"  # changes with what their numbers mean
+SCORING = "white space at a prompt's end is scored with its choices"  # results scored otherwise are not reused
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,13 @@ def summarize_answers(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def answer_choices(task: Task, engine: Engine, folder: Path, world: World) -> list[Sample] | None:
-    """Which choice is likeliest, by the sum of its tokens' log-probabilities, and by it over the choice's length."""
+    """The likeliest choice of each prompt, by log-probability and by log-probability per character."""
     path = folder / f"{task.name}.choices.jsonl"
     made_by = engine.describe() | {"rows": [prompt.row for prompt in task.prompts], "scoring": SCORING}
     if not call_on_rank0(world, lambda: is_made_by(path, made_by)):
-        own = score_choices(engine, task.prompts, rank=world.rank, world_size=world.world_size)
-        gathered = gather_on_rank0(world, own)
-        if world.rank == 0:
-            found = {i: values for part in gathered for i, values in part.items()}
-            write_made(path, "".join(json.dumps(found[i]) + "\n" for i in range(len(found))), made_by)
+        found = score_choices(engine, task.prompts, world)
+        if found is not None:
+            write_made(path, "".join(json.dumps(values) + "\n" for values in found), made_by)
     if world.rank != 0:
         return None
     values = read_lines(path)

@@ -22,7 +22,7 @@ from model.finite import check_finite
 from objectives.columns import SEQUENCES, TOKENS
 from ranks.terminal import shows_progress
 
-PROBE = "a b"  # a text that shows which special tokens a tokenizer adds
+PROBE = "a b"  # a text whose tokens show which special ones the tokenizer adds
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FoundModel:
         return found[0] if found else None
 
     def identify(self) -> dict[str, Any]:
-        """What tells it from others: names, and digests of config, weights, tokenizer and defaults of generation."""
+        """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""
         identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
         tokenizer = [fingerprint_tokenizer(self.tokenizer), self.tokenizer(PROBE)["input_ids"]]  # with special tokens
         identity |= {"tokenizer": hash_json(tokenizer), "chat_template": fingerprint_chat_template(self.tokenizer)}

@@ -112,7 +112,7 @@ class OpenAIEngine:
             raise ValueError(f"{self.where}: {self.hide(str(error))}") from None
 
     def hide(self, text: str) -> str:
-        """What a server or the client says, without what it was given to let us in."""
+        """Removes the key and the password, encoded or not, from a message of the server or the client."""
         for secret in sorted(self.secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         return hide_secrets(text)

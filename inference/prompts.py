@@ -164,13 +164,13 @@ def add_choices(prompt: Prompt, row: Fields) -> Prompt:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """The tokens that the model is given, as process_data.py would make them up to the answer."""
+    """The model's input: the tokens that process_data.py makes of the same row, up to the answer."""
     text, is_rendered = render_prompt(prompt, tokenizer)
     return encode_text(text, tokenizer, is_rendered=is_rendered)
 
 
 def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
-    """What the model is given as text, and whether the chat template wrote it, special tokens and all."""
+    """The model's input as text, and whether the chat template wrote it, with its special tokens."""
     if prompt.messages is None or (prompt.text is not None and tokenizer.chat_template is None):
         return prompt.text, False
     if tokenizer.chat_template is None:
@@ -181,24 +181,24 @@ def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
     try:
         check_completeness(prompt, tokenizer)
         with template_errors():
-            return apply_template(prompt.messages, prompt.tools, tokenizer, tokenize=False), True
+            return apply_template(prompt.messages, prompt.tools, tokenizer), True
     except ValueError as error:
         raise ValueError(f"{prompt.place}: {error}") from None
 
 
-def apply_template(messages: list[Message], tools: Tools, tokenizer: Any, **how: Any) -> Any:
-    """What transformers makes of a conversation that the assistant is to continue."""
+def apply_template(messages: list[Message], tools: Tools, tokenizer: Any) -> str:
+    """A conversation as text, up to where the assistant answers."""
     return tokenizer.apply_chat_template(
-        prepare_for(tokenizer, messages), tools=tools, add_generation_prompt=True, **how
+        prepare_for(tokenizer, messages), tools=tools, add_generation_prompt=True, tokenize=False
     )
 
 
 def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
-    """Refuses a chat of which the template leaves out what the model has to read, as process_data.py does: the tools,
-    or what others than the assistant say."""
+    """ValueError, as in process_data.py, if the template leaves out the tools or a message of another role than the
+    assistant's."""
     outline = make_outline(prompt.messages)
     with template_errors():
-        text = apply_template(outline.messages, prompt.tools, tokenizer, tokenize=False)
+        text = apply_template(outline.messages, prompt.tools, tokenizer)
     if prompt.tools and not reads_tools(outline.messages, text, tokenizer):
         raise ValueError("the chat template leaves out 'tools': remove them, or describe them in the system message")
     written = set(split_at_placeholders(text)[0])
@@ -209,17 +209,17 @@ def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
 
 
 def reads_tools(messages: list[Message], text: str, tokenizer: Any) -> bool:
-    """Whether the template writes or does something else without tools; with them it writes `text`."""
+    """Whether the template depends on the tools: without them it writes something else than `text`, or fails."""
     try:
         with template_errors():
-            return apply_template(messages, None, tokenizer, tokenize=False) != text
+            return apply_template(messages, None, tokenizer) != text
     except ValueError:
         return True
 
 
 def as_protocol(messages: Sequence[Message]) -> list[Message]:
-    """The messages as OpenAI's protocol has them: no nulls, and a call's arguments as JSON text. Servers read the
-    arguments back into objects, so that their templates see what a template sees here."""
+    """The messages in OpenAI's protocol: without nulls, and with a call's arguments as JSON text, which servers parse
+    again before they render."""
     return [
         {key: [wrap_call(call) for call in value] if key == "tool_calls" else value for key, value in message.items()}
         for message in ({key: value for key, value in one.items() if value is not None} for one in messages)
@@ -236,7 +236,7 @@ def wrap_call(call: Fields) -> Fields:
 
 
 def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
-    """The tokens of what `render_prompt` gives; the one that ends a text is left out, as the answer goes on."""
+    """The tokens of a text from `render_prompt`, without a token for the end of the text, since an answer follows."""
     ids = tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
     if is_rendered:
         return ids

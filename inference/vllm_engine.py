@@ -77,7 +77,7 @@ class VLLMEngine:
 
 
 def read_rank(found: FoundModel) -> int:
-    """An adapter's rank, which vLLM has to know before it reads it; ValueError for settings that it does not follow."""
+    """The adapter's rank, which vLLM needs in advance. ValueError for settings that vLLM does not support."""
     from peft import PeftConfig
 
     check_settings(found.adapter, flag="--engine vllm: --adapter", reader="vllm")

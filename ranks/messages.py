@@ -1,6 +1,6 @@
-"""Texts for people to read, without anything that a terminal obeys, and without passwords or keys.
+"""Messages for people: without control sequences for the terminal, and without passwords and keys.
 
-Much of our output quotes models, data, servers and other people's files.
+Much of what we print comes from models, data, servers and other people's files.
 """
 
 import logging
@@ -8,11 +8,11 @@ import os
 import re
 import sys
 
-# Characters that a terminal obeys instead of showing (controls, changes of the direction of writing), and lone
-# surrogates (from file names that are not UTF-8), which cannot be printed.
+# Control characters, characters that change the direction of writing, and surrogates (from file names that are not
+# UTF-8), which cannot be printed.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # of variables in the environment
-NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # of those, names of variables that only say where a secret is
+NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # names among these whose value only says where a secret is
 SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
 HIDDEN = "***"
 QUERY = re.compile(
@@ -22,7 +22,7 @@ USER = re.compile(r"(\w+://)[^/?#\s]+@")
 
 
 def make_visible(text: str) -> str:
-    """`text` with escapes in place of the characters that a terminal obeys; tabs and line breaks stay."""
+    """`text` with escapes in the place of control characters; tabs and ends of lines stay."""
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

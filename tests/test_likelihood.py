@@ -2,11 +2,14 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from evaluations import evaluate_here, list_means
+from forked import run_forked
+from processes import flags
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -113,39 +116,62 @@ def make_prompts(seed: int, count: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_choices_after_any_text_are_scored_as_the_harness_scores_them(kind, tmp_path):
+def test_choices_after_any_text_are_scored_as_the_harness_scores_them(kind, world, tmp_path):
     engine = open_engine(tmp_path, TOKENIZERS[kind]())
     prompts = [prompt for prompt in make_prompts(0, 60) if adds_tokens(engine, prompt)]
     assert len(prompts) > 30
-    ours = [value for values in score_choices(engine, prompts).values() for value in values]
+    ours = [value for values in score_choices(engine, prompts, world) for value in values]
     theirs = ask_harness(engine, [(prompt.text, choice) for prompt in prompts for choice in prompt.choices])
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_choices_without_a_prompt_follow_the_token_that_begins_a_text(tmp_path):
+def test_choices_without_a_prompt_follow_the_token_that_begins_a_text(world, tmp_path):
     for kind in ("byte_level", "sentencepiece"):
         engine = open_engine(tmp_path / kind, TOKENIZERS[kind]())
         prompt = Prompt(row={}, text="", choices=("the answer", "no"), right_choice=0)
         theirs = ask_harness(engine, [("", choice) for choice in prompt.choices])
-        assert score_choices(engine, [prompt])[0] == pytest.approx(theirs, abs=1e-4)
+        assert score_choices(engine, [prompt], world)[0] == pytest.approx(theirs, abs=1e-4)
 
 
 @pytest.mark.parametrize("end", ["", " ", "\n", "\n\n", " \n"])
-def test_choices_of_a_chat_are_scored_after_its_rendered_text(end, tmp_path):
+def test_choices_of_a_chat_are_scored_after_its_rendered_text(end, world, tmp_path):
     engine = open_engine(tmp_path, byte_level(), template=TEMPLATE.replace("END", end))
     messages = [{"role": "user", "content": "the answer is"}]
     prompt = Prompt(row={}, messages=messages, choices=("A", " B", "twelve no"), right_choice=0)
     text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     theirs = ask_harness(engine, [(text, choice) for choice in prompt.choices])
-    assert score_choices(engine, [prompt])[0] == pytest.approx(theirs, abs=1e-4)
+    assert score_choices(engine, [prompt], world)[0] == pytest.approx(theirs, abs=1e-4)
 
 
-def test_a_choice_that_joins_the_prompts_last_word_is_told_of(tmp_path, caplog):
+def test_a_choice_that_joins_the_prompts_last_word_is_reported(world, tmp_path, caplog):
     engine = open_engine(tmp_path, byte_level())
     prompt = Prompt(row={}, text="the a", choices=("nswer is four", " is"), right_choice=0)
     assert [one.joins for one in encode_choices(prompt, 0, engine)] == [True, False]
-    score_choices(engine, [prompt])
+    score_choices(engine, [prompt], world)
     assert "1 of 2 choices share a token with the end of their prompt" in caplog.text
+
+
+@pytest.mark.slow
+def test_choices_that_join_their_prompt_are_counted_over_all_ranks(tmp_path):
+    """The second prompt is rank 1's."""
+    model = tmp_path / "model"
+    open_engine(model, byte_level())
+    rows = [
+        dict(prompt="the", choices=[" a", " is"], answer=0),
+        dict(prompt="the a", choices=["nswer is four", " is"], answer=1),
+    ]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = flags(model=model, task=tmp_path / "task.jsonl", output_dir=tmp_path / "out", dtype="float32")
+    found = []
+    for num_ranks in (2, 1):
+        done = run_forked(num_ranks, "evaluate_model.py", *words)
+        assert done.returncode == 0, done.stderr
+        assert "1 of 4 choices share a token with the end of their prompt" in done.stderr
+        kept = tmp_path / "out" / "samples" / "model" / "task.choices.jsonl"
+        values = [json.loads(line) for line in kept.read_text().splitlines()]
+        found.append([value for line in values for value in line])
+        shutil.rmtree(tmp_path / "out")
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -246,14 +272,17 @@ def test_what_a_task_depends_on_is_known_by_content(tmp_path):
     [
         ("task: [a, b]\n", "'task' is a list without a 'group'"),
         ("doc_to_text: x\n", "names neither a 'task' nor a 'group'"),
-        ("- a\n", "expected keys and values"),
-        ("task: [a\n", "is no YAML"),
+        ("- a\n", "expected 'key: value' lines"),
+        ("task: [a\n", "line 2: not valid YAML"),
+        ("task: a\ndoc_to_text: !unknown x\n", "not valid YAML: could not determine a constructor"),
+        ("include: [sub.yaml]\n", r"sub\.yaml: line 1: not valid YAML: an anchor holds an alias of itself"),
         ("include: x.yaml\n", "includes itself"),
         ("include: none.yaml\n", r"none\.yaml: cannot be read: No such file"),
     ],
 )
 def test_files_that_define_no_task_are_refused(text, reason, world, base, tmp_path):
     (tmp_path / "x.yaml").write_text(text)
+    (tmp_path / "sub.yaml").write_text("task: &a [*a]\n")
     with pytest.raises(ValueError, match=f"--lm-eval .*{reason}"):
         evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(tmp_path / "x.yaml"))
 

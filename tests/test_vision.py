@@ -358,8 +358,8 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
     cases = [
         (ask(show("none.png"), words), "image 1: .*none.png: there is no such file"),
         (ask(show("fine.png"), show("cut.png"), words), "image 2: cut.png: is broken"),
-        (ask(show("text.png"), words), "text.png: is no image of a kind that is read"),
-        (ask(show("empty.png"), words), "empty.png: is no image of a kind that is read"),
+        (ask(show("text.png"), words), "text.png: not an image in a known format"),
+        (ask(show("empty.png"), words), "empty.png: not an image in a known format"),
         (ask(show("folder.png"), words), "folder.png: cannot be read: Is a directory"),
         (ask(show("bomb.png"), words), "bomb.png: more pixels than the 89,478,485"),
         (ask(show("moving.gif"), words), "moving.gif: is animated .2 frames."),
