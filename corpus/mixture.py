@@ -165,7 +165,7 @@ class Mixture:
         return np.searchsorted(self._first_rows, rows, side="right") - 1
 
     def read(self, row: int) -> Sample:
-        """As TokenizedData's. Where any of the sets has an optional column, every sample has: samples that are packed
+        """A row's columns. Where any of the sets has an optional column, every sample gets it: samples that are packed
         into one row must agree."""
         source, own_row = self._find(row)
         sample = source.read(own_row)

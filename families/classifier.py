@@ -204,7 +204,7 @@ class ClassifierReader(Reader):
 
 @contextmanager
 def states_for_tokens(model: PreTrainedModel, states: Tensor) -> Iterator[None]:
-    """Within, the model's base gives `states` (sequences, tokens, H), whatever it is given."""
+    """Makes the model's base return `states` (sequences, tokens, H) for any input."""
     base, config = find_base(model), model.config
     pooler = getattr(base, "pooler", None)
     outputs = BaseModelOutputWithPoolingAndCrossAttentions(

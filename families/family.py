@@ -3,6 +3,7 @@
 T tokens in a packed row, L tokens of one sequence, N tokens with a target, H hidden size, V vocabulary size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Own:
     extra_loss: Tensor | float = 0.0  # summed over the sequence's tokens
 
 
-class Reader:
+class Reader(ABC):
     """How one model reads packed rows. Not a module: it holds nothing that the model does not.
 
     `encode` leaves in `extra_losses` what counts in the loss beside the targets' own, by the name of the divisor of its
@@ -41,39 +42,39 @@ class Reader:
         self.extra_losses: dict[str, Tensor] = {}
         self.reports: dict[str, Tensor] = {}
 
+    @abstractmethod
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)
         """The packed row's final hidden states."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_own(self, micro_batch: MicroBatch) -> Own:
         """The model's own forward pass over the row's one sequence. Ranks that share a row call this together."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(ABC):
     """A kind of models. The defaults are those of a model of text alone, all of which is in its files and trains."""
 
     peft_task = ""  # how an adapter's config calls it
     keeps_unused = True  # whether an export holds the tensors of the model's files that its class has no place for
 
+    @abstractmethod
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         """Why a model of this config is none of the family; None if it is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         """A model of this config, randomly initialised, on the device that is torch's default."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_model(
         self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
     ) -> tuple[PreTrainedModel, dict[str, Any]]:
         """The model with its weights, and transformers' report of what was missing or of another size."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_reader(self, model: PreTrainedModel) -> Reader:
         """What reads rows with the model."""
-        raise NotImplementedError
 
     def complete(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool

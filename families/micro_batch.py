@@ -54,11 +54,12 @@ class Targets:
         return torch.searchsorted(row.cu_seqlens[1:].long(), self.index, right=True)
 
     def take_part(self, part: slice) -> "Targets":
-        """Those of the row's tokens in `part` (--context-parallel)."""
+        """The targets of the row's tokens in `part` (--context-parallel)."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
 
     def gather(self, row_group: RowGroup, *, num_tokens: int) -> "Targets":
-        """Those of all parts of a row, whose first `num_tokens` count. All ranks of the group call this."""
+        """The targets of all parts of a row, of which the first `num_tokens` tokens count. All ranks of the group call
+        this."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
 
 
