@@ -243,7 +243,7 @@ def describing_yaml(named: str) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{named}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{named}: cannot be read: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = ": ".join(filter(None, (error.context, error.problem)))

@@ -35,6 +35,8 @@ def read_config(path: Path, including: tuple[Path, ...] = ()) -> tuple[dict[str,
     path = path.resolve()
     if path in including:
         raise ValueError(f"{path}: includes itself")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     check_yaml(path, named=str(path))
     try:
         config = yaml.load(path.read_bytes(), Loader=Loader)
