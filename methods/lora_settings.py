@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+
+from corpus.formats import refuse_repeated_keys
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -34,6 +38,84 @@ CONVERSION = (
     "convert it to an ordinary adapter with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 )
 
+MOST_ALPHA = 1e9  # far above what is used, and far below what overflows in fp32
+
+
+def is_whole(value: Any, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_alpha(value: Any) -> bool:
+    return is_number(value) and value != 0 and abs(value) <= MOST_ALPHA  # NaN and infinity are not
+
+
+def is_rank(value: Any) -> bool:
+    return is_whole(value, least=1)
+
+
+def is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def is_texts(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def is_regex(value: Any) -> bool:
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def is_names(value: Any) -> bool:
+    return is_regex(value) if isinstance(value, str) else is_texts(value)
+
+
+def is_layers(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return value is None or all(is_whole(item, least=0) for item in items)
+
+
+def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(is_regex(key) and is_item(item) for key, item in value.items())
+
+
+# What each followed key may hold: a check, and its words. peft itself checks almost none of them.
+NUMBER_OF_ALPHA = f"a number other than 0, at most {MOST_ALPHA:.0e} in size"
+FLAG = (is_flag, "true or false")
+TEXT = (is_text, "a text or null")
+TEXTS = (is_texts, "a list of texts or null")
+NAMES = (is_names, "a list of texts, a valid regular expression or null")
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (is_rank, "a whole number of at least 1"),
+    "lora_alpha": (is_alpha, NUMBER_OF_ALPHA),
+    "lora_dropout": (lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
+    "rank_pattern": (
+        lambda value: is_pattern(value, is_rank),
+        "an object of regular expressions, each with a whole number of at least 1",
+    ),
+    "alpha_pattern": (
+        lambda value: is_pattern(value, is_alpha),
+        f"an object of regular expressions, each with {NUMBER_OF_ALPHA}",
+    ),
+    "layers_to_transform": (is_layers, "a whole number of at least 0, a list of those or null"),
+    "init_lora_weights": (lambda value: is_flag(value) or is_text(value), "true, false, a text or null"),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), TEXTS),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"), FLAG),
+    **dict.fromkeys(("base_model_name_or_path", "revision", "task_type"), TEXT),
+}
+
 
 def check_settings(directory: Path, *, flag: str, reader: Reader = "here", trains: bool = False) -> None:
     """ValueError for a setting of an adapter that its reader does not follow; it names `flag` and the setting.
@@ -43,7 +125,7 @@ def check_settings(directory: Path, *, flag: str, reader: Reader = "here", train
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     settings = read_settings(directory, flag=flag)
-    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(settings.get("peft_type"))
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(settings.get("peft_type")))
     if config_class is None:
         raise ValueError(f"{flag} {directory}: peft_type {settings.get('peft_type')!r} is not one that peft has")
     fields = {field.name: get_default(field) for field in dataclasses.fields(config_class)}
@@ -51,6 +133,7 @@ def check_settings(directory: Path, *, flag: str, reader: Reader = "here", train
     unknown = given.keys() - fields.keys() - {"runtime_config"}
     if settings["peft_type"] == "LORA":
         unknown |= given.keys() - INERT - FOLLOWED_BY[reader]
+        check_values({name: settings[name] for name in settings.keys() - unknown}, directory, flag)
         check_init(settings.get("init_lora_weights", True), directory, flag, reader=reader, trains=trains)
     elif reader != "peft":
         raise ValueError(f"{flag} {directory}: is of type {settings['peft_type']}, and only LORA can be used here")
@@ -62,9 +145,18 @@ def check_settings(directory: Path, *, flag: str, reader: Reader = "here", train
         )
 
 
+def check_values(settings: dict[str, Any], directory: Path, flag: str) -> None:
+    """ValueError for the first value of a wrong type, or out of range."""
+    for name, (is_allowed, allowed) in ALLOWED.items():
+        if name in settings and not is_allowed(settings[name]):
+            given = json.dumps(settings[name])[:60]
+            raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {given}, and must be {allowed}")
+
+
 def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
     try:
-        settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        text = (directory / ADAPTER_CONFIG).read_text(encoding="utf-8")
+        settings = json.loads(text, object_pairs_hook=refuse_repeated_keys)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
     if not isinstance(settings, dict):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,41 @@ def test_every_other_setting_is_refused_by_its_name(value, reader, tmp_path):
         write_settings(tmp_path, **{name: value})
         with pytest.raises(ValueError, match=f"--x .*: {name}: "):
             check_settings(tmp_path, flag="--x", reader=reader)
+
+
+WRONG_VALUES = [
+    *(("r", value) for value in ("8", 8.5, 0, -8, None, True, float("nan"))),
+    *(("lora_alpha", value) for value in (float("nan"), float("inf"), float("-inf"), "16", 0, 1e300, 10**400, None)),
+    *(("lora_dropout", value) for value in ("a", 1.5, 1, -0.1, float("nan"))),
+    *(("rank_pattern", value) for value in ({"(((": 4}, [1], {"q_proj": "x"}, {"q_proj": 0}, None)),
+    *(("alpha_pattern", value) for value in ({".*": None}, {".*": float("nan")}, {"(((": 4})),
+    *(("target_modules", value) for value in (5, "(((", [5])),
+    *(("exclude_modules", value) for value in (5, "(((")),
+    *(("layers_to_transform", value) for value in ("a", [-1], ["a"], 1.5, True)),
+    *((name, 5) for name in ("base_model_name_or_path", "revision", "task_type", "target_parameters")),
+    ("modules_to_save", "lm_head"),
+    *((name, "yes") for name in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying")),
+    *(("init_lora_weights", value) for value in ([1], 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_VALUES, ids=lambda value: str(value)[:20])
+def test_a_value_that_nothing_can_compute_with_is_refused_by_its_key(name, value, world, tmp_path):
+    (tmp_path / "adapter_model.safetensors").touch()
+    write_settings(tmp_path, **{name: value})
+    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, and must be "
+    with pytest.raises(ValueError, match=message):
+        merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
+    for reader in ("here", "peft"):
+        with pytest.raises(ValueError, match=message):
+            check_settings(tmp_path, flag="--adapter", reader=reader)
+
+
+@pytest.mark.parametrize("text", ['{"peft_type": "LORA", "r": 4, "r": 8}', '{"peft_type": [1]}', "[" * 10**5])
+def test_a_config_that_is_no_config_is_one_message(text, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^--adapter "):
+        check_settings(tmp_path, flag="--adapter")
 
 
 def test_what_peft_writes_by_default_is_followed_by_all(tmp_path):
