@@ -6,8 +6,9 @@ that is marked as a bad answer must not be trained as a good one. Other unread c
 
 import re
 import reprlib
+import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ Fields = dict[str, Any]
 WEIGHING = "which parts of a row are trained, and how much they count"
 PROMPTING = "what the model sees before its answer"
 SEEING = "what the model sees or hears"
+QUESTIONS = ("prompt", "question", "instruction", "input", "context", "query")
 # Patterns of names by what they say about their row; names are matched in lower case, with underscores between words.
 MEANINGS = {
     "which of several answers is better": (
@@ -35,7 +37,10 @@ MEANINGS = {
         *("train", "trainable", "training", "train_on_*", "train_detail", "training_detail"),
         *("*_train_detail", "*_training_detail"),
     ),
-    PROMPTING: ("system", "system_prompt", "tools", "functions", "history", "chat_template", "chat_template_kwargs"),
+    PROMPTING: (
+        *("system", "system_prompt", "tools", "functions", "history", "chat_template", "chat_template_kwargs"),
+        *QUESTIONS,
+    ),
     SEEING: ("image", "images", "video", "videos", "audio", "audios"),
 }
 OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, SEEING))
@@ -118,8 +123,18 @@ def refuse_columns(refused: Mapping[str, Any], why: str) -> RefusedColumn:
     without = "it" if len(refused) == 1 else "them"
     return RefusedColumn(
         f"has {', and '.join(found)}. {why}, so the file is refused. Remove the rows that should not be trained as they"
-        f" are, and pass --ignore-columns {' '.join(refused)} to train on the others without {without}{hints}"
+        f" are, and pass --ignore-columns {quote_names(refused)} to train on the others without {without}{hints}"
     )
+
+
+def show_name(name: str) -> str:
+    """A column's name on one line; quoted if it is empty or cannot be printed."""
+    return name if name.strip() and name.isprintable() else repr(name)
+
+
+def quote_names(names: Iterable[str]) -> str:
+    """Columns' names as arguments of a shell's command."""
+    return " ".join(shlex.quote(name) if name.isprintable() else f"${name!r}" for name in names)
 
 
 def count_column(tally: Counter[str], name: str, count: int = 1) -> None:
@@ -242,10 +257,10 @@ def describe_unread(tally: Counter[str], ignored: Collection[str]) -> list[str]:
     unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
     missing = [name for name in ignored if name not in tally]
     if missing:
-        others = f"; unread columns are {', '.join(unread)}" if unread else ""
-        raise ValueError(f"--ignore-columns {' '.join(missing)}: no row has a value there{others}")
+        others = f"; unread columns are {', '.join(map(show_name, unread))}" if unread else ""
+        raise ValueError(f"--ignore-columns {quote_names(missing)}: no row has a value there{others}")
     if not unread:
         return []
-    shown = [f"{name} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in unread.items()]
+    shown = [f"{show_name(name)} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in unread.items()]
     more = f" and {len(shown) - NUM_COLUMNS_SHOWN} more" if len(shown) > NUM_COLUMNS_SHOWN else ""
     return [f"columns that are not read: {', '.join(shown[:NUM_COLUMNS_SHOWN])}{more}"]

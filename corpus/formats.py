@@ -21,11 +21,14 @@ from typing import Any
 from chat.masking import PRETRAIN, Chat, Completion, Document
 from chat.placeholders import IMAGE_PART, is_text_part, list_parts
 from corpus.columns import (
+    QUESTIONS,
+    TURNS,
     Fields,
     RefusedColumn,
     check_columns,
     check_messages,
     drop_ignored,
+    quote_names,
     translate_marks,
 )
 from corpus.files import Chunk, Encoding, iterate_rows
@@ -101,14 +104,28 @@ def read_fields(
     changes what should be learned."""
     if row is None:
         return None
+    refuse_ignored(row, data_format, paths)
     row = drop_ignored(row, paths.ignored, tally)
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (key,))}
-    read = {*READ_BY.get(data_format, ()), *also_read} - replaced
+    read = {*READ_BY.get(data_format, QUESTIONS), *also_read} - replaced  # a row of no format has no answer either
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, tally=tally)
     return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
+
+
+def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> None:
+    """RefusedColumn if an ignored column is what the row's format is read from."""
+    needed = {f"{turns}.{key}" for turns in TURNS for key in ("role", "content", "from", "value")}
+    needed |= set(paths.given.values())
+    found = find_format(row)
+    kept = {name: value for name, value in row.items() if name not in paths.ignored}
+    if not paths.given and found is not None and find_format(kept) is None and data_format in (None, found):
+        needed |= {name for choices in FORMATS[found][1] for name in choices}
+    names = [name for name in paths.ignored if name in needed]
+    if names:
+        raise RefusedColumn(f"--ignore-columns {quote_names(names)}: rows are read from there and cannot do without it")
 
 
 def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:

@@ -17,6 +17,7 @@ from trainers.rules import (
     missing,
     needless,
     of_lora,
+    read_names,
     read_number,
     refuse,
     say,
@@ -136,7 +137,7 @@ def say_tokens(to: Conversion, key: str, value: Any) -> str:
     """Tokens by role: padding is never computed, others are the tokenizer's own."""
     if not isinstance(value, dict):
         raise ValueError(f"special_tokens is a mapping, given {value!r}")
-    more = value.get("additional_special_tokens") or []
+    more = read_names("additional_special_tokens", value.get("additional_special_tokens") or [])
     if more:
         to.data["add_special_tokens"] = [*to.data.get("add_special_tokens", []), *more]
     roles = [role for role in value if role not in ("pad_token", "additional_special_tokens", "unk_token")]
