@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 from options import (
     PRESETS,
@@ -61,6 +61,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         markers.append(tyro.conf.PositionalRequiredArgs)
     try:
         refuse_repeated_flags(argv, options_class)
+        refuse_empty_flags(argv, options_class)
         check_unicode([os.getcwd(), *argv])
         words = read_configs_as_flags(find_configs(argv, options_class), options_class) + argv
         check_unicode(words)
@@ -140,15 +141,25 @@ def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
         raise ValueError(f"given more than once: {', '.join(map(flag_name, sorted(repeated)))}")
 
 
+def refuse_empty_flags(argv: list[str], options_class: type) -> None:
+    """ValueError for a flag that takes several values and has none, which would have no effect."""
+    names = [name for name, field_type in list_types(options_class).items() if get_origin(field_type) is tuple]
+    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        is_empty = not value if equals else after.startswith("--")
+        if is_empty and name.startswith("--") and name.removeprefix("--").replace("-", "_") in names:
+            raise ValueError(f"{name}: given without a value; give one or more, or leave it out")
+
+
 def find_configs(argv: list[str], options_class: type) -> list[Path]:
-    """The values of `--config F G` or `--config=F`; none for options without such files."""
+    """The values of `--config F G` or `--config=F G`; none for options without such files."""
     if all(option.name != "config" for option, _ in iterate_fields(options_class)):
         return []
     for i, flag in enumerate(argv):
-        if flag == "--config":
-            return [Path(word) for word in itertools.takewhile(lambda word: not word.startswith("--"), argv[i + 1 :])]
-        if flag.startswith("--config="):
-            return [Path(flag.removeprefix("--config="))]
+        name, equals, first = flag.partition("=")
+        if name == "--config":
+            others = itertools.takewhile(lambda word: not word.startswith("--"), argv[i + 1 :])
+            return [Path(word) for word in [*([first] if equals else []), *others]]
     return []
 
 
@@ -162,7 +173,7 @@ def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
 
 def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
     """By option, what a YAML file says of it, as command-line words."""
-    config = read_yaml(path, named=f"--config {path}")
+    config = read_yaml(path, named=f"--config {path}", numbers_as_written=True)
     types, flags, problems = list_types(options_class), {}, []
     for key, value in config.items():
         name = str(key).replace("-", "_")
@@ -171,6 +182,8 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
                 close = difflib.get_close_matches(name, types, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(types)}"
                 raise ValueError(f"unknown option {key!r}{hint}")
+            if name in flags:
+                raise ValueError(f"{name}: given more than once, with - and with _")
             flags[name] = flag_for(name, fill_in_environment(name, value), field_type=types[name])
         except ValueError as error:
             problems.append(f"--config {path}: {error}")
@@ -179,19 +192,22 @@ def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
     return flags
 
 
-def read_yaml(path: Path, *, named: str) -> dict[Any, Any]:
+def read_yaml(path: Path, *, named: str, numbers_as_written: bool = False) -> dict[Any, Any]:
     """The keys and values of a YAML file; ValueError, in which the file is called `named`, for anything else.
 
-    Dates and times stay texts: YAML 1.1 reads 1:30:00 as the number 5400.
+    Dates and times stay texts: YAML 1.1 reads 1:30:00 as the number 5400. With `numbers_as_written`, so do numbers that
+    Python would write otherwise: YAML 1.1 reads 010 as 8, and the name 1.10 would become 1.1.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             try:
-                return super().construct_object(node, deep)
+                value = super().construct_object(node, deep)
             except (ValueError, OverflowError) as error:  # such as a number of more digits than Python converts
                 raise yaml.MarkedYAMLError(None, None, f"{node.value!r:.80}: {error}", node.start_mark) from None
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            return node.value if numbers_as_written and is_number and str(value) != node.value else value
 
     times = ("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+"))
     dates = "tag:yaml.org,2002:timestamp"
@@ -331,18 +347,33 @@ def fill_in_environment(name: str, value: Any) -> Any:
 
 
 def flag_for(name: str, value: Any, *, field_type: Any) -> list[str]:
-    """`name: value` of the YAML file as command-line words."""
-    flag, is_bool = "--" + name.replace("_", "-"), field_type is bool
+    """`name: value` of the YAML file as command-line words, of which only the first is a flag."""
+    flag, is_bool = flag_name(name), field_type is bool
     if is_bool != isinstance(value, bool):
-        allowed = "true or false" if is_bool else "a value that is not true or false"
+        allowed = "true or false" if is_bool else "a value that is not true or false; put a text in quotes"
         raise ValueError(f"{name}: given {value!r}, allowed: {allowed}")
     if is_bool:
         return [flag if value else flag.replace("--", "--no-", 1)]
     if get_origin(field_type) is tuple:
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(item, (dict, list)) for item in values):
-            raise ValueError(f"{name}: given {value!r}, allowed: one value, or a list of values")
-        return [flag, *map(str, values)]
+        return [flag, *list_words(name, value)]
     if isinstance(value, (dict, list)):
         raise ValueError(f"{name}: given {value!r}, allowed: one value")
+    if value is None and type(None) not in get_args(field_type):
+        raise ValueError(f"{name}: given null, allowed: a value; leave the line out for the default, if it has one")
     return [f"{flag}={value}"]
+
+
+def list_words(name: str, value: Any) -> list[str]:
+    """The words of an option that takes several values, none of which can be taken for a flag."""
+    if value is None:
+        raise ValueError(f"{name}: given null, allowed: one value, or a list of values; [] for none")
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if isinstance(item, (dict, list)):
+            raise ValueError(f"{name}: given {value!r}, allowed: one value, or a list of values")
+        if item is None or isinstance(item, bool):
+            shown = "null" if item is None else str(item).lower()
+            raise ValueError(f"{name}: given {shown} in a list; put a text such as 'null', 'yes' or 'no' in quotes")
+        if str(item).startswith("--") or str(item) == "-h":
+            raise ValueError(f"{name}: given {item!r}, allowed: values that cannot be taken for flags")
+    return list(map(str, values))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from refusals import refuse
@@ -139,10 +140,26 @@ def test_bad_flags_end_the_script_without_a_traceback():
         ("seed: 1\nseed: 2", "line 2: not valid YAML: a key is repeated: seed"),
         ("bach_size: 3\ncompile: 1", "compile: given 1, allowed: true or false"),  # both at once
         ("output_dir: /a/${NOT_THERE}/b", "output_dir: '/a/${NOT_THERE}/b': the environment has no variable NOT_THERE"),
+        ("batch_size: 4\nbatch-size: 8", "batch_size: given more than once"),
+        ("batch_size: 0x10", "'0x10'"),
+        ("output_dir:", "output_dir: given null, allowed: a value"),
+        ("model-name-or-path: null", "model_name_or_path: given null"),
+        ("resume: ~", "resume: given null"),
+        ("data_path:", "data_path: given null, allowed: one value, or a list of values; [] for none"),
+        ("data_path: [a, null]", "data_path: given null in a list"),
+        ("lora_target_modules: ['a', no]", "lora_target_modules: given false in a list"),
+        ("data_path: [x.arrow, --trust-remote-code]", "data_path: given '--trust-remote-code'"),
+        ("data_path: --trust-remote-code", "data_path: given '--trust-remote-code'"),
+        ("data_path: ['${FLAG}']", "data_path: given '--trust-remote-code'"),
+        ("label_names: ['-1', '1', --no]", "label_names: given '--no'"),
+        ("data_path: [x, -h]", "data_path: given '-h'"),
+        ("data_path: [--, x]", "data_path: given '--'"),
+        ("export_name: no", "export_name: given False"),
         (None, "cannot be read"),
     ],
 )
-def test_a_bad_config_file_gets_one_message(text, reason, tmp_path, capfd):
+def test_a_bad_config_file_gets_one_message(text, reason, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("FLAG", "--trust-remote-code")
     config = tmp_path / "run.yaml"
     if text is not None:
         config.write_text(text)
@@ -162,6 +179,43 @@ def test_several_config_files_compose_in_order_and_take_the_environments_values(
     given = dict(batch_size=8, learning_rate=2e-4, max_epochs=5, compile=True, data_path=("/data/c.arrow",))
     assert given.items() <= values.items()
     assert values["max_time"] == "1:30:00"
+
+
+@pytest.mark.parametrize("join", [lambda first: ["--config", first], lambda first: [f"--config={first}"]])
+def test_all_config_files_count_with_and_without_an_equals_sign(join, tmp_path):
+    (tmp_path / "a.yaml").write_text("seed: 1\nbatch_size: 3\n")
+    (tmp_path / "b.yaml").write_text("seed: 2\n")
+    data = parse_options(TrainOptions, [*REQUIRED, *join(str(tmp_path / "a.yaml")), str(tmp_path / "b.yaml")]).data
+    assert (data.seed, data.batch_size) == (2, 3)
+
+
+def test_numbers_in_yaml_mean_what_the_same_words_mean_as_flags(tmp_path):
+    words = ["010", "1_000", "+12", "7", "1.10", "1.0e-5", ".5", "-1", "1e3", "1_0.5", "0x10", "190:20"]
+    config = tmp_path / "run.yaml"
+    config.write_text(f"data_path: [{', '.join(words)}]\n")
+    required = [word for word in REQUIRED if word not in ("--data-path", "d.arrow")]
+    assert parse_options(TrainOptions, [*required, "--config", str(config)]).data.data_path == tuple(words)
+    for word in ("010", "1_000", "+12"):
+        config.write_text(f"batch_size: {word}\n")
+        assert parse_options(TrainOptions, [*REQUIRED, "--config", str(config)]).data.batch_size == int(word)
+    for word in ("1.0e-5", ".5", "1e-3", "1_0.5"):
+        config.write_text(f"learning_rate: {word}\n")
+        values = flatten_options(parse_options(TrainOptions, [*REQUIRED, "--config", str(config)]))
+        assert values["learning_rate"] == float(word)
+
+
+SEVERAL = [option.name for option, _ in options.iterate_fields(TrainOptions) if get_origin(option.type) is tuple]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_an_option_of_several_values_takes_no_flag_from_yaml_and_is_not_given_empty(name, tmp_path, capfd):
+    flag, config = options.flag_name(name), tmp_path / "run.yaml"
+    required = [word for word in REQUIRED if word not in ("--data-path", "d.arrow")]
+    for argv in ([flag], [flag, "--lora"], [f"{flag}="]):
+        assert f"{flag}: given without a value" in refuse([*required, *argv], capfd)
+    if name != "config":
+        config.write_text(f"{name}: [a, --trust-remote-code]\n")
+        assert f"{name}: given '--trust-remote-code'" in refuse([*REQUIRED, "--config", str(config)], capfd)
 
 
 def test_the_printed_configuration_is_one_that_config_takes_back(tmp_path):
