@@ -275,7 +275,7 @@ def run_differing(root: Path, tmp_path: Path, first: list[str], second: list[str
 def check_told(stderr: str, *differences: str) -> None:
     """Every rank has printed the same message with these lines."""
     host = socket.gethostname()
-    for prefix in (r"^error: ", r"^\[rank 1\] error: "):
+    for prefix in (r"^error: ", r"^(?:\[rank 1\] error|error: rank 1 on \S+): "):
         found = re.search(rf"{prefix}(the ranks do not agree.*?may differ)$", stderr, re.MULTILINE | re.DOTALL)
         assert found is not None, stderr
         for difference in differences:
