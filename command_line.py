@@ -65,12 +65,8 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         check_unicode([os.getcwd(), *argv])
         words = read_configs_as_flags(find_configs(argv, options_class), options_class) + argv
         check_unicode(words)
-        options = tyro.cli(
-            options_class,
-            config=markers,
-            args=find_preset_words(words, options_class) + words,
-            console_outputs=is_first,
-        )
+        with contextlib.nullcontext() if is_first else speaking_last():
+            options = tyro.cli(options_class, config=markers, args=find_preset_words(words, options_class) + words)
         problems = find_problems(options)
         if problems:
             raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))
@@ -83,6 +79,19 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             print(describe_options(TrainOptions, values), end="")
         sys.exit()
     return options
+
+
+@contextlib.contextmanager
+def speaking_last() -> Iterator[None]:
+    """Prints tyro's message only if local rank 0 has not ended the run with the same mistake; no --help."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        if end.code:
+            exit_with_message(f"these flags cannot be read:\n{said.getvalue().strip()}", code=end.code)
+        raise
 
 
 def check_unicode(words: list[str]) -> None:

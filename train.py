@@ -136,8 +136,8 @@ if __name__ == "__main__":
     setup_logging(options.logging_level)
     try:
         world = init_world(hang_timeout=options.end.hang_timeout, start_timeout=options.end.start_timeout)
+        compare_ranks(world, lambda: describe_start(options, world))  # first, also in a plan: --dry-run is compared
         connect_lifeline(world, control)
-        compare_ranks(world, lambda: describe_start(options, world))
         world = divide_world(world, options.sharding)
         options = tokenize_rows(options, world, control)
         code, message = train(options, world, control)

@@ -33,7 +33,7 @@ from plan.simulation import Ranks, lay_out_model
 from plan.speed import NUM_TIMED, Speed, measure_speed
 from ranks.agreement import compare_ranks
 from ranks.devices import PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
-from ranks.ending import ExitCode
+from ranks.ending import ExitCode, RanksDiffer, log
 from ranks.memory import GIB, MARGIN, memory_limit
 from ranks.open_files import count_open_files, find_missing_files, list_group_sizes
 from ranks.peers import SLOW_LIMIT
@@ -75,6 +75,8 @@ def plan_run(options: TrainOptions) -> ExitCode:
                 speed = measure_speed(options, world)
         except (ValueError, OSError) as error:  # of the model itself, on every rank
             findings.problems.append(error)
+            if isinstance(error, RanksDiffer) and not is_rank0:  # rank 0 may be training, and not print this plan
+                log.error(f"[rank {world.rank}] error: {error}")
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

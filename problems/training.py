@@ -8,6 +8,8 @@ from options import SCHEDULES_WITH_END, TrainOptions, flag_name, parse_duration,
 from problems.given import is_installed, list_changed, list_given, list_row_sources
 from problems.rows import find_row_problems
 
+MOST_SECONDS = 10 * 24 * 3600  # of a timeout; torch's clocks overflow at far larger ones
+
 
 def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
     """Of single options, by name."""
@@ -23,6 +25,8 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
                  "hang_timeout", "start_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
                  "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
+    for name in ("hang_timeout", "start_timeout"):
+        require(values[name] <= MOST_SECONDS, name, f"must be at most {MOST_SECONDS} seconds (10 days)")
     sharing = values["context_parallel"]
     require(sharing is None or sharing >= 2, "context_parallel", "must be at least 2; None turns it off")
     for name in ("learning_rate", "weight_decay", "num_warmup_steps", "seed"):

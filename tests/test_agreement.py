@@ -275,7 +275,7 @@ def run_differing(root: Path, tmp_path: Path, first: list[str], second: list[str
 def check_told(stderr: str, *differences: str) -> None:
     """Every rank has printed the same message with these lines."""
     host = socket.gethostname()
-    for prefix in (r"^error: ", r"^\[rank 1\] error: "):
+    for prefix in (r"^error: ", r"^(?:\[rank 1\] error|error: rank 1 on \S+): "):
         found = re.search(rf"{prefix}(the ranks do not agree.*?may differ)$", stderr, re.MULTILINE | re.DOTALL)
         assert found is not None, stderr
         for difference in differences:
@@ -290,6 +290,27 @@ def test_ranks_with_other_options_end_at_once(root, tmp_path):
     stderr = run_differing(root, tmp_path, first, second, data_path=root / "data.arrow")
     check_told(stderr, "--seed|42|7", "--learning-rate|0.01|0.05", "--batch-size|8|4", "--max-steps|2|5",
                "--context-parallel|None|2")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planning_rank", [0, 1])
+def test_a_rank_that_only_plans_ends_all_at_once(planning_rank, root, tmp_path):
+    own = [",", *["--dry-run"] * (planning_rank == 0), ",", *["--dry-run"] * (planning_rank == 1)]
+    words = flags(model_name_or_path=root / "model", data_path=root / "data.arrow", output_dir=tmp_path / "run")
+    words += flags(max_steps=1, max_tokens_per_gpu=64)
+    result = run_forked(2, "tests/workers/by_rank.py", "train.py", *words, *own, timeout=60)
+    assert result.returncode != 0
+    values = [str(rank == planning_rank) for rank in range(2)]
+    host = socket.gethostname()
+    told = f"--dry-run: {values[0]} on rank 0 ({host}); {values[1]} on rank 1 ({host})"
+    assert (result.stdout + result.stderr).count(told) == 2, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_mistyped_flag_of_one_rank_is_told_once(root, tmp_path):
+    stderr = run_differing(root, tmp_path, [], ["--sed", "7"], data_path=root / "data.arrow", max_steps=1)
+    assert "[rank 1] error: these flags cannot be read" in stderr
+    assert len(re.findall(r"--sed\b", stderr)) == 1, stderr
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--max-steps", "6"], ["given more than once: --max-steps"]),
         (["--no-compile", "--compile"], ["given more than once: --compile"]),
         (["--batch-size", "0"], ["--batch-size 0: must be at least 1"]),
+        (["--start-timeout", "9999999999"], ["--start-timeout 9999999999: must be at most 864000 seconds"]),
+        (["--hang-timeout", "864001"], ["--hang-timeout 864001: must be at most 864000 seconds"]),
         (["--max-grad-norm", "0"], ["--max-grad-norm 0", "None"]),
         (["--learning-rate", "nan"], ["--learning-rate nan"]),
         (["--adam-beta2", "1"], ["--adam-beta2 1"]),
