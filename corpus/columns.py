@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 WEIGHING = "which parts of a row are trained, and how much they count"
 PROMPTING = "what the model sees before its answer"
 SEEING = "what the model sees or hears"
-QUESTIONS = ("prompt", "question", "instruction", "input", "context", "query")
+ASKING = "what the answer is to"
 # Patterns of names by what they say about their row; names are matched in lower case, with underscores between words.
 MEANINGS = {
     "which of several answers is better": (
@@ -37,13 +37,11 @@ MEANINGS = {
         *("train", "trainable", "training", "train_on_*", "train_detail", "training_detail"),
         *("*_train_detail", "*_training_detail"),
     ),
-    PROMPTING: (
-        *("system", "system_prompt", "tools", "functions", "history", "chat_template", "chat_template_kwargs"),
-        *QUESTIONS,
-    ),
+    PROMPTING: ("system", "system_prompt", "tools", "functions", "history", "chat_template", "chat_template_kwargs"),
+    ASKING: ("prompt", "question", "instruction", "input", "context", "query"),
     SEEING: ("image", "images", "video", "videos", "audio", "audios"),
 }
-OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, SEEING))
+OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, ASKING, SEEING))
 HINTS = {
     "label": "--format classification reads labels",
     "labels": "--format classification reads labels",

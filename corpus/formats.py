@@ -21,7 +21,8 @@ from typing import Any
 from chat.masking import PRETRAIN, Chat, Completion, Document
 from chat.placeholders import IMAGE_PART, is_text_part, list_parts
 from corpus.columns import (
-    QUESTIONS,
+    ASKING,
+    MEANINGS,
     TURNS,
     Fields,
     RefusedColumn,
@@ -109,9 +110,11 @@ def read_fields(
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (key,))}
-    read = {*READ_BY.get(data_format, QUESTIONS), *also_read} - replaced  # a row of no format has no answer either
+    read = {*READ_BY.get(data_format, ()), *also_read} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
-    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, tally=tally)
+    # Chats often repeat their first question in a column; an answer that the user points to may lack its own.
+    meanings = [meaning for meaning in MEANINGS if given or meaning != ASKING]
+    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
     return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
 
 

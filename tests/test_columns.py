@@ -146,14 +146,14 @@ def test_columns_of_tables_are_refused_and_empty_cells_say_nothing(ending, model
 
 
 def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
-    rows = [{"messages": WEATHER, "id": i, "source": "x", "page": "twice"} for i in range(5)]
+    rows = [{"messages": WEATHER, "id": i, "source": "x", "prompt": "twice"} for i in range(5)]
     rows[0] |= {"notes": None, "topic": "weather"}
     prepare(model, write_lines(tmp_path / "in.jsonl", rows))
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
-    assert note == "note: columns that are not read: id (5 rows), page (5 rows), source (5 rows), topic (1 row)"
-    prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "page", "source", "topic"))
+    assert note == "note: columns that are not read: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
+    prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; unread columns are page"):
+    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; unread columns are prompt"):
         prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "nots"))
 
 
@@ -161,7 +161,7 @@ def test_answers_are_not_trained_without_the_prompt_beside_them(model, tmp_path)
     """TRL's preferences with explicit prompts."""
     row = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}
     source = write_lines(tmp_path / "in.jsonl", [row])
-    with pytest.raises(RefusedColumn, match=r"has 'prompt' .*which says what the model sees before its answer"):
+    with pytest.raises(RefusedColumn, match=r"has 'prompt' .*which says what the answer is to"):
         prepare(model, source, messages_field="chosen", ignore_columns=("rejected",))
 
 
