@@ -6,6 +6,7 @@ and later.
 """
 
 import os
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -32,7 +33,8 @@ class OpenAIEngine:
         self.model, self.sampling, self.engine = model, sampling, engine
         address, key = urlsplit(engine.base_url), os.environ.get(engine.api_key_env)
         self.address = address._replace(netloc=address.netloc.rpartition("@")[2]).geturl()
-        given = (key, address.password or address.username)
+        login = f"{unquote(address.username or '')}:{unquote(address.password or '')}"
+        given = (key, address.password or address.username, login != ":" and b64encode(login.encode()).decode())
         self.secrets = [form for secret in given if secret for form in (secret, unquote(secret))]
         self.client = OpenAI(
             base_url=engine.base_url,
@@ -112,7 +114,7 @@ class OpenAIEngine:
             raise ValueError(f"{self.where}: {self.hide(str(error))}") from None
 
     def hide(self, text: str) -> str:
-        """Removes the key and the password, encoded or not, from a message of the server or the client."""
+        """Removes the key and the login, encoded or not, from a message of the server or the client."""
         for secret in sorted(self.secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         return hide_secrets(text)

@@ -178,12 +178,14 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
     address = server.url.replace("http://", "http://someone:p%40ss-w0rd@")
     given = dict(base_url=address, api_key_env="MY_LOGIN", model="m")
     server.refuses = (
-        "not with k3y, nor p@ss-w0rd or p%40ss-w0rd, at http://someone:p%40ss-w0rd@host?access_token=abc&x=1"
+        "not with k3y, nor p@ss-w0rd or p%40ss-w0rd, nor Basic c29tZW9uZTpwQHNzLXcwcmQ=, "
+        "at http://someone:p%40ss-w0rd@host?access_token=abc&x=1"
     )
     with pytest.raises(ValueError, match=r"refused \(400\)") as caught:
         run(world, server, prompts, output, **given)
     told = str(caught.value)
-    assert server.url in told and "not with ***, nor *** or ***, at http://***@host?access_token=***&x=1" in told
+    expected = "not with ***, nor *** or ***, nor Basic ***, at http://***@host?access_token=***&x=1"
+    assert server.url in told and expected in told
     server.refuses = None
     (tmp_path / "answers.jsonl.part0").unlink(missing_ok=True)
     assert run(world, server, prompts, output, **given)[0]["made_by"]["base_url"] == server.url
@@ -193,7 +195,7 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
     with pytest.raises(ValueError, match="cannot be reached") as caught:
         run(world, server, prompts, tmp_path / "other.jsonl", **given | dict(base_url=nobody))
     for text in (told, str(caught.value), *(path.read_text() for path in tmp_path.iterdir())):
-        assert not any(secret in text for secret in ("k3y", "w0rd", "someone"))
+        assert not any(secret in text for secret in ("k3y", "w0rd", "someone", "c29tZW9uZ"))
 
 
 @pytest.mark.parametrize(
