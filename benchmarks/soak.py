@@ -337,7 +337,7 @@ def make_text_inputs(root: Path) -> dict[str, object]:
 
 
 def make_vision_inputs(root: Path) -> dict[str, object]:
-    """As the text's: two data sets and a held-out one, of rows with and without images."""
+    """A model that sees, two data sets and a held-out one, like those for text; rows with and without images."""
     model, paths = save_seeing(root, "llava"), []
     for name, times in (("data", 5), ("other", 2), ("held_out", 1)):
         (directory := root / f"seen_{name}").mkdir()

@@ -26,7 +26,7 @@ from families.sight import list_parts
 from families.text import TextFamily, TextReader, find_lost_scale, find_router_loss
 from families.text_tower import find_base, find_decoder, find_placeholders, is_multimodal, text_config
 
-# What cannot be had, whatever the data.
+# Model types that cannot train packed, and why.
 REFUSED = {
     "llama4": "its get_image_features leaves out the projector, which only the whole model's forward applies",
     "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
@@ -210,7 +210,7 @@ class SeeingFamily(Family):
         return {"input_ids": input_ids, "images": references}, input_ids != self.eyes.config.image_token_id
 
     def make_probes(self, lengths: Sequence[int]) -> list[Sample]:
-        """As full of the data's largest images as tokens and the cap of patches let them be."""
+        """Samples with as many of the data's largest images as the tokens and the cap of patches allow."""
         if self.largest_image is None:
             return super().make_probes(lengths)
         reference = write_data_url(np.zeros((*self.largest_image, 3), dtype=np.uint8))
@@ -310,8 +310,8 @@ def join(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def join_pixels(made: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Those of several samples one after the other; where they are of different sizes, with zeros behind the smaller,
-    as processors put them behind images of a sample."""
+    """Concatenates the samples' pixels; smaller ones are padded with zeros at the end, as processors pad the images of
+    one sample."""
     return {name: join_tensors([pixels[name] for pixels in made]) for name in (made[0] if made else ())}
 
 

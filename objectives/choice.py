@@ -30,7 +30,6 @@ class Settings:
 class Kind:
     """An objective before its data is known."""
 
-    data: str  # the objective that its data sets are made for
     make_family: Callable[[Settings], Family]
     make: Callable[[Settings, Family, Task, CountLabels], Objective]
 
@@ -58,10 +57,10 @@ def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
 
 
 KINDS = {
-    CAUSAL_LM: Kind(CAUSAL_LM, make_text_family, make_language_model(CausalLM)),
-    VISION: Kind(VISION, make_seeing_family, make_language_model(VisionLanguage)),
-    SEQUENCES: Kind(SEQUENCES, lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
-    TOKENS: Kind(TOKENS, lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
+    CAUSAL_LM: Kind(make_text_family, make_language_model(CausalLM)),
+    VISION: Kind(make_seeing_family, make_language_model(VisionLanguage)),
+    SEQUENCES: Kind(lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
+    TOKENS: Kind(lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
 }
 
 
@@ -77,7 +76,7 @@ def make_objective(
 
     `count_labels`: of classifiers.
     """
-    if task.objective != KINDS[name].data:
+    if task.objective != name:
         raise ValueError(
             f"--objective {name}: the data was tokenized for {task.objective}: give --objective {task.objective}, or"
             " tokenize the data again"

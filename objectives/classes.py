@@ -43,7 +43,7 @@ class SequenceTargets(Targets):
         return self.values[self.index]
 
     def list_places(self, row: Row) -> Tensor:  # (N, 2)
-        """Of each target its sequence, and the token there: that of a whole sequence is at its first one."""
+        """The sequence of each target and its position there: 0, since the target belongs to the whole sequence."""
         return torch.stack([self.index, torch.zeros_like(self.index)], dim=1)
 
 

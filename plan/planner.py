@@ -34,6 +34,7 @@ from plan.speed import NUM_TIMED, Speed, measure_speed
 from ranks.agreement import compare_ranks
 from ranks.devices import PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
 from ranks.ending import ExitCode, RanksDiffer, log
+from ranks.meeting import count_local_ranks
 from ranks.memory import GIB, MARGIN, memory_limit
 from ranks.open_files import count_open_files, find_missing_files, list_group_sizes
 from ranks.peers import SLOW_LIMIT
@@ -106,7 +107,7 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
     found = findings if not is_here else Findings()  # init_world says it, too
     num_shards, shard_size = world_size, options.sharding.shard_size
     if options.sharding.sharding == "hybrid":
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_here else min(world_size, RANKS_PER_NODE)
+        ranks_per_node = count_local_ranks() if is_here else min(world_size, RANKS_PER_NODE)
         num_shards = found.problems.attempt(lambda: count_shards(world_size, ranks_per_node, shard_size)) or world_size
     num_sharing = options.sharding.context_parallel
     if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ranks.meeting import count_local_ranks
+
 GIB = 2**30
 MARGIN = 0.1  # share of the memory that stays free, for communication buffers and fragmentation
 CPU_SHARE = 0.8  # share of the available memory that all processes of a machine without GPUs count with
@@ -34,7 +36,7 @@ def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_her
     elif device.type == "cuda":
         size = torch.cuda.mem_get_info(device)[1]
     else:  # what this process has already is its own
-        size = CPU_SHARE * (available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + resident_memory())
+        size = CPU_SHARE * (available_memory() / count_local_ranks() + resident_memory())
     if device.type == "cuda" and is_here:
         size = min(size, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))  # others use it too
     return int(size * (1 - MARGIN))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from options import ShardingOptions
 from ranks.ending import ExitCode, RunError, describe_error, exit_with_message, log
-from ranks.meeting import START_TIMEOUT, meet
+from ranks.meeting import START_TIMEOUT, count_local_ranks, meet
 from ranks.messages import CleanFormatter
 from ranks.monitor import RunControl
 from ranks.open_files import check_open_files, list_group_sizes, raise_open_file_limit
@@ -89,8 +89,7 @@ def divide_world(world: World, sharding: ShardingOptions) -> World:
     """
     num_shards, num_sharing = world.world_size, sharding.context_parallel
     if sharding.sharding == "hybrid":
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        num_shards = count_shards(world.world_size, ranks_per_node, sharding.shard_size)
+        num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
     check_sharing(world.world_size, num_sharing)
     check_open_files(world.world_size, list_group_sizes(world.world_size, num_shards, num_sharing))
     mesh = world.mesh
