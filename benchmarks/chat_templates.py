@@ -393,7 +393,7 @@ def name_role(script: Script, word: Word) -> str:
 
 
 def is_trained(script: Script, message: int) -> bool:
-    """By the documented rule: `train`, `weight`, or the role."""
+    """Whether a message trains, as documented: by its `train` or `weight`, else by its role."""
     said = script.messages[message]
     if "train" in said:
         return said["train"]

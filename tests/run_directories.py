@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from tiny_data import write_jsonl
+
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
 
 
@@ -65,10 +67,6 @@ def make_sources(step: int, names: tuple[str, ...], loss: float, noise: random.R
     }
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def make_start(first_step: int = 0, resumed_from: str | None = None, **changes: Any) -> dict[str, Any]:
     return {
         "started": f"2026-11-{1 + first_step % 28:02}T10:00:00+0000",
@@ -105,11 +103,11 @@ def write_run(
         if sources:
             row["sources"] = make_sources(step, sources, row["loss"], noise)
         rows.append(row)
-    write_lines(path / "training_metrics_0.jsonl", rows)
+    write_jsonl(path / "training_metrics_0.jsonl", rows)
     if sets:
         at = range(0, num_steps + 1, max(1, num_steps // 12))
         validations = [make_validation(step, num_steps, sets=sets) for step in at]
-        write_lines(path / "validation_metrics_0.jsonl", validations)
+        write_jsonl(path / "validation_metrics_0.jsonl", validations)
     starts = [make_start(), *(make_start(step, f"{path}/checkpoints/step_{step}") for step in resumes)]
     params = {"options": options, "identity": {"data": "a" * 64}, **starts[-1], "starts": starts}
     params["finished"] = "2026-11-20T12:00:00+0000" if finished else None

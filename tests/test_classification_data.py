@@ -17,6 +17,7 @@ from forked import run_forked
 from make_encoder import train_word_pieces
 from make_tiny_model import train_tokenizer
 from processes import flags
+from tiny_data import write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -69,11 +70,6 @@ def decoder(byte_level, tmp_path_factory) -> Path:
 
 def save(tokenizer, path: Path) -> Path:
     tokenizer.save_pretrained(path)
-    return path
-
-
-def write_jsonl(path: Path, rows: list) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

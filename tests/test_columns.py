@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
+from tiny_data import write_jsonl
 
 from chat.labels import IGNORED
 from chat.masking import ChatMasker
@@ -40,11 +41,6 @@ def tokenizer():
 def model(tokenizer, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tokenizer.save_pretrained(path)
-    return path
-
-
-def write_lines(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -91,7 +87,7 @@ OF_OTHERS = {
 @pytest.mark.parametrize("name", OF_OTHERS)
 def test_rows_of_other_objectives_refuse_the_file_by_their_columns(name, model, tmp_path):
     row, columns = OF_OTHERS[name]
-    source = write_lines(tmp_path / "in.jsonl", [{"messages": WEATHER}, row] if "messages" in row else [row])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER}, row] if "messages" in row else [row])
     for options in ({}, {"skip_invalid": True}):
         with pytest.raises(RefusedColumn) as error:
             prepare(model, source, **options)
@@ -120,9 +116,9 @@ IN_NO_FORMAT = {"chosen", "preferred_output"}  # columns of rows that have nothi
 @pytest.mark.parametrize("name", [name for name, (row, _) in OF_OTHERS.items() if IN_NO_FORMAT.isdisjoint(row)])
 def test_ignored_columns_are_as_if_they_were_not_there(name, model, tmp_path, capsys):
     row, columns = OF_OTHERS[name]
-    ignored = prepare(model, write_lines(tmp_path / "a.jsonl", [row]), ignore_columns=tuple(columns))
+    ignored = prepare(model, write_jsonl(tmp_path / "a.jsonl", [row]), ignore_columns=tuple(columns))
     assert "columns that are not read" not in capsys.readouterr().out
-    assert ignored == prepare(model, write_lines(tmp_path / "b.jsonl", [without(row, columns)]))
+    assert ignored == prepare(model, write_jsonl(tmp_path / "b.jsonl", [without(row, columns)]))
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet"])
@@ -148,34 +144,34 @@ def test_columns_of_tables_are_refused_and_empty_cells_say_nothing(ending, model
 def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
     rows = [{"messages": WEATHER, "id": i, "source": "x", "prompt": "twice"} for i in range(5)]
     rows[0] |= {"notes": None, "topic": "weather"}
-    prepare(model, write_lines(tmp_path / "in.jsonl", rows))
+    prepare(model, write_jsonl(tmp_path / "in.jsonl", rows))
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
     assert note == "note: columns that are not read: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
-    prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
+    prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; unread columns are prompt"):
-        prepare(model, write_lines(tmp_path / "in.jsonl", rows), ignore_columns=("id", "nots"))
+        prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "nots"))
 
 
 def test_answers_are_not_trained_without_the_prompt_beside_them(model, tmp_path):
     """TRL's preferences with explicit prompts."""
     row = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}
-    source = write_lines(tmp_path / "in.jsonl", [row])
+    source = write_jsonl(tmp_path / "in.jsonl", [row])
     with pytest.raises(RefusedColumn, match=r"has 'prompt' .*which says what the answer is to"):
         prepare(model, source, messages_field="chosen", ignore_columns=("rejected",))
 
 
 @pytest.mark.parametrize("name", ["messages", "messages.content", "messages.role"])
 def test_what_a_format_is_read_from_cannot_be_ignored(name, model, tmp_path):
-    source = write_lines(tmp_path / "in.jsonl", [{"messages": WEATHER}])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER}])
     with pytest.raises(RefusedColumn, match=rf"--ignore-columns {name}: rows are read from there"):
         prepare(model, source, ignore_columns=(name,))
 
 
 def test_names_that_a_shell_would_split_are_quoted(model, tmp_path, capsys):
-    prepare(model, write_lines(tmp_path / "in.jsonl", [{"messages": WEATHER, "a\nb": 1, "": 2}]))
+    prepare(model, write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER, "a\nb": 1, "": 2}]))
     assert r"columns that are not read: '' (1 row), 'a\nb' (1 row)" in capsys.readouterr().out
-    source = write_lines(tmp_path / "in.jsonl", [{"messages": WEATHER, "Rejected Response": "no"}])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER, "Rejected Response": "no"}])
     with pytest.raises(RefusedColumn, match="--ignore-columns 'Rejected Response' to train"):
         prepare(model, source)
 
@@ -193,7 +189,7 @@ def test_parts_of_a_content_cannot_be_marked():
 
 def test_columns_beside_those_that_are_named_are_looked_at(model, tmp_path):
     row = {"chosen": WEATHER, "rejected": WEATHER, "chat": {"turns": WEATHER, "label": False}}
-    source = write_lines(tmp_path / "in.jsonl", [row])
+    source = write_jsonl(tmp_path / "in.jsonl", [row])
     with pytest.raises(RefusedColumn, match=r"in.jsonl:1: has 'rejected' "):
         prepare(model, source, messages_field="chosen")
     samples = prepare(model, source, messages_field="chosen", ignore_columns=("rejected",))
@@ -205,22 +201,22 @@ def test_columns_beside_those_that_are_named_are_looked_at(model, tmp_path):
 
 def test_labels_and_scores_of_what_is_classified_stay_usable_and_weights_do_not(model, tmp_path):
     rows = [{"text": f"12 and {i}", "label": "ab"[i % 2], "label_text": "x", "score": i, "rank": i} for i in range(6)]
-    source, as_classes = write_lines(tmp_path / "in.jsonl", rows), {"format": "classification"}
+    source, as_classes = write_jsonl(tmp_path / "in.jsonl", rows), {"format": "classification"}
     assert len(prepare(model, source, **as_classes)) == 6
     assert len(prepare(model, source, label_field="score", label_type="regression", **as_classes)) == 6
     words = [{"tokens": ["12", "and"], "ner_tags": ["a", "b"], "pos_tags": ["c", "d"]}]
-    assert len(prepare(model, write_lines(tmp_path / "w.jsonl", words), label_field="ner_tags", **as_classes)) == 1
-    weighed = write_lines(tmp_path / "in.jsonl", [*rows, rows[0] | {"weight": 0.5}])
+    assert len(prepare(model, write_jsonl(tmp_path / "w.jsonl", words), label_field="ner_tags", **as_classes)) == 1
+    weighed = write_jsonl(tmp_path / "in.jsonl", [*rows, rows[0] | {"weight": 0.5}])
     with pytest.raises(RefusedColumn, match=r"in.jsonl:7: has 'weight' \(0.5\).*Classification does not read such"):
         prepare(model, weighed, **as_classes)
     assert len(prepare(model, weighed, ignore_columns=("weight",), **as_classes)) == 7
     chats = [{"messages": [ASK, ANSWER | {"train": False}], "label": label} for label in "ab"]
     with pytest.raises(RefusedColumn, match=r"chats.jsonl:1: has 'messages.train' \(False\)"):
-        prepare(model, write_lines(tmp_path / "chats.jsonl", chats), **as_classes)
+        prepare(model, write_jsonl(tmp_path / "chats.jsonl", chats), **as_classes)
 
 
 def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_path):
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "12?", "completion": " 41", "label": False}])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "12?", "completion": " 41", "label": False}])
     paths = [
         "--input-file",
         str(source),
@@ -303,7 +299,7 @@ def test_the_documented_rows_of_ms_swift_and_axolotl(model, tokenizer, tmp_path)
     ]
     texts = []
     for row in rows:
-        (sample,) = prepare(model, write_lines(tmp_path / "in.jsonl", [row]))
+        (sample,) = prepare(model, write_jsonl(tmp_path / "in.jsonl", [row]))
         texts.append(tokenizer.decode([label for label in sample["labels"] if label != IGNORED]))
     assert texts == ["It equals 2<|im_end|>", "Hello<|im_end|>How are you?<|im_end|>"]
 

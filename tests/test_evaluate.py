@@ -16,7 +16,7 @@ from processes import flags
 from scipy import stats
 from sklearn.metrics import f1_score
 from small_runs import OPTIONS
-from tiny_data import make_samples, read_lines, write_samples
+from tiny_data import make_samples, read_lines, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -298,7 +298,7 @@ def test_options_that_cannot_be_used_are_refused(changes, reason):
     ],
 )
 def test_tasks_without_what_is_right_are_refused(rows, reason, world, root, files, tmp_path):
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "task.jsonl", rows)
     with pytest.raises(ValueError, match=reason):
         run(world, tmp_path / "out", model=files["base"], task=str(tmp_path / "task.jsonl"))
 

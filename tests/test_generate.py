@@ -8,7 +8,7 @@ import torch
 from forked import run_forked
 from peft import LoraConfig, get_peft_model
 from processes import flags
-from tiny_data import read_lines
+from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
@@ -32,11 +32,6 @@ HYBRIDS = {
     ),
 }  # fmt: skip
 NEW = 12
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def make_model(root: Path, name: str) -> Path:
@@ -64,7 +59,7 @@ def llama(root) -> str:
 @pytest.fixture(scope="module")
 def questions(root) -> str:
     rows = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
-    return str(write_rows(root / "questions.jsonl", rows))
+    return str(write_jsonl(root / "questions.jsonl", rows))
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +168,7 @@ def test_answers_that_were_made_otherwise_are_not_gone_on_with(change, reason, r
     rows = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
     prompts = {"fewer": rows[:2], "others": [rows[1], *rows[1:]]}.get(change.get("prompts"))
     if prompts is not None:
-        change = dict(prompts=str(write_rows(root / "changed_prompts.jsonl", prompts)))
+        change = dict(prompts=str(write_jsonl(root / "changed_prompts.jsonl", prompts)))
     with pytest.raises(ValueError) as error:
         run(world, output, **dict(model=llama, prompts=questions) | change)
     assert reason in str(error.value)
@@ -195,7 +190,7 @@ def test_rows_of_every_format_become_prompts(tmp_path):
         {"prompt": "Hi", "references": ["Ho", "He"]},
     ]
     chat, gpt, alpaca, completion, alone, text, question, choice, label, several = read_prompts(
-        [str(write_rows(tmp_path / "rows.jsonl", rows))], None
+        [str(write_jsonl(tmp_path / "rows.jsonl", rows))], None
     )
     assert (chat.messages, chat.references) == (user, ("Ho",)) and chat.row == rows[0]
     assert [message["role"] for message in gpt.messages] == ["system", "user"] and gpt.references == ("Ho",)
@@ -230,7 +225,7 @@ def test_rows_of_every_format_become_prompts(tmp_path):
     ],
 )
 def test_rows_that_are_no_prompts_are_refused_with_their_line(row, reason, tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", [{"question": "Hi"}, row])
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "Hi"}, row])
     with pytest.raises(ValueError) as error:
         read_prompts([str(path)], None)
     assert reason in str(error.value)
@@ -261,10 +256,10 @@ def test_an_adapter_answers_as_peft_lets_it(root, llama, questions, world):
 
 def test_an_answer_ends_where_the_model_has_no_more_room(root, world, tmp_path):
     path = make_model(tmp_path, "gpt2")  # whose positions end at 256
-    prompts = write_rows(tmp_path / "long.jsonl", [{"prompt": "x" * 250}, {"prompt": "x"}])
+    prompts = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "x" * 250}, {"prompt": "x"}])
     lines = run(world, tmp_path / "answers.jsonl", model=str(path), prompts=str(prompts), max_new_tokens=8)
     assert lines[0]["num_tokens"] <= 6
-    write_rows(prompts, [{"prompt": "x" * 256}])
+    write_jsonl(prompts, [{"prompt": "x" * 256}])
     with pytest.raises(ValueError, match=r"long.jsonl:1: has 256 tokens, and the model has room for 256"):
         run(world, tmp_path / "more.jsonl", model=str(path), prompts=str(prompts))
 

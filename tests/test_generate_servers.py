@@ -15,6 +15,7 @@ from forked import run_forked
 from hub_standin import send_json
 from processes import ENV, ROOT, flags
 from stock_templates import make_tokenizer
+from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,7 +100,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def prompts(tmp_path) -> str:
     rows = [{"question": f"q{i}"} for i in range(9)] + [{"prompt": "go on"}]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
     return str(tmp_path / "prompts.jsonl")
 
 
@@ -149,7 +150,7 @@ def test_a_server_is_sent_what_the_template_is_given_here(server, world, tmp_pat
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
     answered = [[*messages, {"role": "assistant", "content": "Five."}] for messages in ROWS]
     rows = [{"messages": messages, "tools": tools} for messages in answered]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     run(world, server, str(tmp_path / "rows.jsonl"), tmp_path / "answers.jsonl", concurrency=1)
     tokenizer = make_tokenizer(*TRAITS["closed by the next turn"])
     masked = ChatMasker(tokenizer).mask([Chat(messages, tools=tools) for messages in answered])

@@ -10,6 +10,7 @@ import torch
 from evaluations import evaluate_here, list_means
 from forked import run_forked
 from processes import flags
+from tiny_data import write_jsonl
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -160,7 +161,7 @@ def test_choices_that_join_their_prompt_are_counted_over_all_ranks(tmp_path):
         dict(prompt="the", choices=[" a", " is"], answer=0),
         dict(prompt="the a", choices=["nswer is four", " is"], answer=1),
     ]
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "task.jsonl", rows)
     words = flags(model=model, task=tmp_path / "task.jsonl", output_dir=tmp_path / "out", dtype="float32")
     found = []
     for num_ranks in (2, 1):
@@ -196,7 +197,7 @@ ROWS = [dict(q="1 2 3", c=["4", "x y"], a=0), dict(q="a b c", c=["z", "d"], a=1)
 
 def write_task(folder: Path, *, name: str, file: str, delimiter: str = " ", rows: list[dict] = ROWS) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "rows.jsonl", rows)
     (folder / "common.yml").write_text(TASK.format(rows=folder / "rows.jsonl"))
     (folder / file).write_text(f"task: {name}\ninclude: common.yml\ntarget_delimiter: '{delimiter}'\n")
     return folder / file
@@ -211,7 +212,7 @@ def test_a_task_and_the_same_task_of_the_harness_agree(ours, theirs, world, base
         dict(prompt=row["q"] + (" " if ours == "" else ""), choices=[ours + c for c in row["c"]], answer=row["a"])
         for row in ROWS
     ]
-    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "same.jsonl", rows)
     same, harness = evaluate_here(
         world, tmp_path / "out", model=base, task=str(tmp_path / "same.jsonl"), lm_eval=str(file)
     )["sets"]

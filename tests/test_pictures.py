@@ -11,6 +11,7 @@ from ask_pictures import exchange, guess_best
 from make_pictures import COLOURS, CORNER, CORNERS, ask_questions, choose_shapes, draw_picture
 from PIL import Image
 from processes import ROOT, run
+from tiny_data import write_jsonl
 from tiny_seeing import SEEING, make_image, make_rows, save_seeing
 
 from chat.pictures import ImageExpander, load_processor, open_image
@@ -49,7 +50,7 @@ def test_samples_are_shown_with_their_images_in_the_place_of_placeholders(models
     rows = make_rows(tmp_path)
     make_image(7).resize((300, 150)).save(tmp_path / "<b>large.png")
     rows.append(rows[0] | {"messages": json.loads(json.dumps(rows[0]["messages"]).replace("0.png", "<b>large.png"))})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     # fmt: off
     given = dict(input_file=str(tmp_path / "rows.jsonl"), output_file=str(tmp_path / "out" / "data.arrow"), num_proc=1,
                  model_name_or_path=str(models["qwen2.5-vl"]), images=True, preview=len(rows),

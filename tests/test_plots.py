@@ -22,7 +22,8 @@ from browser import Browser, needs_browser
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import ENV, ROOT, free_port, run
-from run_directories import make_sources, write_lines, write_run
+from run_directories import make_sources, write_run
+from tiny_data import write_jsonl
 
 from options import PlotOptions
 from plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, choose_starts, thin
@@ -74,9 +75,9 @@ def test_a_torn_line_is_read_when_it_is_whole_and_a_damaged_one_is_counted(tmp_p
 @pytest.mark.parametrize("num_later", [0, 1, 5])
 def test_a_file_that_a_resumed_run_has_cut_is_read_again(num_later, tmp_path):
     path, reader = tmp_path / METRICS, MetricsReader(tmp_path / METRICS, ("loss",))
-    write_lines(path, [{"step": step, "loss": 1.0} for step in range(1, 10)])
+    write_jsonl(path, [{"step": step, "loss": 1.0} for step in range(1, 10)])
     reader.read()
-    write_lines(path, [{"step": step, "loss": 1.0 if step < 6 else 2.0} for step in range(1, 6 + num_later)])
+    write_jsonl(path, [{"step": step, "loss": 1.0 if step < 6 else 2.0} for step in range(1, 6 + num_later)])
     reader.read()
     assert reader["step"].tolist() == list(range(1, 6 + num_later))
     assert reader["loss"].tolist() == [1.0] * 5 + [2.0] * num_later
@@ -86,7 +87,7 @@ def test_a_file_that_a_resumed_run_has_cut_is_read_again(num_later, tmp_path):
 
 
 def test_of_a_step_that_is_there_twice_the_later_one_counts(tmp_path):
-    write_lines(tmp_path / METRICS, [{"step": step, "loss": loss} for step, loss in [(1, 5), (2, 4), (3, 3), (2, 1)]])
+    write_jsonl(tmp_path / METRICS, [{"step": step, "loss": loss} for step, loss in [(1, 5), (2, 4), (3, 3), (2, 1)]])
     reader = MetricsReader(tmp_path / METRICS, ("loss",))
     reader.read()
     assert (reader["step"].tolist(), reader["loss"].tolist()) == ([1, 2], [5, 1])
@@ -98,7 +99,7 @@ def test_sources_become_columns_also_where_they_come_late(tmp_path):
         {"step": 2, "loss": 2.0, "sources": {"web": {"loss": 3.0}, "code": {"loss": None}, "odd": 7}},
         {"step": 3, "loss": 2.0, "sources": {"code": {"loss": 4.0}}},
     ]
-    write_lines(tmp_path / METRICS, rows)
+    write_jsonl(tmp_path / METRICS, rows)
     reader = MetricsReader(tmp_path / METRICS, ("loss",))
     reader.read()
     assert reader["source: web"][1] == 3.0 and np.isnan(reader["source: web"][[0, 2]]).all()
@@ -223,7 +224,7 @@ def test_charts_are_there_where_there_is_something_to_draw(tmp_path):
     assert titles == {"Loss by source": {"web", "code"}, "Validation loss by set": {"a", "b"}}
     assert find_chart(both, "token_accuracy", of_validations=True) and not find_chart(both, "mfu")
     rows = [row | {"mfu": 0.4} for row in read_rows(bare / METRICS)]
-    write_lines(bare / METRICS, rows)
+    write_jsonl(bare / METRICS, rows)
     assert find_chart(describe(bare), "mfu")
 
 
@@ -635,7 +636,7 @@ def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     path = write_run(tmp_path / "run", num_steps=5000)
     rows = read_rows(path / METRICS)
     rows[3210]["loss"] = 50.0
-    write_lines(path / METRICS, rows)
+    write_jsonl(path / METRICS, rows)
     target = tmp_path / "page.html"
     target.write_text(make_curves_page(open_runs([path]), smoothing=1))
     open_page(browser, target.as_uri())

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults
 from stock_templates import TEMPLATES, make_tokenizer
-from tiny_data import read_lines
+from tiny_data import read_lines, write_jsonl
 from tiny_models import SHAPE, save_model
 from trait_templates import ONLY_PARTS, PROMPTED_REASONING
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -228,7 +228,7 @@ def write_model(path: Path, name: str) -> Path:
 
 
 def process(path: Path, rows: list[dict], output: Path, **options: object) -> list[dict]:
-    (output.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(output.parent / "rows.jsonl", rows)
     given = dict(model_name_or_path=str(path), input_file=str(output.parent / "rows.jsonl"), num_proc=1)
     process_data(group_options(ProcessDataOptions, **given, output_file=str(output), **options))
     return read_lines(output)

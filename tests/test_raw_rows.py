@@ -14,6 +14,7 @@ from hub_standin import Hub
 from in_process import train_here
 from make_tiny_model import train_tokenizer
 from small_runs import read_rows
+from tiny_data import write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
 from corpus.cache import find_outputs
@@ -45,11 +46,6 @@ def model(tmp_path_factory) -> Path:
     return save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path_factory.mktemp("model")))
 
 
-def write_lines(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def tokenize(model: Path, output: Path, **options) -> list[dict]:
     """The samples that process_data.py makes."""
     paths = dict(output_file=str(output), model_name_or_path=str(model))
@@ -66,7 +62,7 @@ def read_arrow(path: str | Path) -> list[dict]:
 
 
 def test_folders_of_the_datasets_library_give_what_the_file_gives(tokenizer_dir, tmp_path):
-    expected = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_lines(tmp_path / "a.jsonl", CHATS)))
+    expected = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_jsonl(tmp_path / "a.jsonl", CHATS)))
     rows = datasets.Dataset.from_list(CHATS)
     rows.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=rows, test=rows.select(range(3))).save_to_disk(tmp_path / "several")
@@ -131,7 +127,7 @@ for name, revision in (("me/chats", None), ("me/chats:config", "v1"), ("me/chats
 
 def test_columns_of_other_names_give_what_the_usual_ones_give(tokenizer_dir, tmp_path):
     def samples_of(rows: list[dict], **options) -> list[dict]:
-        return tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(write_lines(tmp_path / "r.jsonl", rows)),
+        return tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(write_jsonl(tmp_path / "r.jsonl", rows)),
                         **options)  # fmt: skip
 
     chats = samples_of(CHATS)
@@ -157,18 +153,18 @@ def test_a_nested_column_of_texts_to_classify(tokenizer_dir, tmp_path):
     rows = [{"text": f"How many {i}", "label": "ab"[i % 2]} for i in range(6)]
     nested = [{"review": {"body": row["text"]}, "mark": {"of": row["label"]}} for row in rows]
     plain = tokenize(tokenizer_dir, tmp_path / "p.arrow", format="classification",
-                     input_file=str(write_lines(tmp_path / "p.jsonl", rows)))  # fmt: skip
+                     input_file=str(write_jsonl(tmp_path / "p.jsonl", rows)))  # fmt: skip
     found = tokenize(tokenizer_dir, tmp_path / "n.arrow", format="classification", text_field="review.body",
-                     label_field="mark.of", input_file=str(write_lines(tmp_path / "n.jsonl", nested)))  # fmt: skip
+                     label_field="mark.of", input_file=str(write_jsonl(tmp_path / "n.jsonl", nested)))  # fmt: skip
     assert found == plain
 
 
 def test_a_wrong_name_lists_the_columns_there_are(tokenizer_dir, tmp_path):
-    source = write_lines(tmp_path / "r.jsonl", [{"id": 1, "chat": {"turns": make_turns(1), "lang": "en"}}] * 3)
+    source = write_jsonl(tmp_path / "r.jsonl", [{"id": 1, "chat": {"turns": make_turns(1), "lang": "en"}}] * 3)
     with pytest.raises(ValueError, match=r"--messages-field chat.turn: .*did you mean 'chat.turns'\?; they have chat,"
                                          r" chat.lang, chat.turns, id$"):  # fmt: skip
         tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(source), messages_field="chat.turn")
-    mixed = write_lines(tmp_path / "m.jsonl", [{"chat": make_turns(1)}, {"talk": make_turns(2)}])
+    mixed = write_jsonl(tmp_path / "m.jsonl", [{"chat": make_turns(1)}, {"talk": make_turns(2)}])
     with pytest.raises(ValueError, match=r"m.jsonl:2: no 'chat' \(--messages-field\), or it is empty: .*'talk'"):
         tokenize(tokenizer_dir, tmp_path / "o.arrow", input_file=str(mixed), messages_field="chat")
 
@@ -211,9 +207,9 @@ def test_the_cache_is_keyed_by_content_options_and_tokenizer(model, tokenizer_di
         found = find_outputs(rows, str(directory), cache_dir=tmp_path / "cache", trust_remote_code=False)
         return found.data.parent.name
 
-    write_lines(tmp_path / "a.jsonl", CHATS)
+    write_jsonl(tmp_path / "a.jsonl", CHATS)
     (tmp_path / "moved").mkdir()
-    moved = write_lines(tmp_path / "moved" / "a.jsonl", CHATS)
+    moved = write_jsonl(tmp_path / "moved" / "a.jsonl", CHATS)
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
     first = key()
@@ -222,14 +218,14 @@ def test_the_cache_is_keyed_by_content_options_and_tokenizer(model, tokenizer_di
     others = [with_template, key(tokenizer_dir), key(max_sample_num_tokens=9), key(skip_invalid=True),
               key(validation_share=0.1), key(input_file=(), mock_data=3)]  # fmt: skip
     template.write_text("{{ messages }} ")
-    write_lines(tmp_path / "a.jsonl", CHATS[1:])
+    write_jsonl(tmp_path / "a.jsonl", CHATS[1:])
     others += [key(chat_template=str(template)), key()]
     assert len({first, *others}) == len(others) + 1
 
 
 @pytest.mark.slow
 def test_rows_are_tokenized_once_as_process_data_does_and_nothing_half_done_is_used(model, tmp_path, capfd):
-    source = write_lines(tmp_path / "chats.jsonl", CHATS)
+    source = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     options = group_options(TrainOptions, model_name_or_path=str(model), input_file=str(source), output_dir="o",
                             data_cache_dir=str(tmp_path / "cache"), num_proc=1, validation_share=0.3)  # fmt: skip
     outputs = find_outputs(options.rows, str(model), cache_dir=tmp_path / "cache", trust_remote_code=False)
@@ -247,7 +243,7 @@ def test_rows_are_tokenized_once_as_process_data_does_and_nothing_half_done_is_u
     before = os.stat(outputs.data).st_ino
     assert find_data(options) == found and os.stat(outputs.data).st_ino == before
     # What cannot be used is said once, and by the one who asked.
-    write_lines(source, [{"messages": [{"role": "alien", "content": "?"}]}])
+    write_jsonl(source, [{"messages": [{"role": "alien", "content": "?"}]}])
     with pytest.raises(ValueError, match=r"(?s)^1 of 1 rows cannot be used.*chats.jsonl:1: .*alien"):
         find_data(options)
     assert "cannot be used" not in capfd.readouterr().err

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from tiny_data import write_jsonl
 from tiny_seeing import make_image, save_seeing
 from trait_templates import CLOSED_BY_THE_NEXT_TURN, CLOSED_ON_A_NEW_LINE, DESCRIBED
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -60,7 +61,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 def prepare(model: Path, rows: list[dict], directory: Path, **options) -> tuple[list[dict], dict]:
     """The samples, and what the sidecar says of their stop tokens."""
     source, output = directory / "in.jsonl", directory / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(source, rows)
     given = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model), num_proc=1)
     process_data(group_options(ProcessDataOptions, **given, **{"preview": 0} | options))
     samples = [json.loads(line) for line in output.read_text().splitlines()]

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
+from tiny_data import write_jsonl
 from transformers import AutoTokenizer
 
 from chat.masking import Chat, Completion, Document
@@ -56,11 +57,6 @@ def to_messages(turns: list[tuple[str, str]], roles: tuple[str, str] = ("user", 
 
 def chat(i: int) -> dict:
     return {"messages": to_messages([(f"question {i}", f"answer {i}" + " and" * (i % 5))])}
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def process(model: Path, source: Path, output: Path, **options) -> None:
@@ -177,7 +173,7 @@ def test_the_share_is_what_was_asked_for(share):
 @pytest.mark.parametrize("ending", [".arrow", ".parquet", ".jsonl"])
 def test_both_sides_are_data_sets_by_themselves(models, tmp_path, ending):
     rows = [chat(i) for i in range(300)]
-    source = write_rows(tmp_path / "in.jsonl", rows)
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
     limit = dict(max_sample_num_tokens=60)
     output = tmp_path / f"out{ending}"
     whole = tmp_path / f"whole{ending}"
@@ -204,7 +200,7 @@ def test_both_sides_are_data_sets_by_themselves(models, tmp_path, ending):
 def test_nothing_is_lost_and_every_side_counts_its_own(models, tmp_path, capsys):
     rows = [chat(i) for i in range(400)]
     rows += [{"messages": rows[i]["messages"][:1]} for i in range(50)]  # nothing trained
-    source = write_rows(tmp_path / "in.jsonl", rows)
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
     source.write_bytes(b"\n{\n" + source.read_bytes())
     options = dict(skip_invalid=True, max_sample_num_tokens=34)
     process(models[0], source, tmp_path / "whole.arrow", **options)
@@ -233,7 +229,7 @@ def test_sides_depend_on_nothing_else(models, tmp_path, monkeypatch):
     monkeypatch.setattr("corpus.files.CHUNK_ROWS", 7)
     monkeypatch.setattr("process_data.BYTES_PER_WORKER", 100)
     rows = [chat(i) for i in range(120)]
-    source = write_rows(tmp_path / "in.jsonl", rows)
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
     sides = [set(read_texts(models[0], side)) for side in split(models[0], source, tmp_path / "out.arrow", num_proc=1)]
     expected = {f"{i}": Document("") for i in range(120)}.keys()
     assert sides[0] | sides[1] == expected and not sides[0] & sides[1] and min(map(len, sides)) > 10
@@ -249,14 +245,14 @@ def test_sides_depend_on_nothing_else(models, tmp_path, monkeypatch):
     check(source, models[1])
     shuffled = [row for row in rows + rows[:50] for _ in range(2)] + [chat(i) for i in range(1000, 1100)]
     random.Random(1).shuffle(shuffled)
-    check(write_rows(tmp_path / "shuffled.jsonl", shuffled), num_proc=2)
+    check(write_jsonl(tmp_path / "shuffled.jsonl", shuffled), num_proc=2)
     sharegpt = [{"conversations": [{"from": "human", "value": a["content"]}, {"from": "gpt", "value": b["content"]}]}
                 for a, b in (row["messages"] for row in rows)]  # fmt: skip
-    check(write_rows(tmp_path / "sharegpt.jsonl", sharegpt))
+    check(write_jsonl(tmp_path / "sharegpt.jsonl", sharegpt))
     noted = [row | {"id": i, "unmask": None} for i, row in enumerate(rows)]
     pq.write_table(pa.Table.from_pylist(noted), tmp_path / "in.parquet")
     check(tmp_path / "in.parquet")
-    check(write_rows(tmp_path / "some.jsonl", rows[40:]), known={f"{i}" for i in range(40, 120)})
+    check(write_jsonl(tmp_path / "some.jsonl", rows[40:]), known={f"{i}" for i in range(40, 120)})
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -265,7 +261,7 @@ def test_whole_documents_fall_on_one_side(models, tmp_path, monkeypatch, block_s
     monkeypatch.setattr("corpus.files.CHUNK_ROWS", 3)
     monkeypatch.setattr("process_data.BYTES_PER_WORKER", 100)
     texts = [f"answer {i} and " * (1 + i % 9) for i in range(60)]
-    source = write_rows(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     sides = split(models[0], source, tmp_path / "out.arrow", block_size=block_size, num_proc=num_proc)
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     for is_validation, samples in enumerate(sides):
@@ -282,7 +278,7 @@ def test_whole_documents_fall_on_one_side(models, tmp_path, monkeypatch, block_s
 
 
 def test_a_later_output_leaves_no_stale_side(models, tmp_path, capsys):
-    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(40)])
+    source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(40)])
     split(models[0], source, tmp_path / "out.jsonl", chat_template="llama3")
     split(models[0], source, tmp_path / "out.jsonl")  # the tokenizer directories of the run before go
     names = {"in.jsonl"} | {f"out{side}.jsonl{end}" for side in ("", ".validation") for end in ("", ".meta.json")}
@@ -296,7 +292,7 @@ def test_a_later_output_leaves_no_stale_side(models, tmp_path, capsys):
 
 @pytest.mark.parametrize("sidecar", [None, "{", "[]", '{"split": null}', '{"split": {"other_side": "another.jsonl"}}'])
 def test_a_data_set_of_ones_own_is_no_stale_side(models, tmp_path, sidecar):
-    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(40)])
+    source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(40)])
     (tmp_path / "out.validation.jsonl").write_text("mine\n")
     if sidecar is not None:
         (tmp_path / "out.validation.jsonl.meta.json").write_text(sidecar)
@@ -323,7 +319,7 @@ def test_the_training_data_appears_last_and_a_stale_sidecar_goes_last(tmp_path):
 
 
 def test_inputs_are_not_overwritten(models, tmp_path):
-    source = write_rows(tmp_path / "out.validation.jsonl", [chat(1)])
+    source = write_jsonl(tmp_path / "out.validation.jsonl", [chat(1)])
     before = files_in(tmp_path)
     with pytest.raises(ValueError, match="would overwrite the input"):
         split(models[0], source, tmp_path / "out.jsonl")
@@ -353,7 +349,7 @@ def test_the_option_on_the_command_line():
     ],
 )
 def test_a_side_without_rows_is_refused(models, tmp_path, share, num_rows, reason):
-    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(num_rows)])
+    source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(num_rows)])
     (tmp_path / "out.arrow").write_bytes(b"an older output")
     before = files_in(tmp_path)
     with pytest.raises(ValueError, match=reason):
@@ -362,7 +358,7 @@ def test_a_side_without_rows_is_refused(models, tmp_path, share, num_rows, reaso
 
 
 def test_a_failure_leaves_both_sides_as_they_were(models, tmp_path):
-    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(40)])
+    source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(40)])
     split(models[0], source, tmp_path / "out.arrow")
     source.write_bytes(source.read_bytes() + b"{")
     before = files_in(tmp_path)
@@ -383,14 +379,14 @@ def test_a_killed_worker_leaves_nothing(models, tmp_path, monkeypatch):
         return falls_into_validation(example, share)
 
     monkeypatch.setattr("corpus.rows.falls_into_validation", die_late)
-    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
+    source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
     with pytest.raises(ValueError, match="a worker process was killed"):
         split(models[0], source, tmp_path / "out.arrow", num_proc=2)
     assert {path.name for path in tmp_path.iterdir()} - {".cache"} == {"in.jsonl"}
 
 
 def test_shown_samples_say_which_side_they_are_on(models, tmp_path, capsys):
-    source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(30)])
+    source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(30)])
     page = tmp_path / "page.html"
     split(models[0], source, tmp_path / "out.arrow", preview=30, preview_html=str(page))
     places = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--- in.jsonl:")]

@@ -1,7 +1,9 @@
 """Small tokenized data sets of random tokens, as process_data.py would write them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,11 +33,15 @@ def to_row(sample: Tokens) -> dict:
     return dict(input_ids=input_ids, labels=labels, len=len(input_ids), num_loss_counted_tokens=num_targets)
 
 
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def write_rows(path: Path, rows: list[dict]) -> Path:
     """`rows` as .arrow, .parquet or .jsonl, by the ending of `path`; record batches of 7 rows."""
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
+        return write_jsonl(path, rows)
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=7)
@@ -60,4 +66,4 @@ def write_counting_chats(path: Path) -> None:
         [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 " * n}]
         for n in range(1, 13)
     ]
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_jsonl(path, ({"messages": chat} for chat in chats))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_data import write_jsonl
 from tiny_models import SHAPE, save_tokenizer
 from transformers import (
     AutoConfig,
@@ -341,7 +342,7 @@ def make_rows(directory: Path) -> list[dict]:
 
 def tokenize(rows: list[dict], model: Path, directory: Path, **options: object) -> Path:
     directory.mkdir(exist_ok=True)
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(directory / "rows.jsonl", rows)
     given = dict(input_file=str(directory / "rows.jsonl"), output_file=str(directory / "data.arrow"), num_proc=1,
                  model_name_or_path=str(model), images=True, preview=0)  # fmt: skip
     process_data(group_options(ProcessDataOptions, **given | options))
