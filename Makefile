@@ -19,7 +19,7 @@ quickstart: $(BIN)/installed
 	$(BIN)/python process_data.py --input-file $(RUN)/held_out.jsonl --output-file $(RUN)/held_out.arrow --model-name-or-path $(RUN)/model --preview 0
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NUM_PROCESSES) train.py --config recipes/quickstart.yaml --output-dir $(RUN)/run
 	$(BIN)/python evaluate_model.py --model $(RUN)/run/hf_format/samples_* --task $(RUN)/held_out.jsonl --metrics exact_match --output-dir $(RUN)/answers
-	$(BIN)/python plot_metrics.py $(RUN)/run --output $(RUN)/curves.html
+	$(BIN)/python tools/plot_metrics.py $(RUN)/run --output $(RUN)/curves.html
 	@printf '\nTo ask it yourself:\n%s\n' "$(BIN)/python generate.py --model $$(echo $(RUN)/run/hf_format/samples_*)"
 
 # tox has an environment of its own: what it needs here is tox.

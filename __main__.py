@@ -20,12 +20,12 @@ FOLDER = Path(__file__).resolve().parent
 SCRIPTS = {
     "train": ("train.py", "fine-tune a model: one process for each GPU of this machine"),
     "process-data": ("process_data.py", "chats, completions or documents in, tokenized data set out"),
-    "merge-adapter": ("merge_adapter.py", "a LoRA adapter and its model in, one model out"),
+    "merge-adapter": ("tools/merge_adapter.py", "a LoRA adapter and its model in, one model out"),
     "generate": ("generate.py", "a model asked: prompts from files, or a chat in the terminal"),
     "evaluate": ("evaluate_model.py", "models measured side by side: losses, tasks, a page of samples"),
-    "merge-models": ("merge_models.py", "models of one architecture mixed, tensor by tensor"),
-    "import-config": ("import_config.py", "another trainer's configuration in, this one's out"),
-    "plot-metrics": ("plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
+    "merge-models": ("tools/merge_models.py", "models of one architecture mixed, tensor by tensor"),
+    "import-config": ("tools/import_config.py", "another trainer's configuration in, this one's out"),
+    "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process

@@ -29,7 +29,7 @@ from options import (
     iterate_fields,
     list_types,
 )
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from ranks.ending import exit_with_message
 
 if TYPE_CHECKING:

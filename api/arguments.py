@@ -1,7 +1,7 @@
 """The arguments of `run_training` and `process_data`: the scripts' own options, and InstructLab's names beside them.
 
 Every option of train.py is a field of `TrainingArgs`, and every option of process_data.py one of `DataProcessArgs`, by
-its own name, as `options.py` declares them: what is not given has the default that stands there. The fields below are
+its own name, as `options/` declares them: what is not given has the default that stands there. The fields below are
 those that users of InstructLab's trainer know; they mean what they mean there.
 """
 

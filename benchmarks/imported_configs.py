@@ -17,12 +17,12 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from command_line import parse_value, read_yaml
-from import_config import describe_file
+from importers.conversion import TRAINERS, convert, list_differences
+from importers.recognition import OTHER_OBJECTIVES, recognize
+from importers.rules import Conversion
 from options import ProcessDataOptions, TrainOptions, flatten_options, group_options
-from problems.finding import find_problems
-from trainers.conversion import TRAINERS, convert, list_differences
-from trainers.recognition import OTHER_OBJECTIVES, recognize
-from trainers.rules import Conversion
+from options.problems.finding import find_problems
+from tools.import_config import describe_file
 
 GPUS = 8
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5.3, 0.4, 2000), 20, 500).astype(int)  # about GSM8K's

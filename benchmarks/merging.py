@@ -1,4 +1,4 @@
-"""Peak memory of merge_models.py on two random models in bf16 (Qwen2.5-1.5B's shape), files of 4 parts each.
+"""Peak memory of tools/merge_models.py on two random models in bf16 (Qwen2.5-1.5B's shape), files of 4 parts each.
 
     OMP_NUM_THREADS=1 nice python benchmarks/merging.py --work-dir /tmp/merging
 
@@ -22,8 +22,8 @@ from harness import describe_versions, read_status, watch_memory
 from loading import SHAPE, write_weights
 from make_tiny_model import train_tokenizer
 
-from merge_models import merge_models
 from options import MergeModelsOptions
+from tools.merge_models import merge_models
 
 BLOCK = 1 << 22  # random numbers that are repeated: what they are changes nothing here
 

@@ -24,8 +24,8 @@ from tiny_data import make_samples, write_samples
 
 from command_line import parse_options
 from options import TrainOptions
+from options.problems.finding import find_problems
 from plan.planner import plan_run
-from problems.finding import find_problems
 
 MODELS = ROOT / "recipes" / "models"
 MACHINES = {  # by the end of a recipe's name: GPUs, their name, GiB of each

@@ -149,7 +149,7 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
     if len(found.tokenizer) > num_rows:
         raise ValueError(
             f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
-            " merge the adapter with merge_adapter.py, which makes the new ones"
+            " merge the adapter with tools/merge_adapter.py, which makes the new ones"
         )
     if found.adapter is not None:
         try:

@@ -498,7 +498,7 @@ async function follow() {
       ? `following, ${new Date().toLocaleTimeString("en-GB")}` : shorten(await answer.text(), 200);
   } catch {
     byId("live").className = "lost";
-    byId("live").textContent = "no longer followed: plot_metrics.py has ended";
+    byId("live").textContent = "no longer followed: tools/plot_metrics.py has ended";
   }
   // Reading long runs takes time: most of it is left to others.
   setTimeout(follow, Math.max(1000 * SECONDS_BETWEEN_QUESTIONS, 5 * (performance.now() - started)));

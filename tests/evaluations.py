@@ -5,7 +5,7 @@ from pathlib import Path
 
 from evaluate_model import evaluate
 from options import EvaluateOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from ranks.world import World
 
 NUM_RESAMPLES = 200

@@ -8,8 +8,8 @@ from forked import run_forked
 from processes import flags
 
 from options import TrainOptions, group_options
+from options.problems.finding import find_problems
 from plan.planner import plan_run
-from problems.finding import find_problems
 from ranks.ending import ExitCode
 from ranks.monitor import RunControl
 from ranks.world import World

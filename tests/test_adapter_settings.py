@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from inference.models import find_answering_model, load_answering_model
-from merge_adapter import merge_adapter
 from methods.lora_settings import BY_PEFT, FOLLOWED, INERT, NOT_BY_VLLM, check_settings
 from options import MergeAdapterOptions
+from tools.merge_adapter import merge_adapter
 
 LAYERS = ["q_proj", "down_proj"]
 WITH_BIAS = dict(target_modules=["q_proj"])
@@ -37,7 +37,7 @@ def make_adapter(inputs: dict[str, str], directory: Path, **settings: object) ->
 
 
 def merge(inputs: dict[str, str], adapter: Path, output_dir: Path, world) -> torch.Tensor:
-    """The logits of the model that merge_adapter.py writes."""
+    """The logits of the model that tools/merge_adapter.py writes."""
     name = inputs["model_name_or_path"]
     options = dict(model_name_or_path=name, adapter=str(adapter), output_dir=str(output_dir), export_dtype="float32")
     merge_adapter(MergeAdapterOptions(**options), world)

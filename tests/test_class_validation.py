@@ -15,7 +15,7 @@ from tiny_data import read_lines
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from options import TrainOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 
 BATCH_SIZE = 6
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, keep_checkpoints=9,

@@ -29,7 +29,7 @@ from corpus.reader import TokenizedData
 from corpus.survey import survey_rows
 from objectives.columns import SEQUENCES, TOKENS, Task
 from options import ProcessDataOptions, RowOptions, group_options, replace_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from process_data import process_data
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']

@@ -23,8 +23,8 @@ from model.config import ModelSource
 from model.context_parallel import describe_heads
 from objectives.next_tokens import CausalLM
 from options import TrainOptions, group_options
+from options.problems.finding import find_problems
 from plan.simulation import Load, Ranks, lay_out_model, simulate_step
-from problems.finding import find_problems
 from ranks.row_group import RowGroup, check_sharing
 
 pytestmark = pytest.mark.slow

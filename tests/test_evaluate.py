@@ -25,7 +25,7 @@ from evaluation.metrics import MEASURES, choose_measures, extract_number, read_l
 from evaluation.models import list_models, make_labels, name_files
 from evaluation.page import make_results_page
 from options import EvaluateOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 
 QUESTIONS = [("Hi", "Ho"), ("Who are you?", "Me"), ("12 and 30?", "12 + 30 = 42\n#### 42"), ("a b c", "d")]
 NEW = 8

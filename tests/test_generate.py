@@ -17,7 +17,7 @@ from inference.hf_engine import make_generation_config
 from inference.padding import find_padding_obstacle
 from inference.prompts import encode_prompt, read_prompts
 from options import GenerateOptions, SamplingOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 
 QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
 HYBRIDS = {

@@ -26,7 +26,7 @@ from inference.choice import open_engine
 from inference.prompts import Prompt
 from inference.terminal import chat
 from options import EngineOptions, GenerateOptions, SamplingOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 
 
 class Server(ThreadingHTTPServer):

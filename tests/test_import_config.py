@@ -15,11 +15,11 @@ from typeguard import check_type
 
 from command_line import parse_options
 from corpus.hub_rows import find_dataset
+from importers.batches import count_packs
+from importers.conversion import TRAINERS, convert, follow
+from importers.recognition import OTHER_OBJECTIVES, recognize
+from importers.rules import DIFFERS, MISSING, Conversion, Refusal
 from options import ProcessDataOptions, RowOptions, TrainOptions, flatten_options, list_types
-from trainers.batches import count_packs
-from trainers.conversion import TRAINERS, convert, follow
-from trainers.recognition import OTHER_OBJECTIVES, recognize
-from trainers.rules import DIFFERS, MISSING, Conversion, Refusal
 
 ROOT = Path(__file__).parent.parent
 AXOLOTL = """
@@ -79,7 +79,8 @@ assistant_only_loss: true
 
 def run_import(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess:
     (tmp_path / "theirs.yaml").write_text(text)
-    command = [sys.executable, "import_config.py", str(tmp_path / "theirs.yaml"), "--output-dir", str(tmp_path), *words]
+    words = ("--output-dir", str(tmp_path), *words)
+    command = [sys.executable, "tools/import_config.py", str(tmp_path / "theirs.yaml"), *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 
 # Bottom up. A room is a folder, or a module of the root; those on one level do not know each other.
 LAYERS = [
-    {"options", "disk", "batch_packer", "image_packer", "pages"},
-    {"ranks", "problems"},
+    {"options", "disk", "packing", "pages"},
+    {"ranks", "batch_packer"},
     {"chat", "command_line", "api"},
     {"families"},
     {"objectives"},
@@ -20,33 +20,36 @@ LAYERS = [
     {"model", "optim"},
     {"methods", "osft"},
     {"lifecycle"},
-    {"plan", "plots", "inference", "trainers"},
+    {"plan", "plots", "inference", "importers"},
     {"evaluation"},
 ]
 # Rooms of one level that are one subject: they may import each other's modules, without a circle.
-TOGETHER = ({"methods", "osft"}, {"batch_packer", "image_packer"})
+TOGETHER = ({"methods", "osft"},)
 # Whatever else is at the root is a script: it imports from below, and nothing imports it.
-SCRIPTS = {"train", "process_data", "merge_adapter", "plot_metrics", "import_config", "data_process", "__main__"}
-SCRIPTS |= {"generate", "evaluate_model", "merge_models"}
-LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms} | dict.fromkeys(SCRIPTS, len(LAYERS))
+SCRIPTS = {"train", "process_data", "generate", "evaluate_model", "data_process", "__main__"}
+LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms} | dict.fromkeys(
+    SCRIPTS | {"tools"}, len(LAYERS)
+)
 ROOMS = {
     "api",
     "chat",
     "corpus",
     "evaluation",
     "families",
+    "importers",
     "inference",
     "lifecycle",
     "methods",
     "model",
     "objectives",
     "optim",
+    "options",
+    "packing",
     "pages",
     "plan",
     "plots",
-    "problems",
     "ranks",
-    "trainers",
+    "tools",
 }
 
 MOST_PARAMETERS = 8
@@ -151,7 +154,10 @@ def test_no_modules_import_each_other_in_a_circle(imports):
 
 @pytest.mark.parametrize(
     ("script", "some"),
-    [("process_data", {"chat.masking", "corpus.writer", "options"}), ("plot_metrics", {"plots.page", "pages.page"})],
+    [
+        ("process_data", {"chat.masking", "corpus.writer", "options"}),
+        ("tools.plot_metrics", {"plots.page", "pages.page"}),
+    ],
 )
 def test_nothing_that_these_scripts_import_has_torch(script, some, imports):
     closure = find_closure(script, imports)
@@ -183,7 +189,7 @@ def test_no_module_of_tests_is_imported():
 def test_the_root_holds_the_scripts_and_what_the_project_is_known_for():
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [name for name in done.stdout.splitlines() if "/" not in name and (ROOT / name).exists()]
-    known_for = {"batch_packer", "image_packer", "sampler", "osft", "options", "command_line", "disk", "__init__"}
+    known_for = {"batch_packer", "sampler", "osft", "command_line", "disk", "__init__"}
     papers = {"README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "Makefile", "pyproject.toml", "tox.ini"}
     allowed = papers | {"constraints.txt", ".gitignore"} | {f"{name}.py" for name in known_for | SCRIPTS}
     assert set(listed) - allowed == set()

@@ -15,7 +15,7 @@ from model.offloading import apply_offloading
 from objectives.next_tokens import CausalLM
 from objectives.packed_model import PackedModel
 from options import LoRAOptions, TrainOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from ranks.memory import MemoryCounter
 
 LENGTHS, LEAST_TOKENS = (13, 1, 40, 27), 8  # borders inside of tiles; the last tile is smaller

@@ -36,7 +36,7 @@ from methods.lora import NUM_COMPARED, LoRA
 from methods.nf4 import NF4Linear, pack, unpack
 from objectives.packed_model import PackedModel
 from options import DataOptions, LoRAOptions, TrainOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 
 ALWAYS = [("llama", {}), ("qwen3_moe", {}), ("gpt2", dict(lora_use_dora=True)), ("gpt_oss_sinks", {})]
 
@@ -370,7 +370,7 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     inputs = make_inputs(tmp_path, "mixtral")
     export = train(world, inputs, tmp_path / "run")
     command = [
-        "merge_adapter.py",
+        "tools/merge_adapter.py",
         *flags(adapter=export / "adapter", output_dir=tmp_path / "m", export_dtype="float32"),
     ]
     done = run_forked(0, *command)
@@ -381,7 +381,7 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     AutoTokenizer.from_pretrained(tmp_path / "m")
     again = run_forked(0, *command)
     assert again.returncode == 2 and "is there already" in again.stderr
-    none = run_forked(0, "merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
+    none = run_forked(0, "tools/merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
     assert none.returncode == 2 and "holds no adapter_config.json" in none.stderr
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from merge_models import merge_models
 from options import MergeModelsOptions
-from problems.finding import find_problems
+from options.problems.finding import find_problems
+from tools.merge_models import merge_models
 
 
 def make(path: Path, family: str, *, seed: int, dtype: torch.dtype, shard: str = "5GB") -> Path:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from corpus.mixture import Mixture, interleave
 from corpus.reader import TokenizedData
 from options import TrainOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from sampler import count_drawn, count_tokens, draw_samples, find_position
 
 SIZES, WEIGHTS = dict(a=30, b=11, c=5), (0.5, 0.3, 0.2)

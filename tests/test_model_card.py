@@ -22,7 +22,7 @@ from lifecycle import hub as hub_module
 from lifecycle.hub import Uploads
 from lifecycle.model_card import MAX_POINTS, describe_data, draw_curve
 from options import HubOptions, TrainOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 
 TOKEN = "hf_aTokenThatNobodyMaySee"
 

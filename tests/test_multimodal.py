@@ -30,13 +30,13 @@ from chat.templates import load_tokenizer
 from families.text import TextFamily
 from families.text_tower import find_placeholders, text_config
 from lifecycle.tower_files import add_tensors, find_tensors
-from merge_adapter import merge_adapter
 from methods.full import Full
 from model.build import build_model
 from model.stored import find_stored
 from model.weights import list_left_out
 from objectives.next_tokens import CausalLM
 from options import MergeAdapterOptions, TrainOptions, group_options
+from tools.merge_adapter import merge_adapter
 
 IMAGE, VIDEO = 280, 281  # token ids that stand for what is no text
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16)

@@ -15,7 +15,7 @@ from refusals import refuse
 import options
 from command_line import parse_options
 from options import ProcessDataOptions, TrainOptions, flatten_options, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from ranks.ending import ExitCode
 
 ROOT = Path(__file__).parent.parent
@@ -298,7 +298,7 @@ def find_declared_flags() -> set[str]:
 
 def read_texts() -> dict[str, list[str]]:
     """What our modules and pages say: of a module the strings, docstrings among them."""
-    paths = [path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]]
+    paths = [path.relative_to(ROOT) for depth in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(depth)]
     outside = {"tests", "benchmarks", "quickstart"}
     texts = {}
     for path in paths:

@@ -110,7 +110,7 @@ def test_every_metric_is_explained():
 
 
 def test_the_slurm_script_finds_the_output_directory():
-    lines = (ROOT / "slurm" / "multi_node.sbatch").read_text().splitlines()
+    lines = (ROOT / "clusters" / "multi_node.sbatch").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("READ_OUTPUT_DIR="))
     last = next(i for i, line in enumerate(lines) if line.startswith("OUTPUT_DIR="))
     script = "\n".join(["set -e", *lines[first : last + 1], 'echo "$OUTPUT_DIR"'])

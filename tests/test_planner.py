@@ -24,9 +24,9 @@ from objectives.next_tokens import CausalLM
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
 from options import TrainOptions, group_options
+from options.problems.finding import find_problems
 from plan import memory
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
-from problems.finding import find_problems
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 

@@ -26,12 +26,12 @@ from run_directories import make_sources, write_run
 from tiny_data import write_jsonl
 
 from options import PlotOptions
+from options.problems.tools import find_plot_problems
 from plots.curves import COLOURS, DASHES, NUMBERS_ON_PAGE, choose_starts, thin
 from plots.figure import smooth, write_figure
 from plots.page import describe_page, make_curves_page
 from plots.run_files import MetricsReader, Run, name_runs, open_runs
 from plots.server import CurvesServer
-from problems.tools import find_plot_problems
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> $DATA$ \"quote' %{x} <b> &lt; \u202e _ü"
@@ -375,7 +375,7 @@ def test_options_that_cannot_be_used(options, problem):
 
 
 def plot(*words: object) -> subprocess.CompletedProcess:
-    return run([sys.executable, "plot_metrics.py", *map(str, words)])
+    return run([sys.executable, "tools/plot_metrics.py", *map(str, words)])
 
 
 def test_the_command_writes_a_page_and_says_where(tmp_path):
@@ -404,7 +404,7 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
 )
 def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "plot_metrics.py", *words], cwd=tmp_path, env=ENV, capture_output=True, text=True
+        [sys.executable, ROOT / "tools/plot_metrics.py", *words], cwd=tmp_path, env=ENV, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and "Traceback" not in done.stderr
@@ -423,7 +423,7 @@ def test_without_the_libraries_the_message_says_what_to_install(tmp_path):
     (tmp_path / "missing").mkdir()
     for name, ending in (("plotly", "html"), ("matplotlib", "png")):
         (tmp_path / "missing" / f"{name}.py").write_text("raise ImportError")
-        command = [sys.executable, "plot_metrics.py", str(path), "--output", str(tmp_path / f"x.{ending}")]
+        command = [sys.executable, "tools/plot_metrics.py", str(path), "--output", str(tmp_path / f"x.{ending}")]
         done = run(command, env={"PYTHONPATH": f"{tmp_path / 'missing'}"})
         assert done.returncode == 2 and f"pip install {name}" in done.stderr
 
@@ -476,7 +476,7 @@ def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
     path, port = write_run(tmp_path / "run", num_steps=5), free_port()
-    command = [sys.executable, "plot_metrics.py", str(path), "--follow", "--port", str(port)]
+    command = [sys.executable, "tools/plot_metrics.py", str(path), "--follow", "--port", str(port)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
     try:

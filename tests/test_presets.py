@@ -21,7 +21,7 @@ from model.config import load_generation_config
 from objectives.next_tokens import CausalLM
 from objectives.packed_model import PackedModel
 from options import PRESETS, TrainOptions, flatten_options, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from ranks.ending import RunError
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]

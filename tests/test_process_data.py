@@ -27,7 +27,7 @@ from corpus.files import MAX_ROW_BYTES
 from corpus.reader import TokenizedData
 from corpus.report import percentile
 from options import ProcessDataOptions, group_options, replace_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from process_data import BYTES_PER_WORKER, process_data
 
 ROOT = Path(__file__).parent.parent

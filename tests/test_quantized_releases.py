@@ -18,10 +18,10 @@ from tiny_models import VOCAB_SIZE, load_source, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from families.text import TextFamily
-from merge_adapter import merge_adapter
 from model.quantized import guess_base
 from model.weights import read_weights
 from options import MergeAdapterOptions
+from tools.merge_adapter import merge_adapter
 
 STEPS = 3
 

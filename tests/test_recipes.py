@@ -25,7 +25,7 @@ from processes import ROOT
 from families.text import TextFamily
 from model.config import load_config
 from options import flatten_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 
 NUM_PARAMS = {  # of the checkpoints that their makers publish, towers of images included
     "qwen3-0.6b": 596_049_920,

@@ -20,7 +20,6 @@ from tiny_seeing import make_image, save_seeing
 from command_line import parse_options
 from evaluate_model import evaluate
 from generate import generate
-from merge_adapter import merge_adapter
 from options import (
     EvaluateOptions,
     GenerateOptions,
@@ -30,6 +29,7 @@ from options import (
     flatten_options,
 )
 from process_data import process_data
+from tools.merge_adapter import merge_adapter
 
 TASKS = ROOT / "docs" / "tasks"
 PAGES = ("one_gpu", "another_cluster", "keep_knowledge", "serve", "classify", "look_at_images")  # in this order

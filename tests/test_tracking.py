@@ -26,8 +26,8 @@ from lifecycle.trackers import (
     name_validation_metrics,
 )
 from options import TrainOptions, group_options
-from problems import reporting
-from problems.finding import find_problems
+from options.problems import reporting
+from options.problems.finding import find_problems
 from ranks.messages import hide_secrets
 
 STEPS, KILLED_AFTER, RESUMED_FROM = 6, 4, 2

@@ -16,9 +16,9 @@ from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, load_source, save_model, sa
 from transformers import AutoModelForCausalLM
 
 from families.text import TextFamily
-from merge_adapter import merge_adapter
 from model.weights import list_left_out
 from options import MergeAdapterOptions
+from tools.merge_adapter import merge_adapter
 
 HIDDEN = SHAPE["hidden_size"]
 # As releases call them: a whole layer behind the last one, or a module of its own.

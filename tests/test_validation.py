@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from corpus.reader import TokenizedData
 from lifecycle.start import open_inputs
 from options import TrainOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from sampler import RunPosition
 
 STEPS, SIZES = 6, dict(held_out=13, other=5)

@@ -26,7 +26,7 @@ from corpus.outputs import Outputs
 from corpus.reader import TokenizedData
 from corpus.split import HASH_BYTES, falls_into_validation, hash_example
 from options import ProcessDataOptions, group_options
-from problems.finding import find_problems
+from options.problems.finding import find_problems
 from process_data import process_data
 
 SHARE = 0.3

@@ -29,7 +29,6 @@ from families.micro_batch import MicroBatch
 from families.seeing import REFUSED, SeeingFamily
 from families.text import TextFamily
 from lifecycle.raw_rows import find_data
-from merge_adapter import merge_adapter
 from methods.full import Full
 from methods.lora import LoRA
 from model.build import build_model
@@ -45,6 +44,7 @@ from options import (
     group_options,
 )
 from osft import OSFTLinear
+from tools.merge_adapter import merge_adapter
 
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
 

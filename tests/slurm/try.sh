@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with slurm/multi_node.sbatch on the SLURM of start.sh, warns it, kills a node of it, and prints what it sees.
+# Trains with clusters/multi_node.sbatch on the SLURM of start.sh, warns it, kills a node of it, and prints what it sees.
 # Ends with 1 if a promise was not kept. See README.md.
 #   try.sh [warned] [killed] [dead] [cancelled]
 set -uo pipefail
@@ -14,7 +14,7 @@ FAILED=0
 submit() { # output_dir, sbatch's options... -> job id
     local output_dir=$1
     shift
-    sbatch --parsable --gpus-per-node=1 --cpus-per-task=1 --output="$output_dir.log" "$@" slurm/multi_node.sbatch \
+    sbatch --parsable --gpus-per-node=1 --cpus-per-task=1 --output="$output_dir.log" "$@" clusters/multi_node.sbatch \
         --config "$WORK/options.yaml" --output-dir "$output_dir"
 }
 

@@ -1,6 +1,6 @@
 """Keys of transformers.TrainingArguments, which all peers share, whatever else their files hold."""
 
-from trainers.rules import (
+from importers.rules import (
     DIFFERS,
     NEEDLESS,
     Rule,

@@ -1,11 +1,14 @@
 """Adds a LoRA adapter to the weights of its model, in fp32, and writes a model like any other.
 
-    python merge_adapter.py --adapter runs/lora/hf_format/samples_7473 --output-dir merged
+    python tools/merge_adapter.py --adapter runs/lora/hf_format/samples_7473 --output-dir merged
 
 A layer at a time, on the CPU; the adapter may be another program's, as long as peft wrote it.
 """
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
 
 import torch
 from safetensors import safe_open

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from trainers.batches import PeerBatch, describe_device_batch
-from trainers.rules import (
+from importers.batches import PeerBatch, describe_device_batch
+from importers.rules import (
     DIFFERS,
     NEEDLESS,
     Conversion,
@@ -23,8 +23,8 @@ from trainers.rules import (
     say_targets,
     say_tracker,
 )
-from trainers.sources import add_sources, describe_sources, say_template_text
-from trainers.training_arguments import IN_BF16, OFFLOADING, PACKED, TRAINING_ARGUMENTS
+from importers.sources import add_sources, describe_sources, say_template_text
+from importers.training_arguments import IN_BF16, OFFLOADING, PACKED, TRAINING_ARGUMENTS
 
 WHOLE = f"{DIFFERS}: chats are trained whole there, here the assistant's tokens alone"
 

@@ -5,8 +5,8 @@ import math
 from typing import Any
 
 from options import SCHEDULES_WITH_END, TrainOptions, flag_name, parse_duration, parse_steps, parse_subset
-from problems.given import is_installed, list_changed, list_given, list_row_sources
-from problems.rows import find_row_problems
+from options.problems.given import is_installed, list_changed, list_given, list_row_sources
+from options.problems.rows import find_row_problems
 
 MOST_SECONDS = 10 * 24 * 3600  # of a timeout; torch's clocks overflow at far larger ones
 

@@ -3,7 +3,7 @@
 import math
 
 from options import OSFTOptions, TrainOptions, VisionOptions, flag_name
-from problems.given import list_given
+from options.problems.given import list_given
 
 # What an adapter to go on from says, and no option beside it.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")

@@ -1,19 +1,22 @@
 """Mixes models of one architecture, tensor by tensor: a weighted mean, or task vectors added to a base.
 
-    python merge_models.py --model runs/a/hf_format/best runs/b/hf_format/best --weights 0.5 0.5 --output-dir mixed
-    python merge_models.py --base base --model math code --weights 0.4 0.6 --output-dir mixed
+    python tools/merge_models.py --model runs/a/hf_format/best runs/b/hf_format/best --output-dir mixed
+    python tools/merge_models.py --base base --model math code --weights 0.4 0.6 --output-dir mixed
 
 In fp32, a few rows of a tensor at a time: it takes the memory of one file of weights that is written, a few GB, for
 models of any size. Config, tokenizer and data types are the first model's, and the others must have the same.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
 
 from command_line import parse_options
 from options import MergeModelsOptions
 
 if __name__ == "__main__":
     options = parse_options(MergeModelsOptions)  # before the heavy imports: --help and typos answer at once
-
-from pathlib import Path
 
 from model.merging import merge_into, open_models
 from ranks.ending import ExitCode, exit_with_message

@@ -1,22 +1,26 @@
 """Turns a configuration of Axolotl, LLaMA-Factory or TRL into files for process_data.py and train.py.
 
-    python import_config.py axolotl.yaml --output-dir configs --num-gpus 8
+    python tools/import_config.py axolotl.yaml --output-dir configs --num-gpus 8
 
 Writes data.yaml (one for each kind of rows) and train.yaml, and prints for every key which option stands for it, that
 it needs none here, that it has no counterpart, or how it differs. Files that do not fine-tune on answers are refused.
 If batches count packs, run process_data.py, and then this again with --tokenized-data, which writes train.yaml.
 """
 
-import dataclasses
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
+
+import dataclasses
+
 from command_line import describe_options, parse_options, read_yaml
+from importers.conversion import TRAINERS, convert, list_differences
+from importers.recognition import OTHER_OBJECTIVES, recognize
+from importers.rules import Conversion
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
 from ranks.ending import exit_with_message
 from ranks.messages import say
-from trainers.conversion import TRAINERS, convert, list_differences
-from trainers.recognition import OTHER_OBJECTIVES, recognize
-from trainers.rules import Conversion
 
 
 def import_config(options: ImportConfigOptions) -> None:
@@ -30,7 +34,7 @@ def import_config(options: ImportConfigOptions) -> None:
         raise ValueError(f"{path}: {error}") from None
     if options.tokenized_data:
         to.train["data_path"] = options.tokenized_data
-    outputs = write_files(to, output_dir, head=f"# From {path.name} ({trainer}), by import_config.py.\n")
+    outputs = write_files(to, output_dir, head=f"# From {path.name} ({trainer}), by tools/import_config.py.\n")
     say(f"{path}: read as {trainer}'s, for {options.num_gpus} GPU{'s' if options.num_gpus > 1 else ''}")
     print_outcomes(to)
     say(f"wrote {' and '.join(map(str, outputs))}")

@@ -6,7 +6,7 @@ from typing import Any
 PREFERENCES = "preferences and reinforcement learning (DPO, KTO, ORPO, GRPO and others) have no objective here"
 REWARDS = "reward models have no objective here"
 ROLLOUTS = "reinforcement learning (GRPO, PPO and others) has no objective here"
-NOT_TRAINING = "is not training: see generate.py, evaluate_model.py and merge_adapter.py"
+NOT_TRAINING = "is not training: see generate.py, evaluate_model.py and tools/merge_adapter.py"
 DISTILLATION = "distillation has no objective here"
 OTHER_OBJECTIVES = {
     **dict.fromkeys(("rl", "rlhf_type", "beta", "rl_beta", "pref_loss", "pref_beta", "orpo_alpha", "simpo_gamma",

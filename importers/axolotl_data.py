@@ -3,8 +3,8 @@
 from typing import Any
 
 from corpus.files import ENDINGS
-from trainers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule, needless, read_number
-from trainers.sources import add_sources, describe_sources, is_file, say_template_text
+from importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule, needless, read_number
+from importers.sources import add_sources, describe_sources, is_file, say_template_text
 
 # Types whose rows have Alpaca's columns; their prompts differ in words.
 ALPACA = ("alpaca", "alpaca:chat", "alpaca:phi", "alpaca:chatml", "alpaca_chat.load_qa", "alpaca_w_system.load")

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from command_line import parse_value
+from importers import axolotl, llama_factory, trl
+from importers.batches import count_batch, count_epochs
+from importers.recognition import OTHER_OBJECTIVES
+from importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
 from options import ProcessDataOptions, TrainOptions, group_options
-from problems.finding import find_problems
-from trainers import axolotl, llama_factory, trl
-from trainers.batches import count_batch, count_epochs
-from trainers.recognition import OTHER_OBJECTIVES
-from trainers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
+from options.problems.finding import find_problems
 
 TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}
 

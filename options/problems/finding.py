@@ -11,11 +11,16 @@ from options import (
     TrainOptions,
     flatten_options,
 )
-from problems.methods import find_lora_problems, find_osft_problems, find_vision_problems
-from problems.reporting import find_hub_problems, find_tracking_problems
-from problems.rows import find_data_problems
-from problems.tools import find_evaluate_problems, find_generate_problems, find_mixing_problems, find_plot_problems
-from problems.training import (
+from options.problems.methods import find_lora_problems, find_osft_problems, find_vision_problems
+from options.problems.reporting import find_hub_problems, find_tracking_problems
+from options.problems.rows import find_data_problems
+from options.problems.tools import (
+    find_evaluate_problems,
+    find_generate_problems,
+    find_mixing_problems,
+    find_plot_problems,
+)
+from options.problems.training import (
     find_classifier_problems,
     find_compute_problems,
     find_ending_problems,

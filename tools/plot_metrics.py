@@ -1,14 +1,17 @@
 """Draws the curves of training runs, laid over each other: a page for a browser, or a picture for papers.
 
-    python plot_metrics.py runs/a runs/b --output curves.html
-    python plot_metrics.py runs/a runs/b --output curves.png
-    python plot_metrics.py runs/a --follow
+    python tools/plot_metrics.py runs/a runs/b --output curves.html
+    python tools/plot_metrics.py runs/a runs/b --output curves.png
+    python tools/plot_metrics.py runs/a --follow
 
 The page is one file that needs no network (docs/curves.md). With --follow it is served to this machine's browsers,
 and keeps up with runs that go on. Runs may have ended or not: they are only read.
 """
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
 
 from command_line import parse_options
 from disk import written_aside

@@ -1,4 +1,4 @@
-"""Problems of the options of plot_metrics.py, generate.py, evaluate_model.py and merge_models.py."""
+"""Problems of the options of tools/plot_metrics.py, generate.py, evaluate_model.py and tools/merge_models.py."""
 
 import dataclasses
 import math

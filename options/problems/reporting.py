@@ -3,7 +3,7 @@
 import re
 
 from options import HubOptions, TrackingOptions
-from problems.given import is_installed, list_given
+from options.problems.given import is_installed, list_given
 
 # What a tracker is imported by.
 TRACKER_MODULES = {

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from corpus.files import data_ending
-from trainers.rules import Conversion
+from importers.rules import Conversion
 
 
 def is_file(path: str, endings: tuple[str, ...]) -> bool:

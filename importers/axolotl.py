@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from trainers.axolotl_data import FORMAT_RULES, has_images
-from trainers.batches import PeerBatch, multiply_rows
-from trainers.rules import (
+from importers.axolotl_data import FORMAT_RULES, has_images
+from importers.batches import PeerBatch, multiply_rows
+from importers.rules import (
     ALL_LINEAR,
     DIFFERS,
     NEEDLESS,
@@ -38,7 +38,7 @@ from trainers.rules import (
     say_tracker,
     say_unless_zero,
 )
-from trainers.training_arguments import ATTENTION, COMMON, OFFLOADING, PACKED, RESUMED, SPEED
+from importers.training_arguments import ATTENTION, COMMON, OFFLOADING, PACKED, RESUMED, SPEED
 
 # Plugins that change speed or logging alone; any other may change what is trained.
 PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from options import ProcessDataOptions, RowOptions, flag_name
-from problems.given import list_changed, list_row_sources
+from options.problems.given import list_changed, list_row_sources
 
 # The least that options of rows can be; a block is cut one token short where the next would begin with an end-of-text
 # token, and two make a target.

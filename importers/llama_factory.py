@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainers.batches import PeerBatch, describe_device_batch
-from trainers.rules import (
+from importers.batches import PeerBatch, describe_device_batch
+from importers.rules import (
     DIFFERS,
     MISSING,
     NEEDLESS,
@@ -32,8 +32,8 @@ from trainers.rules import (
     say_share,
     say_targets,
 )
-from trainers.sources import add_sources, describe_sources
-from trainers.training_arguments import ATTENTION, PACKED, SPEED, TRAINING_ARGUMENTS
+from importers.sources import add_sources, describe_sources
+from importers.training_arguments import ATTENTION, PACKED, SPEED, TRAINING_ARGUMENTS
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
                   "history": "history", "tools": "tools"}  # fmt: skip
@@ -287,7 +287,7 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "enable_liger_kernel": say_if_true(use_liger_kernels=True),
     "disable_gradient_checkpointing": say_if_true(activation_checkpointing="none"),
     "pure_bf16": needless("weights stay in float32; --master-weights bfloat16 holds them in 16 bits"),
-    "plot_loss": needless("plot_metrics.py draws every metric"),
+    "plot_loss": needless("tools/plot_metrics.py draws every metric"),
     "compute_accuracy": needless("validations report token accuracy"),
     "interleave_probs": lambda to, key, value: say("data_weights")(to, key, read_names(key, value)),
     "mix_strategy": lambda to, key, value: NEEDLESS if value == "concat"

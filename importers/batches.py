@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainers.rules import DIFFERS, MISSING, Conversion
+from importers.rules import DIFFERS, MISSING, Conversion
 
 MOST_LENGTHS = 20_000  # samples to pack; with more of them the ratio no longer changes
 

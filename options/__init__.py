@@ -1,0 +1,58 @@
+"""The options of every script, in groups: one frozen dataclass a concern, each option declared once.
+
+An option's name is its flag and its YAML key, in whatever group it stands; no two groups have one of the same name. A
+function takes the group that it needs. Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
+"""
+
+from .data import DataOptions, ProcessDataOptions, RowOptions, ValidationOptions
+from .fields import (
+    Options,
+    flag_name,
+    flatten_options,
+    group_options,
+    iterate_fields,
+    list_types,
+    parse_duration,
+    parse_steps,
+    parse_subset,
+    replace_options,
+)
+from .learning import (
+    SCHEDULES_WITH_END,
+    ClassificationOptions,
+    LoRAOptions,
+    ModelOptions,
+    OptimizationOptions,
+    OSFTOptions,
+    VisionOptions,
+)
+from .running import (
+    CheckpointOptions,
+    ComputeOptions,
+    EndOptions,
+    ExportOptions,
+    HubOptions,
+    PlanOptions,
+    ProfilingOptions,
+    ShardingOptions,
+    TrackingOptions,
+)
+from .tools import (
+    EngineOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    ImportConfigOptions,
+    MergeAdapterOptions,
+    MergeModelsOptions,
+    PlotOptions,
+    SamplingOptions,
+)
+from .training import (
+    MAY_DIFFER,
+    PLACES,
+    PRESETS,
+    TrainOptions,
+    list_defaults,
+    list_identifying_options,
+    list_unchangeable_options,
+)

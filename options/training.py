@@ -1,0 +1,114 @@
+"""All options of train.py, presets, and which options identify a run."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .data import DataOptions, RowOptions, ValidationOptions
+from .fields import iterate_fields
+from .learning import ClassificationOptions, LoRAOptions, ModelOptions, OptimizationOptions, OSFTOptions, VisionOptions
+from .running import (
+    CheckpointOptions,
+    ComputeOptions,
+    EndOptions,
+    ExportOptions,
+    HubOptions,
+    PlanOptions,
+    ProfilingOptions,
+    ShardingOptions,
+    TrackingOptions,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Fine-tune a causal language model or a classifier with FSDP2 on data written by process_data.py."""
+
+    output_dir: str
+    """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
+    config: tuple[str, ...] = ()
+    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
+    is the environment's."""
+    logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """What rank 0 prints; WARNING leaves out the step lines."""
+    preset: Literal["sanity", "toy", "full"] | None = None
+    """Values for options that are not given. sanity: 10 samples, 2 steps, a validation, an export that is loaded back;
+    toy: 1 % of the data, at most 100 steps; full: none, all of it."""
+    data_cache_dir: str = "~/.cache/mini_trainer/data"
+    """Where rows are kept once they are tokenized, by their content, for the next start; every node must see it."""
+    model: ModelOptions
+    data: DataOptions = field(default_factory=DataOptions)
+    rows: RowOptions = field(default_factory=RowOptions)
+    classification: ClassificationOptions = field(default_factory=ClassificationOptions)
+    vision: VisionOptions = field(default_factory=VisionOptions)
+    validation: ValidationOptions = field(default_factory=ValidationOptions)
+    optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
+    end: EndOptions = field(default_factory=EndOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    exports: ExportOptions = field(default_factory=ExportOptions)
+    tracking: TrackingOptions = field(default_factory=TrackingOptions)
+    hub: HubOptions = field(default_factory=HubOptions)
+    osft: OSFTOptions = field(default_factory=OSFTOptions)
+    lora: LoRAOptions = field(default_factory=LoRAOptions)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    profiling: ProfilingOptions = field(default_factory=ProfilingOptions)
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+
+# By preset, the values of options that neither flags nor YAML give.
+PRESETS: dict[str, dict[str, Any]] = {
+    "sanity": {
+        "subset": "10",
+        "batch_size": 5,
+        "max_steps": 2,
+        "validate_training_data": True,
+        "export_best": False,
+        "check_export": True,
+    },
+    "toy": {"subset": "1%", "max_steps": 100},
+    "full": {},
+}
+
+
+# What decides the numbers of a run: single options and whole groups, but for the places of files.
+IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
+
+IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
+
+PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
+
+
+# Options that may differ between the ranks of a run: places, whose contents are compared instead or which rank 0 alone
+# reads, and options that do not change the numbers. (--resume may name different places.)
+MAY_DIFFER = (
+    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter"),
+    *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
+    *("labels_from", "data_cache_dir", "output_dir", "config", "preset", "logging_level", "num_proc", "resume"),
+)
+
+
+# Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
+UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
+
+
+def list_identifying_options() -> list[str]:
+    """The options that decide what a run computes; the others may change from start to start."""
+    return [*IDENTIFYING_OPTIONS, *list_group_options(IDENTIFYING_GROUPS)]
+
+
+def list_unchangeable_options() -> list[str]:
+    """Those of them that even --allow-changed-options cannot change."""
+    return list_group_options(UNCHANGEABLE_GROUPS)
+
+
+def list_group_options(groups: tuple[type, ...]) -> list[str]:
+    """The options of `groups`, but for places of files and what is made of the result."""
+    names = [option.name for group in groups for option in dataclasses.fields(group)]
+    return [name for name in names if name not in PLACES]
+
+
+def list_defaults() -> dict[str, Any]:
+    """The default of every identifying option that has one."""
+    defaults = {option.name: option.default for option, _ in iterate_fields(TrainOptions)}
+    return {name: defaults[name] for name in list_identifying_options()}

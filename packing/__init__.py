@@ -1,0 +1,1 @@
+"""The compiled searches of `batch_packer.pack_batch`."""

@@ -1,1 +1,0 @@
-"""What the configurations of other trainers say, in the words of this one."""
