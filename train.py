@@ -33,6 +33,8 @@ import torch.distributed as dist
 
 from lifecycle.agreement import describe_inputs, describe_start
 from lifecycle.due import what_is_due
+from lifecycle.early_stopping import Validations
+from lifecycle.exports import Exports
 from lifecycle.metrics import StepMeter
 from lifecycle.raw_rows import tokenize_rows
 from lifecycle.record import describe_run
@@ -63,6 +65,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     compare_ranks(world, lambda: describe_inputs(inputs, options))
     call_on_rank0(world, lambda: find_weights(options.model.model_name_or_path, inputs.model_dir))
     run.claim(inputs)
+    validations = Validations(options.validation, inputs, world, control, previous=run.previous.get("validation"))
 
     # The model, and what of the options is decided by it.
     model = build_run_model(options, inputs, world, progress=control.progress)
@@ -75,7 +78,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     run.restore(state)
 
     # The loop.
-    num_steps = run.start.step if run.has_learnt_enough else inputs.num_steps
+    num_steps = run.start.step if validations.has_learnt_enough else inputs.num_steps
     flops = count_flops(model.model, inputs.config)
     batches = iterate_batches(
         inputs.data,
@@ -92,11 +95,12 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     meter = StepMeter(
         epoch_length, options.data.max_tokens_per_gpu, flops, peak_flops(world.device, inputs.compute_dtype)
     )
-    training_log = run.open_log(num_steps=inputs.num_steps)
-    if run.is_export_missing(epoch_length=epoch_length, num_steps=num_steps):
-        run.export(state, position, inputs)
-    if run.is_validation_missing:
-        run.validate(state, position, inputs, training_log, attention_cost=flops.attention_cost)
+    exports = Exports(options, inputs, world, control)
+    training_log = run.open_log(num_steps=inputs.num_steps, num_validations=validations.num_done)
+    if run.checkpoint and exports.is_missing(position, epoch_length=epoch_length, num_steps=num_steps):
+        exports.write(state, position)
+    if validations.is_first_missing:
+        validations.measure(state, position, options, training_log, exports)
     run.start_loop()
     step_end = time.monotonic()
     for batch in run.profile(collect_garbage_between(prefetch(batches))):
@@ -112,24 +116,24 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         metrics = meter.measure(batch, sums, position, lr=lr, seconds=step_end - step_start)
         own = state.method.measure() if due.export else dict.fromkeys(state.method.metrics)
         training_log.write(metrics | own)
-        if due.validation and run.validate(state, position, inputs, training_log, attention_cost=flops.attention_cost):
+        if due.validation and validations.measure(state, position, options, training_log, exports):
             num_steps = position.step  # it has learnt enough: this step was the last
             due = what_is_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
         control.step_done(position.step)
         run.finish_write(sums.flags)
         if due.checkpoint:
-            run.save(state, position, training_log)
+            run.save(state, position, training_log, validation=validations.describe())
         if due.export:
-            run.export(state, position, inputs)
+            exports.write(state, position)
         if due.stop is not None or position.step == num_steps:
             break
         step_end = time.monotonic()
     stop = None if due is None else due.stop
-    run.close(training_log, is_done=stop is None)
+    run.close(training_log, exports, is_done=stop is None)
     if stop is not None:
         code, reason = stop
         return code, f"stopped after step {position.step}: {reason}; saved"
-    return ExitCode.DONE, run.describe_end(position)
+    return ExitCode.DONE, validations.describe_end(position)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""The validations of a run: each measured, logged and compared with the best; early stopping."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lifecycle.exports import Exports
+from lifecycle.start import RunInputs
+from lifecycle.step import TrainState
+from lifecycle.training_log import TrainingLog
+from lifecycle.validation import Progress, start_progress, validate
+from model.flops import count_flops
+from options import TrainOptions, ValidationOptions
+from ranks.monitor import RunControl
+from ranks.world import World, call_on_rank0
+from sampler import RunPosition
+
+
+class Validations:
+    """What the run's validations have found so far, from `previous`, the checkpoint's, on. All ranks call `measure`."""
+
+    def __init__(
+        self,
+        options: ValidationOptions,
+        inputs: RunInputs,
+        world: World,
+        control: RunControl,
+        *,
+        previous: dict[str, Any] | None,
+    ):
+        self.options, self.inputs, self.control, self.previous = options, inputs, control, previous
+        self.progress: Progress | None = None  # None without validation data
+        if inputs.validation_data is not None:
+            self.progress = call_on_rank0(
+                world, lambda: start_progress(inputs.validation_data, previous, metric=options.best_metric)
+            )
+
+    @property
+    def has_learnt_enough(self) -> bool:
+        """Whether --early-stopping-patience ends the run where it is."""
+        return self.progress is not None and self.progress.has_enough(self.options.early_stopping_patience)
+
+    @property
+    def is_first_missing(self) -> bool:
+        """Whether the model has to be measured before the first step."""
+        return self.progress is not None and self.progress.last_step is None
+
+    @property
+    def num_done(self) -> int:
+        """Validations of the whole run, also those before this start."""
+        return (self.describe() or {}).get("num_validations", 0)
+
+    def describe(self) -> dict[str, Any] | None:
+        """JSON for the checkpoint: the progress, or where this start has no validation data the previous one."""
+        return self.previous if self.progress is None else asdict(self.progress)
+
+    def describe_end(self, position: RunPosition) -> str:
+        """How a run that is done has ended."""
+        if not self.has_learnt_enough:
+            return "done"
+        return (
+            f"done after step {position.step}, by --early-stopping-patience: {self.progress.num_worse} validations"
+            f" in a row were not better than the {self.progress.metric} of {self.progress.best_value} after step"
+            f" {self.progress.best_step}"
+        )
+
+    def measure(
+        self, state: TrainState, position: RunPosition, options: TrainOptions, log: TrainingLog, exports: Exports
+    ) -> bool:
+        """Measures the model at `position`, and exports it if it is the best so far; returns whether to stop early."""
+        inputs, metric = self.inputs, self.options.best_metric
+        where = {
+            "step": position.step,
+            "epoch": position.num_samples / len(inputs.data.kept),
+            "total_samples_accumulated": position.num_samples,
+        }
+        predictions_file = Path(options.output_dir) / f"predictions_samples_{position.num_samples}.jsonl"
+        metrics = where | validate(
+            state,
+            inputs.validation_data,
+            inputs.objective,
+            cap=options.data.max_tokens_per_gpu,
+            attention_cost=count_flops(state.model.model, inputs.config).attention_cost,
+            predictions_file=predictions_file if self.options.write_predictions else None,
+            progress=self.control.progress,
+        )
+        self.progress = self.progress.after(
+            metrics[metric], step=position.step, more_is_better=inputs.objective.metrics[metric]
+        )
+        metrics["is_best"] = is_best = self.progress.best_step == position.step
+        log.write_validation(metrics)
+        if is_best and self.options.export_best:
+            exports.write(state, position, best=metrics)
+        return self.has_learnt_enough

@@ -1,0 +1,100 @@
+"""The exports of a run: which are there, written and checked, the old ones removed, uploaded to the hub."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disk import read_json, remove_directory
+from lifecycle.due import what_is_due
+from lifecycle.export import ExportParts, export_model
+from lifecycle.export_check import check_export
+from lifecycle.hub import BEST, MAIN, Uploads
+from lifecycle.model_card import make_card
+from lifecycle.start import RunInputs
+from lifecycle.step import TrainState
+from options import TrainOptions
+from ranks.monitor import RunControl
+from ranks.world import World, call_on_rank0
+from sampler import RunPosition
+
+EXPORTS_DIR = "hf_format"
+POSITION_FILE = "position.json"  # in an export by --export-name: how far the run was
+BEST_FILE = "validation.json"  # in the export of the best model: its line of validation_metrics_0.jsonl
+
+
+class Exports:
+    """The exports in `--output-dir`, and on rank 0 their uploads. All ranks call every public method."""
+
+    def __init__(self, options: TrainOptions, inputs: RunInputs, world: World, control: RunControl):
+        self.options, self.inputs, self.world, self.control = options, inputs, world, control
+        self.output_dir = Path(options.output_dir)
+        self.directory = self.output_dir / EXPORTS_DIR
+        is_uploading = world.rank == 0 and options.hub.push_to_hub is not None
+        self.uploads = Uploads(options.hub) if is_uploading else None
+
+    def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
+        """Whether the run ended between the checkpoint of `position` and an export that was due there."""
+        due = what_is_due(position, self.options, epoch_length=epoch_length, num_steps=num_steps)
+        return due.export and not call_on_rank0(self.world, lambda: self.has(position))
+
+    def has(self, position: RunPosition) -> bool:
+        """Whether the export under the name of `position` is there and holds that position's model."""
+        export_dir = self.path_of(position)
+        if self.options.exports.export_name is None or not export_dir.exists():
+            return export_dir.exists()
+        return (export_dir / POSITION_FILE).is_file() and read_json(export_dir / POSITION_FILE) == asdict(position)
+
+    def path_of(self, position: RunPosition) -> Path:
+        return self.directory / (self.options.exports.export_name or f"samples_{position.num_samples}")
+
+    def write(self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None) -> None:
+        """Writes the model as it is at `position`; with the metrics that make it the `best`, as that one."""
+        call_on_rank0(self.world, self.control.check_directory)
+        inputs, options = self.inputs, self.options
+        notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
+        if best is None and options.exports.export_name is not None:
+            notes[POSITION_FILE] = json.dumps(asdict(position)) + "\n"
+        notes |= call_on_rank0(self.world, lambda: make_card(self.output_dir, options, inputs, position))
+        export_dir = self.path_of(position) if best is None else self.directory / "best"
+        parts = ExportParts(
+            inputs.objective.family,
+            state.method,
+            inputs.generation_config,
+            inputs.tokenizer,
+            getattr(torch, options.exports.export_dtype),
+            inputs.source(options.model),
+            notes,
+        )
+        with self.control.slow(f"the export after step {position.step}"):
+            export_model(state.model, export_dir, parts, world=self.world)
+            if options.exports.check_export:
+                is_packed = options.lora.base_quantization != "none"
+                check_export(
+                    state.model,
+                    export_dir,
+                    parts,
+                    objective=inputs.objective,
+                    world=self.world,
+                    is_packed=is_packed,
+                )
+            call_on_rank0(self.world, lambda: self.remove_old(position))
+        if self.uploads is not None:
+            message = f"After step {position.step:,}, {position.num_samples:,} samples"
+            self.uploads.add(export_dir, branch=MAIN if best is None else BEST, message=message)
+
+    def remove_old(self, position: RunPosition) -> None:
+        """Applies --keep-exports; exports of a later position, from before a resume, stay."""
+        num_kept = self.options.exports.keep_exports
+        if num_kept is None:
+            return
+        names = [path.name.removeprefix("samples_") for path in self.directory.glob("samples_*")]
+        numbers = [int(name) for name in names if name.isdecimal()]
+        for number in sorted(number for number in numbers if number <= position.num_samples)[:-num_kept]:
+            remove_directory(self.directory / f"samples_{number}")
+
+    def finish_uploads(self, *, is_done: bool) -> None:
+        if self.uploads is not None:
+            self.uploads.close(is_done=is_done)
