@@ -2,7 +2,7 @@
 
 A table has K steps; in each step every rank runs one micro-batch of at most `max_tokens_per_gpu` tokens,
 and all wait for the costliest. So `pack_batch` looks first for the fewest steps, then for the least sum
-over steps of the costliest micro-batch. Both are NP-hard; packing/texts.py and packing/images.py hold the
+over steps of the costliest micro-batch. Both are NP-hard; packers/texts.py and packers/images.py hold the
 heuristics, compiled.
 """
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from packing.images import assign_with_images
-from packing.texts import assign_bins
+from packers.images import assign_with_images
+from packers.texts import assign_bins
 
 
 class ImageLoad(NamedTuple):

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 # Bottom up. A room is a folder, or a module of the root; those on one level do not know each other.
 LAYERS = [
-    {"options", "disk", "packing", "pages"},
+    {"options", "disk", "packers", "pages"},
     {"ranks", "batch_packer"},
     {"chat", "command_line", "api"},
     {"families"},
@@ -44,7 +44,7 @@ ROOMS = {
     "objectives",
     "optim",
     "options",
-    "packing",
+    "packers",
     "pages",
     "plan",
     "plots",
