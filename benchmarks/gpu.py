@@ -122,9 +122,8 @@ def prepare(setup: Setup, shape: str) -> tuple[Path, Path]:
     """A random model with its tokenizer and a data set, made once."""
     from harness import write_random_data
     from make_tiny_model import train_tokenizer
-    from train_step import save_random_model
-
     from packing import draw_lengths
+    from train_step import save_random_model
 
     model, data = setup.work_dir / setup.shape(shape), setup.work_dir / "data.arrow"
     if not (model / "tokenizer_config.json").exists():

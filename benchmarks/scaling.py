@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "benchmarks")]
 from harness import build, describe_versions, make_options, time_call, write_random_data
 from make_tiny_model import train_tokenizer
+from packing import DISTRIBUTIONS, draw_lengths
 from train_step import SHAPES, make_config, open_world, save_random_model
 
 from batch_packer import pack_batch
@@ -46,7 +47,6 @@ from lifecycle.step import run_backward
 from model.blocks import find_blocks
 from model.flops import FlopCount, count_flops
 from objectives.next_tokens import CausalLM
-from packing import DISTRIBUTIONS, draw_lengths
 from ranks.world import setup_logging
 
 GPUS_PER_NODE = 8

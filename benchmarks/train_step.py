@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
 from harness import build_state, describe_versions, make_options, write_random_data
 from make_tiny_model import train_tokenizer
+from packing import DISTRIBUTIONS, draw_lengths
 
 from chat.labels import IGNORED
 from corpus.mixture import Mixture
@@ -60,7 +61,6 @@ from model.flops import FlopCount, count_flops
 from model.method import Method
 from objectives.next_tokens import CausalLM
 from options import LoRAOptions, TrainOptions
-from packing import DISTRIBUTIONS, draw_lengths
 from ranks.devices import peak_flops, peak_memory
 from ranks.world import World, init_world, setup_logging
 from sampler import draw_samples, iterate_batches, pin_memory, prefetch
