@@ -20,8 +20,6 @@ from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
 from disk import hash_file
-from families.micro_batch import MicroBatch
-from methods.full import gather_one, gather_parameters
 from methods.osft_calibration import (
     Statistics,
     check_statistics,
@@ -39,7 +37,8 @@ from methods.osft_subspaces import (
     prepare_subspaces,
     read_subspace,
 )
-from model.method import MetaModel, WeightGroup
+from model.gathering import WeightGroup, gather_one, gather_parameters
+from model.method import MetaModel, Method
 from model.weights import Reader
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
@@ -54,16 +53,15 @@ MIN_RETENTION = 0.1  # every layer keeps this share with --osft-rank-allocation 
 UNKNOWN_ENERGY_RATIO = 0.5  # plans take this unfreeze rank ratio where --osft-keep-energy will decide
 
 
-class OSFT:
-    """Of each targeted layer's weight only the free directions train (see `model.method.Method`).
+class OSFT(Method):
+    """Only the free directions of each targeted layer's weight train (see `model.method.Method`).
 
     Invariant: `layers` are the model's OSFT layers once `prepare` or `lay_out` has put them there.
     """
 
     title = "OSFT"
+    tags = ("osft",)
     takes_long = True
-    saves_frozen = True
-    vocabulary_multiple = 64
     metrics = ("osft_leak",)  # largest share of a layer's change that lies in kept directions
 
     def __init__(self, options: OSFTOptions):
@@ -216,9 +214,6 @@ class OSFT:
             rows = torch.empty(-(-module.num_rows // world.num_shards), module.num_kept)
             module.U_high = shard_rows(rows, (module.num_rows, module.num_kept), world=world)
 
-    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
-        pass
-
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
         # Of a layer's products the last and largest is an addmm; the other layers' are repeated, too.
         return kept - {"aten::mm"}
@@ -240,9 +235,6 @@ class OSFT:
             if name not in ("base", "bias")
         )
 
-    def count_export_bytes(self, model_bytes: int) -> int:
-        return model_bytes
-
     def describe(self) -> str:
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)
@@ -262,9 +254,6 @@ class OSFT:
                 groups.append(gather_one(name, layer.weight_shape, dtype, functools.partial(gather, layer)))
                 merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
         return groups + gather_parameters(model, dtype, world=world, leave_out=merged)
-
-    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        pass
 
 
 def warn_of_experts(model: PreTrainedModel, *, trains: bool) -> None:

@@ -183,13 +183,17 @@ def read_micro_batch(
     *,
     row_group: RowGroup | None = None,
     draws: list[int] | None = None,
+    by_sample: bool = False,
 ) -> MicroBatch:
     """The rows packed; of several data sets with the one that each is from. Without rows, an idle micro-batch.
 
-    `draws`: the rows' positions in the stream that a run draws from.
+    `draws`: the rows' positions in the stream that a run draws from. `by_sample`: every row is a source of its own.
     """
-    num_sources = len(data.sources)
-    sources = data.source_of(rows) if num_sources > 1 and len(rows) else None
+    sources, num_sources = None, len(data.sources)
+    if len(rows) and by_sample:
+        sources, num_sources = np.arange(len(rows)), len(rows)
+    elif len(rows) and num_sources > 1:
+        sources = data.source_of(rows)
     samples = [data.read(row) for row in rows.tolist()] or [objective.make_idle_sample()]
     micro_batch = objective.pack(samples, sources=sources, num_sources=num_sources, row_group=row_group)
     micro_batch.draws = draws

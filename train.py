@@ -79,7 +79,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
 
     # The loop.
     num_steps = run.start.step if validations.has_learnt_enough else inputs.num_steps
-    flops = count_flops(model.model, inputs.config)
+    flops = count_flops(model.model)
     batches = iterate_batches(
         inputs.data,
         options.data,

@@ -235,7 +235,7 @@ def run_packed(path: Path, activation_checkpointing: str, num_vocab: int) -> tup
     packed_model = build(path, make_options(activation_checkpointing=activation_checkpointing), world)
     config = packed_model.model.config
     check_rope(config, longest=max(LENGTHS))
-    count_flops(packed_model.model, config)
+    count_flops(packed_model.model)
     check_model(packed_model, objective, Full(), world=world)
     loss_sum = packed_model(pack_sequences(make_sequences(num_vocab)))
     loss_sum.backward()

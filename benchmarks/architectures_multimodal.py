@@ -99,7 +99,7 @@ def run_packed(path: Path, sequences: list[np.ndarray], world: World) -> tuple[P
     packed_model = build(path, make_options(activation_checkpointing="none"), world)
     config = packed_model.model.config
     check_rope(config, longest=max(LENGTHS))
-    count_flops(packed_model.model, config)
+    count_flops(packed_model.model)
     check_model(packed_model, objective, Full(), world=world)
     loss_sum = packed_model(pack_sequences(sequences))
     loss_sum.backward()

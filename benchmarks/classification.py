@@ -96,7 +96,7 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
     state = TrainState(model, Full(), build_optimizer(model, options.optimization), world)
     batches = iterate_batches(
         data, options.data, objective=objective, num_steps=args.num_samples // args.batch_size, world=world,
-        attention_cost=count_flops(model.model, source.config).attention_cost,
+        attention_cost=count_flops(model.model).attention_cost,
     )  # fmt: skip
     start = read_clock(world.device)
     for batch in prefetch(batches):

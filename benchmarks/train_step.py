@@ -222,7 +222,7 @@ def train_ours(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray
     model = state.model
     planned = iterate_batches(
         data, options.data, objective=CausalLM(), num_steps=len(batches), world=world,
-        attention_cost=count_flops(model.model, model.model.config).attention_cost,
+        attention_cost=count_flops(model.model).attention_cost,
     )  # fmt: skip
     if world.device.type == "cuda":
         planned = pin_memory(planned)
@@ -563,7 +563,7 @@ def main() -> None:
     config = make_config(args.shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    flops = count_flops(model, config)
+    flops = count_flops(model)
     peak = peak_flops(device, torch.bfloat16) if on_cuda else measure_matmul()
     with tempfile.TemporaryDirectory() as directory:
         args.model_dir = str(Path(directory) / "model")

@@ -89,7 +89,7 @@ def time_ours(model_dir: str, data_path: Path, args: argparse.Namespace, world: 
     state = TrainState(model, Full(), build_optimizer(model, options.optimization), world)
     batches = prefetch(iterate_batches(
         data, options.data, objective=objective, num_steps=args.num_rows // args.batch_size, world=world,
-        attention_cost=count_flops(model.model, source.config).attention_cost,
+        attention_cost=count_flops(model.model).attention_cost,
     ))  # fmt: skip
     train_step(state, next(batches), options, lr=LEARNING_RATE)  # the first batch is waited for whole
     waited, start, began = 0.0, read_clock(world.device), time.monotonic()

@@ -1,7 +1,7 @@
 """Classifiers on tokenized sets: N targets in n samples, C classes (or values), K numbers of a target."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,11 @@ import torch
 from evaluation.comparison import Folded, Scores
 from evaluation.kept import read_lines
 from evaluation.results import Measured, Sample
-from lifecycle.validation import gather_rows
 from objectives.class_scores import describe_prediction, predict_classes, summarize_classes
 from objectives.classes import Classification
 from objectives.columns import Task
-from objectives.objective import Scores as BatchScores
-from ranks.world import World
 
 FILE = "predictions.jsonl"
-
-
-def gather_predictions(
-    parts: Iterable[tuple[np.ndarray, BatchScores]], world: World
-) -> np.ndarray | None:  # (N, 2 + K + C) fp64
-    """Of each target its row, the token there, what it is, and its logits; of all ranks, on rank 0 only."""
-    found = []
-    for rows, scores in parts:
-        predictions = scores.predictions.cpu()
-        if len(rows):
-            predictions[:, 0] = torch.from_numpy(rows)[predictions[:, 0].long()]
-        found.append(predictions)
-    return gather_rows(torch.cat(found), world)
 
 
 def describe_predictions(predictions: np.ndarray, objective: Classification) -> list[dict[str, Any]]:

@@ -16,18 +16,23 @@ from corpus.reader import TokenizedData
 from evaluation import classes, losses
 from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
-from evaluation.scoring import build_scorer, score_batches
 from families.packed_row import check_positions
 from inference.models import FoundModel
-from model.config import check_rope
+from lifecycle.choosing import choose_adapter_method
+from methods.full import Full
+from model.build import build_model
+from model.check import check_model
+from model.config import ModelSource, check_rope
 from model.fingerprints import fingerprint_data
 from objectives.choice import Settings, make_family, make_objective
 from objectives.classes import PROBLEM_TYPES
 from objectives.columns import CAUSAL_LM, describe_names
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from options import ComputeOptions, ShardingOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
+from scoring.data_scores import score_data
 
 MAX_TOKENS_SHOWN = 2000  # of a sample
 
@@ -108,15 +113,32 @@ def measure_sets(
     return outcome
 
 
+def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: World) -> PackedModel:
+    """The model as a run would have it in a validation. All ranks call this."""
+    if dtype == "float16":
+        raise ValueError("--dtype float16: --data is computed in bfloat16 or float32, as a run does it")
+    method = Full() if found.adapter is None else choose_adapter_method(found.adapter, flag="--model")
+    model = build_model(
+        ModelSource(found.directory, found.config, found.trust_remote_code, name=found.base_name),
+        ComputeOptions(compute_dtype=dtype, activation_checkpointing="none"),
+        ShardingOptions(),
+        objective=objective,
+        method=method,
+        world=world,
+    )
+    check_model(model, objective, method, world=world)
+    return model.eval()
+
+
 def score_set(
     scorer: PackedModel, data: Mixture, objective: Objective, *, cap: int, world: World
 ) -> Callable[[], list[dict[str, Any]]]:
     """What the model says of one set: for rank 0 the lines of a file. All ranks call this."""
     check_positions(scorer.model, longest=data.longest)
-    parts = score_batches(scorer, data, objective, cap=cap, world=world)
+    found = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
     if objective.gives_predictions:
-        return functools.partial(classes.describe_predictions, classes.gather_predictions(parts, world), objective)
-    return functools.partial(losses.describe_losses, losses.gather_losses(parts, data, world))
+        return functools.partial(classes.describe_predictions, found.predictions, objective)
+    return functools.partial(losses.describe_losses, found.sums.numpy())
 
 
 def write_lines(path: Path, describe: Callable[[], list[dict[str, Any]]], made_by: dict[str, Any]) -> None:

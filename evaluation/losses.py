@@ -1,36 +1,18 @@
 """Losses of language models on tokenized sets, a sample at a time."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from corpus.mixture import Mixture
 from evaluation.comparison import Scores
 from evaluation.kept import read_lines
 from evaluation.results import Measured
 from objectives.next_tokens import MAX_EXPONENT
-from objectives.objective import Scores as BatchScores
-from ranks.world import World
 
 SUMS = ("loss_sum", "num_right", "num_targets")  # of a sample, as files name them
 FILE = "losses.jsonl"
-
-
-def gather_losses(
-    parts: Iterable[tuple[np.ndarray, BatchScores]], data: Mixture, world: World
-) -> np.ndarray:  # (samples, 3) fp64
-    """Each sample's summed loss, targets that were likeliest, and targets, of all ranks."""
-    sums = torch.zeros(len(data.lengths), len(SUMS), dtype=torch.float64)
-    for rows, scores in parts:
-        if len(rows):
-            sums[rows] = scores.sums.cpu()
-    sums = sums.to(world.device)
-    dist.all_reduce(sums)
-    return sums.cpu().numpy()
 
 
 def describe_losses(sums: np.ndarray) -> list[dict[str, float]]:

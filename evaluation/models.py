@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disk import ASIDE
-from methods.lora_settings import ADAPTER_CONFIG
+from methods.adapter_settings import ADAPTER_CONFIG
 
 EXPORTS = "hf_format"
 

@@ -14,8 +14,7 @@ from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from disk import hash_file, hash_json, read_object
 from families.text import TextFamily
-from methods.lora_files import ADAPTER_WEIGHTS, BASE_FILE, add_adapter
-from methods.lora_settings import ADAPTER_CONFIG, check_settings
+from methods.adapter_files import ADAPTER_CONFIG, add_adapter, check_adapter, find_base, hash_adapter, is_adapter
 from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
 from model.finite import check_finite
@@ -55,8 +54,7 @@ class FoundModel:
         generation = Path(self.directory) / "generation_config.json"
         identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
         if self.adapter is not None:
-            digests = {name: hash_file(self.adapter / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
-            identity |= {"adapter": str(self.adapter), "adapter_sha256": digests}
+            identity |= {"adapter": str(self.adapter), "adapter_sha256": hash_adapter(self.adapter)}
         return identity
 
 
@@ -70,11 +68,11 @@ def find_answering_model(
 ) -> FoundModel:
     """The model of `flag`, with the adapter if there is one. ValueError or OSError for what a user can mend."""
     base_name, adapter_dir = name, None if adapter is None else Path(adapter)
-    if adapter is None and (Path(name) / ADAPTER_CONFIG).is_file():
+    if adapter is None and is_adapter(Path(name)):
         adapter_dir = Path(name)
         base_name, revision = find_base(adapter_dir, flag=flag)
     if adapter_dir is not None:
-        check_adapter_files(adapter_dir, flag=flag if adapter is None else "--adapter")
+        check_adapter(adapter_dir, flag=flag if adapter is None else "--adapter")
     base_flag = flag if base_name == name else f"{flag} {name}: its base model"
     directory = find_model(base_name, revision=revision, trust_remote_code=trust_remote_code, flag=base_flag)
     find_weights(base_name, directory)
@@ -87,33 +85,6 @@ def find_answering_model(
     tokenizer_dir = (with_tokenizer or [directory])[0]
     tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=trust_remote_code, flag=flag)
     return FoundModel(name, base_name, directory, adapter_dir, config, tokenizer, trust_remote_code)
-
-
-def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:
-    """Name and revision of the model that an adapter was trained on, as its files say."""
-    try:
-        if (adapter / BASE_FILE).is_file():
-            known = read_object(adapter / BASE_FILE)
-            return known["name"], known.get("revision")
-        known = read_object(adapter / ADAPTER_CONFIG)
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {adapter}: cannot read which model the adapter belongs to: {error}") from None
-    name = known.get("base_model_name_or_path")
-    if not name:
-        raise ValueError(f"{flag} {adapter}: an adapter that does not say which model it belongs to: give both")
-    is_directory = Path(name).is_dir()
-    return name, None if is_directory else known.get("revision")
-
-
-def check_adapter_files(adapter: Path, *, flag: str) -> None:
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (adapter / name).is_file():
-            raise ValueError(f"{flag} {adapter}: holds no {name}; give the directory of an adapter, as peft writes it")
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install peft") from None
-    check_settings(adapter, flag=flag, reader="peft")
 
 
 def check_answering(found: FoundModel) -> None:

@@ -10,7 +10,7 @@ from inference.engine import Answer, Request, require
 from inference.models import FoundModel, choose_dtype
 from inference.prompts import Prompt, encode_prompt
 from inference.sampling import make_seed
-from methods.lora_settings import check_settings
+from methods.adapter_settings import check_settings
 from options import EngineOptions, SamplingOptions
 
 

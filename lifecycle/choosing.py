@@ -1,6 +1,7 @@
 """What a run's options choose: its objective and its method."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 from corpus.reader import read_sidecar
 from methods.full import Full
@@ -60,3 +61,8 @@ def choose_method(options: TrainOptions) -> Method:
     if options.lora.lora:
         return LoRA(options.lora, seed=options.data.seed)
     return Full()
+
+
+def choose_adapter_method(adapter: Path, *, flag: str) -> Method:
+    """The method that puts a trained adapter into its model; ValueError, which names `flag`, if it cannot be used."""
+    return LoRA.from_adapter(adapter, flag=flag)

@@ -9,7 +9,6 @@ from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
 from lifecycle.training_log import TrainingLog
 from lifecycle.validation import Progress, start_progress, validate
-from model.flops import count_flops
 from options import TrainOptions, ValidationOptions
 from ranks.monitor import RunControl
 from ranks.world import World, call_on_rank0
@@ -80,7 +79,6 @@ class Validations:
             inputs.validation_data,
             inputs.objective,
             cap=options.data.max_tokens_per_gpu,
-            attention_cost=count_flops(state.model.model, inputs.config).attention_cost,
             predictions_file=predictions_file if self.options.write_predictions else None,
             progress=self.control.progress,
         )

@@ -19,7 +19,8 @@ from lifecycle.checkpoint_files import FORMAT, write_manifest
 from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
 from model.config import ModelSource
-from model.method import Method, WeightGroup
+from model.gathering import WeightGroup
+from model.method import Method
 from model.weights import list_left_out
 from objectives.packed_model import PackedModel
 from ranks.terminal import show_progress, without_library_bars

@@ -1,7 +1,6 @@
 """--check-export: an export loaded back as anyone would, and its loss compared with that of the model that trained."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +8,6 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from lifecycle.export import ExportParts
-from methods.lora_files import add_adapter
-from methods.lora_settings import ADAPTER_CONFIG
 from model.check import draw_sequences
 from model.sharding import reshard
 from objectives.objective import Objective
@@ -19,7 +16,7 @@ from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
 # How far the losses may be apart, relative to the loss: weights are rounded when they are exported.
-TOLERANCE_EXACT, TOLERANCE_ROUNDED, TOLERANCE_4_BITS = 1e-4, 3e-2, 2e-1
+TOLERANCE_EXACT, TOLERANCE_ROUNDED = 1e-4, 3e-2
 
 
 @torch.no_grad()
@@ -31,10 +28,9 @@ def check_export(
     *,
     objective: Objective,
     world: World,
-    is_packed: bool,
 ) -> None:
     """Loads the export on rank 0's CPU. ValueError on every rank if it cannot be, or if its loss over three short
-    random sequences is another than the trained model's. All ranks call this. `is_packed`: its base is in 4 bits."""
+    random sequences is another than the trained model's. All ranks call this."""
     sequences = draw_sequences(packed_model.model, np.random.default_rng(1))
     samples = [objective.make_check_sample(ids) for ids in sequences]
     packed_model.eval()
@@ -44,10 +40,11 @@ def check_export(
     packed_model.train()
 
     def compare() -> None:
-        model = load_export(export_dir, parts)
-        exported = PackedModel(model, objective, backend="eager", compute_dtype=torch.float32).eval()
-        loss = sum(exported.reference(objective.pack([sample]))[1].item() for sample in samples)
-        allowed = choose_tolerance(packed_model, parts, is_packed=is_packed) * max(abs(trained_loss), 1.0)
+        exported = PackedModel(load_back(export_dir, parts), objective, backend="eager", compute_dtype=torch.float32)
+        loss = sum(exported.eval().reference(objective.pack([sample]))[1].item() for sample in samples)
+        is_exact = parts.dtype == packed_model.compute_dtype == torch.float32
+        rounding = TOLERANCE_EXACT if is_exact else TOLERANCE_ROUNDED
+        allowed = max(rounding, parts.method.export_error) * max(abs(trained_loss), 1.0)
         if not abs(loss - trained_loss) <= allowed:
             raise ValueError(
                 f"--check-export: {export_dir}, loaded back, has a loss of {loss:.6f} over {len(samples)} sequences,"
@@ -58,35 +55,8 @@ def check_export(
     call_on_rank0(world, compare)
 
 
-def load_export(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
-    """The exported model in float32; an adapter on the weights that it was trained beside."""
-    is_adapter = (export_dir / ADAPTER_CONFIG).is_file()
-    directory = parts.source.directory if is_adapter else str(export_dir)
-    trust = parts.source.trust_remote_code
+def load_back(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
     try:
-        model, report = parts.family.load_model(directory, dtype=torch.float32, trust_remote_code=trust)
-        if not is_adapter and (missing := list_missing(report)):
-            raise ValueError(f"it lacks weights: {', '.join(missing)}")
-        if is_adapter:
-            model = add_adapter(model, export_dir).merge_and_unload()
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        KeyError,
-        SafetensorError,
-    ) as error:  # whatever transformers and peft raise
+        return parts.method.load_export(export_dir, parts.source, parts.family)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # transformers' and peft's
         raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None
-    return model
-
-
-def list_missing(report: dict[str, Any]) -> list[str]:
-    """Weights that the files do not have, or of another size, by transformers' report."""
-    return sorted(map(str, [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]))
-
-
-def choose_tolerance(packed_model: PackedModel, parts: ExportParts, *, is_packed: bool) -> float:
-    if is_packed:
-        return TOLERANCE_4_BITS
-    is_exact = parts.dtype == packed_model.compute_dtype == torch.float32
-    return TOLERANCE_EXACT if is_exact else TOLERANCE_ROUNDED

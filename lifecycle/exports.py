@@ -71,15 +71,7 @@ class Exports:
         with self.control.slow(f"the export after step {position.step}"):
             export_model(state.model, export_dir, parts, world=self.world)
             if options.exports.check_export:
-                is_packed = options.lora.base_quantization != "none"
-                check_export(
-                    state.model,
-                    export_dir,
-                    parts,
-                    objective=inputs.objective,
-                    world=self.world,
-                    is_packed=is_packed,
-                )
+                check_export(state.model, export_dir, parts, objective=inputs.objective, world=self.world)
             call_on_rank0(self.world, lambda: self.remove_old(position))
         if self.uploads is not None:
             message = f"After step {position.step:,}, {position.num_samples:,} samples"

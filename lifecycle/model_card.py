@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from huggingface_hub import ModelCardData
-from transformers import AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoModelForImageTextToText
 
 from families.text_tower import is_multimodal
 from lifecycle.record import read_params
@@ -24,6 +24,7 @@ from sampler import RunPosition
 CARD_FILE, CURVE_FILE = "README.md", "loss_curve.svg"
 MAX_POINTS = 300  # of the curve; each is the mean of as many steps
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
+LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
 PIPELINES = {  # of each objective, as the hub calls them
     "causal-lm": "text-generation",
     "sequence-classification": "text-classification",
@@ -39,9 +40,9 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
     steps = list(read_rows(output_dir / METRICS_FILE, position.step))
     validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
     parts = [
-        f"---\n{describe_head(options, inputs.config).to_yaml()}\n---",
+        f"---\n{describe_head(options, inputs).to_yaml()}\n---",
         f"# {output_dir.absolute().name}, after {position.num_samples:,} samples",
-        describe_training(options, params, position),
+        describe_training(options, inputs, params, position),
         "## Data\n\n" + "\n".join(describe_data(inputs, params)),
         "## Losses\n\n" + describe_losses(steps, validations),
         "## Options\n\nThose that were not at their defaults:\n\n" + table(("option", "value"), list_options(options)),
@@ -70,31 +71,29 @@ def name_base(options: TrainOptions) -> str:
     return name if is_on_hub(options) else Path(name).absolute().name
 
 
-def describe_head(options: TrainOptions, config: PreTrainedConfig) -> ModelCardData:
+def describe_head(options: TrainOptions, inputs: RunInputs) -> ModelCardData:
     """The card's metadata. A base model that is no model of the hub is not named there: the hub would look for it."""
-    is_adapter = options.lora.lora and options.lora.lora_export == "adapter"
-    methods = [name for name, is_used in (("lora", options.lora.lora), ("osft", options.osft.osft)) if is_used]
+    config, method = inputs.config, inputs.method
     base = dict(base_model=options.model.model_name_or_path) if is_on_hub(options) else {}
     if base:
-        base["base_model_relation"] = "adapter" if is_adapter else "finetune"
+        base["base_model_relation"] = method.relation
     sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
     return ModelCardData(
         **base,
-        library_name="peft" if is_adapter else "transformers",
+        library_name=LIBRARIES[method.relation],
         pipeline_tag="image-text-to-text" if sees_images else PIPELINES[options.classification.objective],
-        tags=["mini_trainer", *methods],
+        tags=["mini_trainer", *method.tags],
     )
 
 
-def describe_training(options: TrainOptions, params: dict[str, Any], position: RunPosition) -> str:
-    method = "OSFT" if options.osft.osft else "LoRA" if options.lora.lora else "full fine-tuning"
+def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
     base = f"`{name_base(options)}`"
     if options.model.model_revision is not None:
         base += f", revision `{options.model.model_revision}`"
     commit = f", commit `{params['git_commit']}`" if params["git_commit"] else ""
     rows = [
         ("base model", f"{base}, fingerprint `{params['identity']['model']}`"),
-        ("method", method),
+        ("method", inputs.method.title),
         ("steps", f"{position.step:,} of {options.data.batch_size:,} samples"),
         ("samples", f"{position.num_samples:,}"),
         ("tokens", f"{position.num_tokens:,}, trained and masked"),

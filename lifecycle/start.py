@@ -367,7 +367,7 @@ def build_run_model(
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, world=world)
-    weigh_images(inputs, count_flops(model.model, inputs.config))
+    weigh_images(inputs, count_flops(model.model))
     log.info(describe_model(options, inputs, model))
     return model
 
@@ -385,7 +385,7 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
         *(["offloaded activations"] if compute.offload_activations else []),
         *(["liger kernels"] if compute.use_liger_kernels else []),
         *(["compiled blocks"] if compute.compile else []),
-        *([method.describe()] if method.describe() else []),
+        method.describe(),
     ]
     return (
         f"model: {inputs.config.model_type}, {num_params:,} parameters; {', '.join(parts)};"

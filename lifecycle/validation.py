@@ -3,30 +3,21 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from batch_packer import pack_batch
 from corpus.mixture import Mixture
 from disk import hash_json, written_aside
-from families.micro_batch import MicroBatch
 from lifecycle.step import TrainState
 from model.fingerprints import fingerprint_data
-from model.sharding import reshard
 from objectives.objective import Objective
 from ranks.ending import log
-from ranks.row_group import count_sharing
-from ranks.world import World, call_on_rank0
-from sampler import prefetch, read_micro_batch
-
-NUM_PACKED = 8192  # samples that are packed together
+from ranks.world import call_on_rank0
+from scoring.data_scores import DataScores, score_data
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,6 @@ def validate(
     objective: Objective,
     *,
     cap: int,
-    attention_cost: float,
     predictions_file: Path | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Any]:
@@ -89,18 +79,20 @@ def validate(
     Weighted by tokens: the same on any number of ranks, and for any `cap` (a rank's tokens of a micro-batch).
     """
     start = time.monotonic()
-    cap = max(cap * count_sharing(state.world.row_group), data.longest)
-    sums, predictions = score_model(state, data, objective, cap=cap, attention_cost=attention_cost, progress=progress)
-    scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, sums, predictions))
+
+    def say_where(where: str) -> None:
+        progress(f"validation, {where}")
+
+    found = score_data(state.model, data, objective, cap=cap, world=state.world, progress=say_where)
+    scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, found))
     if predictions_file is not None:
-        call_on_rank0(state.world, lambda: write_predictions(predictions_file, data, objective, predictions))
+        call_on_rank0(state.world, lambda: write_predictions(predictions_file, data, objective, found.predictions))
     return scores["all"] | {"seconds": time.monotonic() - start, "sets": scores["sets"]}
 
 
-def summarize_sets(
-    data: Mixture, objective: Objective, sums: Tensor, predictions: np.ndarray | None
-) -> dict[str, dict[str, Any]]:
+def summarize_sets(data: Mixture, objective: Objective, found: DataScores) -> dict[str, dict[str, Any]]:
     """What the objective says of all sets together, and of each by its name."""
+    sums, predictions = found.sums, found.predictions
     if predictions is None:
         of_sets = [None] * len(sums)
     else:
@@ -122,68 +114,3 @@ def write_predictions(path: Path, data: Mixture, objective: Objective, predictio
             source, number = data.locate(int(row))
             place = {"data": source.name, "row": number, "token": int(token)}
             file.write(json.dumps(place | objective.describe_prediction(np.array(prediction))) + "\n")
-
-
-@torch.no_grad()
-def score_model(
-    state: TrainState,
-    data: Mixture,
-    objective: Objective,
-    *,
-    cap: int,
-    attention_cost: float,
-    progress: Callable[[str], None],
-) -> tuple[Tensor, np.ndarray | None]:
-    """The sums (sets, scores) of each set's scores over all its samples, each of which one rank has.
-
-    Where the objective has predictions, rank 0 gets all of them, in the order of the data: (N, 2 + ...) fp64, row and
-    token first.
-    """
-    model, world = state.model, state.world
-    parts = read_parts(data, objective, cap=cap, attention_cost=attention_cost, world=world)
-    model.eval()
-    sums, predictions = 0, []
-    for k, (rows, micro_batch) in enumerate(prefetch(parts)):
-        progress(f"validation, micro-batch {k + 1}")
-        scores = model.score(micro_batch.to(world.device))
-        sums = sums + scores.sums
-        if scores.predictions is not None:
-            found = scores.predictions.cpu()
-            found[:, 0] = torch.from_numpy(rows)[found[:, 0].long()]
-            predictions.append(found)
-    dist.all_reduce(sums)
-    reshard(model)
-    model.train()
-    return sums.cpu(), gather_rows(torch.cat(predictions), world) if predictions else None
-
-
-def gather_rows(rows: Tensor, world: World) -> np.ndarray | None:  # (N, 2 + ...)
-    """The rows of all ranks, sorted by their first two numbers, on rank 0; None on the others."""
-    counts = torch.zeros(world.world_size, dtype=torch.long, device=world.device)
-    counts[world.rank] = len(rows)
-    dist.all_reduce(counts)
-    padded = torch.zeros(int(counts.max()), rows.shape[1], dtype=rows.dtype, device=world.device)
-    padded[: len(rows)] = rows.to(world.device)
-    parts = [torch.empty_like(padded) for _ in range(world.world_size)]
-    dist.all_gather(parts, padded)
-    if world.rank > 0:
-        return None
-    gathered = torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)]).cpu().numpy()
-    return gathered[np.lexsort((gathered[:, 1], gathered[:, 0]))]
-
-
-def read_parts(
-    data: Mixture, objective: Objective, *, cap: int, attention_cost: float, world: World
-) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """This rank's micro-batches of all samples with their rows, as many as every other rank has.
-
-    `cap`: tokens of a packed row, of all ranks that share it.
-    """
-    num_sharing = count_sharing(world.row_group)
-    for start in range(0, len(data.kept), NUM_PACKED):
-        rows = data.kept[start : start + NUM_PACKED]
-        images = data.images_of(rows)
-        for cell in pack_batch(data.lengths[rows], cap, world.world_size // num_sharing, attention_cost, images):
-            own = rows[cell[world.rank // num_sharing]]
-            yield own, read_micro_batch(data, own, objective, row_group=world.row_group)
-        data.release_pages()

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from disk import hash_file
+from families.family import Family
 from families.micro_batch import MicroBatch
 from families.text_tower import text_config
-from methods.full import gather_all, gather_parameters
-from methods.lora_files import ADAPTER_WEIGHTS, check_base, read_adapter, read_config, write_adapter
+from methods.adapter_files import add_adapter, check_base, hash_adapter, read_adapter, read_config, write_adapter
+from methods.adapter_settings import ADAPTER_CONFIG
 from methods.lora_layers import (
     ADAPTER,
     Targets,
@@ -29,10 +29,11 @@ from methods.lora_layers import (
 )
 from methods.lora_merging import Merger
 from methods.lora_product import speed_up
-from methods.lora_settings import ADAPTER_CONFIG
 from methods.nf4 import NF4Linear, check_bitsandbytes, fill_packed, pack_layers, whole_weights
+from model.config import ModelSource
 from model.fingerprints import fingerprint_model
-from model.method import MetaModel, WeightGroup
+from model.gathering import WeightGroup, gather_all, gather_parameters
+from model.method import MetaModel, Method
 from model.weights import Reader
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
@@ -45,17 +46,18 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of whole models on a GPU
+ERROR_4_BITS = 2e-1  # of the loss of a merged model, whose base is no longer in 4 bits
 NUM_COMPARED = 16  # the most samples of the data that a merged and a quantized model are compared on
 
 
-class LoRA:
-    """Adapters train, in fp32, beside frozen weights in the type that the model computes in (see `Method`).
+class LoRA(Method):
+    """Adapters train, in fp32, next to frozen weights in the type that the model computes in.
 
     Invariant: `config` and `saved_names` describe the layers that are in the model once `prepare` or `lay_out` has been
     called; `merger` is there on rank 0 after `prepare`.
     """
 
-    metrics = ()
+    tags = ("lora",)
     saves_frozen = False
     vocabulary_multiple = 1  # so that a model resized to the tokenizer's length takes the adapter
 
@@ -64,6 +66,8 @@ class LoRA:
         self.is_packed = options.base_quantization == "nf4"
         self.title = "QLoRA" if self.is_packed else "LoRA"
         self.takes_long = self.is_packed
+        self.export_error = ERROR_4_BITS if self.is_packed else 0.0
+        self.relation = "adapter" if options.lora_export == "adapter" else "finetune"
         self.given: LoraConfig | None = None  # of --lora-adapter
         self.data_options: DataOptions | None = None
         self.objective: Objective | None = None
@@ -75,6 +79,13 @@ class LoRA:
         self.base: dict[str, str | None] = {}  # rank 0's: the model that the adapters belong to
         self.merger: Merger | None = None
         self.adapter: dict[str, Tensor] = {}  # rank 0's: what an export has gathered
+
+    @classmethod
+    def from_adapter(cls, directory: Path, *, flag: str) -> "LoRA":
+        """The method that puts an adapter's layers into its model as they are; ValueError, which names `flag`."""
+        method = cls(LoRAOptions(lora=True, lora_adapter=str(directory)), seed=0)
+        method.given = read_config(directory, flag=flag)
+        return method
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
@@ -88,8 +99,7 @@ class LoRA:
     def list_data_hashes(self) -> list[str]:
         if self.options.lora_adapter is None:
             return []
-        directory = Path(self.options.lora_adapter)
-        return [hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        return list(hash_adapter(Path(self.options.lora_adapter)).values())
 
     def list_read_files(self) -> dict[str, Path]:
         if self.options.lora_adapter is None:
@@ -154,9 +164,6 @@ class LoRA:
         if isinstance(module, NF4Linear) and module.packed.is_meta:
             fill_packed(module, name, readers, world=world)
 
-    def give_memory(self, module: nn.Module, *, world: World) -> None:
-        pass
-
     def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
         if self.given is not None or self.config.use_dora:  # DoRA divides by a length and multiplies by it
             return
@@ -178,15 +185,6 @@ class LoRA:
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
         # Of a layer's products the last and largest is an addmm; the other layers' are repeated, too.
         return kept - {"aten::mm"}
-
-    def constrain_gradients(self) -> None:
-        pass
-
-    def constrain_weights(self) -> None:
-        pass
-
-    def measure(self) -> dict[str, float]:
-        return {}
 
     def count_added(self) -> int:
         return self.num_added
@@ -217,6 +215,11 @@ class LoRA:
         self.adapter = gathered
         return self.merger.list_groups(gathered, dtype) if merges else []
 
+    def merge_given(self, readers: dict[str, Reader], dtype: torch.dtype) -> list[WeightGroup]:
+        """The merged model of an adapter that is not trained. On rank 0, after `prepare`."""
+        given = {name: readers[name]().float() for name in self.saved_names.values()}
+        return self.merger.list_groups(given, dtype)
+
     @torch.no_grad()
     def compare_bases(self, packed_model: PackedModel, world: World) -> None:
         """Says what the loss is on the quantized weights, which trained, and on those as they were, which are merged.
@@ -246,6 +249,14 @@ class LoRA:
             tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
             write_adapter(directory, self.config, tensors, self.base)
         self.adapter = {}
+
+    def load_export(self, directory: Path, source: ModelSource, family: Family) -> PreTrainedModel:
+        """An adapter is merged into the weights that it was trained on."""
+        if self.relation != "adapter":
+            return super().load_export(directory, source, family)
+        trust = source.trust_remote_code
+        model, _ = family.load_model(source.directory, dtype=torch.float32, trust_remote_code=trust)
+        return add_adapter(model, directory).merge_and_unload()
 
 
 def describe_unpacked(blocks: nn.ModuleList) -> str:

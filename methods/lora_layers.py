@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from families.text_tower import text_config
+from methods.adapter_files import PREFIX
 from model.blocks import find_linear_layers, iterate_owners
 from model.method import MetaModel
 from model.weights import Reader
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 DEFAULT_RANK = 16
 ADAPTER = "default"  # peft's name of the one adapter
-PREFIX = "base_model.model."  # of every name in an adapter's file
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from model.method import WeightGroup
+from model.gathering import WeightGroup
 from model.weights import Reader
 
 

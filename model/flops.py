@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from corpus.mixture import SampleImages
 from families.sight import list_parts
@@ -125,12 +125,12 @@ def find_number(config: PreTrainedConfig, *names: str) -> int:
     return next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
 
 
-def count_flops(model: nn.Module, config: PreTrainedConfig) -> FlopCount:
+def count_flops(model: PreTrainedModel) -> FlopCount:
     """`FlopCount` of a model; a mixture of experts counts its active experts.
 
     A classifier's head counts for every token, too: it is small, and its attention counts as if it were causal.
     """
-    whole, config, head = config, text_config(config), model.get_output_embeddings()
+    whole, config, head = model.config, text_config(model.config), model.get_output_embeddings()
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
     num_experts = find_number(config, "num_local_experts", "num_experts", "moe_num_experts") or 1
     num_active = find_number(config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k") or 1

@@ -81,10 +81,10 @@ def settle_mode(options: TrainOptions) -> TrainOptions:
 
 def describe_model(options: TrainOptions, model: PlannedModel, findings: Findings) -> None:
     dtype = str(model.meta.compute_dtype).removeprefix("torch.")
-    title = f", {model.method.title}" if model.method.title else ""
     findings.lines.append(
         f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} numbers"
-        f" train; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing{title}"
+        f" train; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing,"
+        f" {model.method.title}"
     )
     if model.meta.left_out.parts:
         num_bytes = getattr(torch, options.optimization.master_weights).itemsize

@@ -129,7 +129,7 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
         num_trainable=sum(param.numel() for param in trained),
         state_bytes=sum(tensor.numel() * tensor.itemsize for tensor in in_checkpoints)
         + sum(moment_bytes(param, options.optimization.optimizer) for param in trained),
-        flops=count_flops(model, inputs.config),
+        flops=count_flops(model),
     )
 
 

@@ -30,7 +30,7 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
     """Times forward, backward and update of the run that the options make. All ranks call this."""
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=RunPosition())
     model = build_run_model(options, inputs, world)
-    flops = count_flops(model.model, inputs.config)
+    flops = count_flops(model.model)
     state = TrainState(model, inputs.method, build_optimizer(model, options.optimization), world)
     batches = iterate_batches(
         inputs.data,

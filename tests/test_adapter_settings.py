@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from inference.models import find_answering_model, load_answering_model
-from methods.lora_settings import BY_PEFT, FOLLOWED, INERT, NOT_BY_VLLM, check_settings
+from methods.adapter_settings import BY_PEFT, FOLLOWED, INERT, NOT_BY_VLLM, check_settings
 from options import MergeAdapterOptions
 from tools.merge_adapter import merge_adapter
 

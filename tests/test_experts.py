@@ -71,7 +71,7 @@ def test_experts_that_a_token_does_not_go_to_cost_no_flops(config_class, names):
         config = config_class(**SHAPE, **dict(zip(names, (num_experts, num_chosen), strict=True)))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        counts[num_experts, num_chosen] = count_flops(model, config).per_token
+        counts[num_experts, num_chosen] = count_flops(model).per_token
         of_one = sum(6 * param.numel() / num_experts for param in model.parameters() if param.ndim == 3)
     router_rows = 6 * 4 * SHAPE["hidden_size"] * SHAPE["num_hidden_layers"]
     assert counts[8, 2] - counts[4, 2] == pytest.approx(router_rows)

@@ -18,7 +18,7 @@ LAYERS = [
     {"corpus"},
     {"sampler"},
     {"model", "optim"},
-    {"methods", "osft"},
+    {"methods", "osft", "scoring"},
     {"lifecycle"},
     {"plan", "plots", "inference", "importers"},
     {"evaluation"},
@@ -49,6 +49,7 @@ ROOMS = {
     "plan",
     "plots",
     "ranks",
+    "scoring",
     "tools",
 }
 

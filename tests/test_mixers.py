@@ -96,7 +96,7 @@ def test_flops_of_mixers_are_counted(name, paths):
         model(input_ids=torch.randint(3, VOCAB_SIZE, (1, num_tokens)), use_cache=False)
     products = ("mm", "addmm", "convolution")
     counted = sum(n for kind, n in counter.get_flop_counts()["Global"].items() if kind.__name__ in products)
-    flops = count_flops(model, model.config)
+    flops = count_flops(model)
     mixers = [module for block in find_blocks(model) for mixer in find_mixers(block) for module in mixer.modules()]
     of_states = 12 * sum(map(count_state_products, mixers))
     assert (flops.per_token - of_states + flops.per_loss_token) * num_tokens / 3 == pytest.approx(counted, rel=1e-3)
@@ -106,9 +106,9 @@ def test_flops_of_mixers_are_counted(name, paths):
 def test_what_attends_is_counted_as_attention(paths, world):
     model = build(paths["mamba 2, attention, experts"], world)
     assert [len(find_mixers(block)) for block in find_blocks(model.model)] == [1, 0, 0]
-    assert len(count_flops(model.model, model.model.config).windows) == 1
+    assert len(count_flops(model.model).windows) == 1
     alone = build(paths["mamba 2 alone"], world)
-    assert count_flops(alone.model, alone.model.config).attention_cost == 0
+    assert count_flops(alone.model).attention_cost == 0
 
 
 def convolve_with_borders(hidden_states, weight, bias=None, *, seq_idx=None, **_):

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
-from methods.full import gather_all
 from methods.osft_calibration import Statistics, prepare_statistics
 from methods.osft_subspaces import (
     count_kept,
@@ -27,6 +26,7 @@ from methods.osft_subspaces import (
     prepare_subspaces,
     write_subspace,
 )
+from model.gathering import gather_all
 from objectives.next_tokens import CausalLM
 from optim.optimizers import build_optimizer, clip_gradients, local_gradients
 from options import DataOptions, OptimizationOptions, OSFTOptions

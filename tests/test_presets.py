@@ -152,7 +152,7 @@ def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, 
 
     def check(export: Path) -> None:
         with torch.no_grad():
-            check_export(TrainedModel(trained), export, parts, objective=objective, world=world, is_packed=False)
+            check_export(TrainedModel(trained), export, parts, objective=objective, world=world)
 
     check(good)
     with pytest.raises(RunError, match=r"loaded back, has a loss of .*; it is not to be used"):

@@ -86,7 +86,7 @@ def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):
     expected = tower.per_patch * images.patches + tower.per_pair * images.pairs + tower.per_token / 3 * images.tokens
     # Windows at an image's edge are counted as if they were whole.
     assert expected.sum() == pytest.approx(counted.get_total_flops(), rel=0.12)
-    flops = count_flops(model, model.config)
+    flops = count_flops(model)
     assert (flops.of_images(images) > 0).tolist() == (images.patches > 0).tolist()
     alone = flops.of_batch(rows.lengths, 10)
     assert flops.of_batch(rows.lengths, 10, images) == pytest.approx(alone + flops.of_images(images).sum())

@@ -19,17 +19,16 @@ from command_line import parse_options
 from families.seeing import SeeingFamily
 from families.text import TextFamily
 from families.text_tower import is_multimodal, text_config
+from lifecycle.choosing import choose_adapter_method
 from lifecycle.export import ExportParts, write_export
+from methods.adapter_files import ADAPTER_WEIGHTS, PREFIX, read_config
 from methods.full import Full
-from methods.lora import LoRA
-from methods.lora_files import ADAPTER_WEIGHTS, read_config
-from methods.lora_layers import PREFIX
 from model.blocks import find_blocks
 from model.config import ModelSource, load_config, load_generation_config
 from model.files import find_model, find_weights
 from model.method import MetaModel
 from model.weights import read_weights
-from options import LoRAOptions, MergeAdapterOptions
+from options import MergeAdapterOptions
 from ranks.messages import say
 from ranks.world import World, call_on_rank0, call_with_world
 
@@ -72,16 +71,14 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         family = SeeingFamily(family)
     left_out = family.leave_out(model)
     meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, family, left_out)
-    method = LoRA(LoRAOptions(lora=True, lora_adapter=options.adapter), seed=0)
-    method.given = config
+    method = choose_adapter_method(adapter, flag="--adapter")
     method.choose_layers(meta)
     readers = read_weights(source, family)
     method.prepare(meta, readers, world=world, progress=lambda where: None)
-    trained = {own_name: readers[own_name]().float() for own_name in method.saved_names.values()}
     dtype = getattr(torch, options.export_dtype)
     call_on_rank0(world, lambda: output_dir.absolute().parent.mkdir(parents=True, exist_ok=True))
     write_export(
-        method.merger.list_groups(trained, dtype),
+        method.merge_given(readers, dtype),
         output_dir,
         model_config,
         ExportParts(family, Full(), generation_config, tokenizer, dtype, source),

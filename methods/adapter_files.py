@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from disk import read_object
-from methods.lora_settings import ADAPTER_CONFIG, check_settings
+from disk import hash_file, read_object
+from methods.adapter_settings import ADAPTER_CONFIG, check_settings
 from model.finite import check_finite
 from model.stored import Reader, read_tensor
 from ranks.ending import log
@@ -22,7 +22,45 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in it
 BASE_FILE = "base_model.json"  # beside them: name, revision and fingerprint of the model
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / ADAPTER_CONFIG).is_file()
+
+
+def hash_adapter(directory: Path) -> dict[str, str]:
+    """SHA-256 of config and weights, by the file's name."""
+    return {name: hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+
+
+def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:
+    """Name and revision of the model that an adapter was trained on, as its files say."""
+    try:
+        if (adapter / BASE_FILE).is_file():
+            known = read_object(adapter / BASE_FILE)
+            return known["name"], known.get("revision")
+        known = read_object(adapter / ADAPTER_CONFIG)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{flag} {adapter}: cannot read which model the adapter belongs to: {error}") from None
+    name = known.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{flag} {adapter}: an adapter that does not say which model it belongs to: give both")
+    is_directory = Path(name).is_dir()
+    return name, None if is_directory else known.get("revision")
+
+
+def check_adapter(adapter: Path, *, flag: str) -> None:
+    """ValueError, which names `flag`, for an adapter that peft cannot compute with, or not as it was trained."""
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (adapter / name).is_file():
+            raise ValueError(f"{flag} {adapter}: holds no {name}; give the directory of an adapter, as peft writes it")
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install peft") from None
+    check_settings(adapter, flag=flag, reader="peft")
 
 
 def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool = False) -> "LoraConfig":

@@ -1,0 +1,57 @@
+"""A sharded model's tensors, gathered one after the other on rank 0."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ranks.world import World
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Tensors of an export that come together: what they will be, and a function that gives them."""
+
+    shapes: dict[str, Tensor]  # without memory (on the meta device), by name
+    gather: Callable[[], dict[str, Tensor]]  # whole, on rank 0's CPU; nothing on the other ranks. All ranks call it
+
+
+def gather_parameters(
+    model: PreTrainedModel, dtype: torch.dtype, *, world: World, leave_out: Collection[str] = ()
+) -> list[WeightGroup]:
+    """Each parameter, whole and in `dtype`; tied parameters once. So do the buffers that belong to a checkpoint, as
+    they are."""
+    saved = model.state_dict().keys()
+    params = [(name, param.detach(), dtype) for name, param in model.named_parameters()]
+    buffers = [(name, buffer, buffer.dtype) for name, buffer in model.named_buffers() if name in saved]
+    return [
+        gather_one(name, tensor.shape, kept_dtype, functools.partial(gather_tensor, tensor, kept_dtype, world=world))
+        for name, tensor, kept_dtype in params + buffers
+        if name not in leave_out
+    ]
+
+
+def gather_all(groups: Iterable[WeightGroup]) -> dict[str, Tensor]:
+    """What all of them give, at once. All ranks call this."""
+    return {name: tensor for group in groups for name, tensor in group.gather().items()}
+
+
+def gather_one(name: str, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor | None]) -> WeightGroup:
+    """A group of one tensor, from a function that gives None on the other ranks."""
+
+    def gather_named() -> dict[str, Tensor]:
+        tensor = gather()
+        return {} if tensor is None else {name: tensor}
+
+    return WeightGroup({name: torch.empty(shape, dtype=dtype, device="meta")}, gather_named)
+
+
+def gather_tensor(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor | None:
+    """A parameter or buffer, whole, on rank 0's CPU; None on the other ranks. All ranks call this."""
+    whole = tensor.to(world.device, dtype)
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return whole.cpu() if world.rank == 0 else None

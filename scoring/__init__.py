@@ -1,0 +1,1 @@
+"""A model scored on tokenized data."""
