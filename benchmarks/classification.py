@@ -35,7 +35,7 @@ from lifecycle.step import TrainState, train_step
 from methods.full import Full
 from model.build import build_model
 from model.flops import count_flops
-from objectives.columns import SEQUENCE_SCHEMA
+from objectives.label_columns import SequenceColumns
 from optim.optimizers import build_optimizer
 from ranks.world import World, init_world, setup_logging
 from sampler import iterate_batches, prefetch
@@ -62,9 +62,9 @@ def write_data(samples: list[dict], path: Path) -> Path:
         [sample["input_ids"] for sample in samples], [[float(sample["labels"])] for sample in samples],
         [sample["length"] for sample in samples], [1] * len(samples), [None] * len(samples),
     ]  # fmt: skip
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SEQUENCE_SCHEMA, strict=True)]
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SEQUENCE_SCHEMA) as writer:
-        writer.write_table(pa.table(arrays, schema=SEQUENCE_SCHEMA))
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, SequenceColumns.schema, strict=True)]
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SequenceColumns.schema) as writer:
+        writer.write_table(pa.table(arrays, schema=SequenceColumns.schema))
     sidecar = dict(objective="sequence-classification", label_type="single", label_names=list("abcd"),
                    label_counts={}, num_loss_counted_tokens=len(samples))  # fmt: skip
     Path(f"{path}.meta.json").write_text(json.dumps(sidecar))

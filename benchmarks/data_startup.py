@@ -20,7 +20,7 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from objectives.columns import SCHEMA
+from objectives.token_columns import TextColumns
 from ranks.row_group import Place
 
 VOCAB_SIZE = 32_000
@@ -38,9 +38,9 @@ def write_data(path: Path, num_samples: int) -> None:
             lists = pa.ListArray.from_arrays(offsets, tokens)
             columns = dict(input_ids=lists, labels=lists, len=pa.array(lengths))
             columns["num_loss_counted_tokens"] = pa.array(lengths - 1)
-            columns["loss_weights"] = pa.nulls(len(lengths), SCHEMA.field("loss_weights").type)
-            batch = pa.record_batch(columns, schema=SCHEMA)
-            writer = writer or pa.ipc.new_file(file, SCHEMA)
+            columns["loss_weights"] = pa.nulls(len(lengths), TextColumns.schema.field("loss_weights").type)
+            batch = pa.record_batch(columns, schema=TextColumns.schema)
+            writer = writer or pa.ipc.new_file(file, TextColumns.schema)
             writer.write_batch(batch)
         writer.close()
 

@@ -26,10 +26,10 @@ from model.build import build_model
 from model.config import ModelSource, load_config
 from model.method import Method
 from objectives.choice import make_family, make_objective
-from objectives.columns import SCHEMA, WEIGHTS_COLUMN
 from objectives.next_tokens import CausalLM
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from objectives.token_columns import WEIGHTS_COLUMN, TextColumns
 from optim.optimizers import build_optimizer
 from options import TrainOptions, group_options, replace_options
 from ranks.world import World
@@ -115,7 +115,7 @@ def write_random_data(path: Path, lengths: np.ndarray, *, shares: tuple[float, f
         "num_loss_counted_tokens": [np.count_nonzero(row[1:] != IGNORED) for row in labels],
         WEIGHTS_COLUMN: [None] * len(lengths),
     }
-    table = pa.table(columns, schema=SCHEMA)
+    table = pa.table(columns, schema=TextColumns.schema)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
 

@@ -21,7 +21,9 @@ from chat.labels import IGNORED
 from corpus.files import Source
 from corpus.labelled import FieldNames, Label, Labelled, Words, is_ignored
 from disk import read_object
-from objectives.columns import SEQUENCES, TOKENS, LabelType, Task, describe_names, read_task
+from objectives.columns import SEQUENCES, TOKENS, LabelType, Task
+from objectives.data_kinds import describe_task, read_task
+from objectives.label_columns import describe_names
 
 INTEGER = re.compile(r"[+-]?\d{1,18}")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -164,7 +166,7 @@ def decide_labels(
     """
     if known is not None:
         if label_type not in (None, known.label_type):
-            raise ValueError(f"--label-type {label_type}: the labels of --labels-from are for {known.describe()}")
+            raise ValueError(f"--label-type {label_type}: the labels of --labels-from are for {describe_task(known)}")
         return Labels(known, takes_indices=takes_indices(known.label_names))
     if len(counts.kinds) > 1 and not ({*counts.kinds} <= {"integer", "number", "name"} and label_type == "single"):
         check_mixed_kinds(counts, label_type)
@@ -247,7 +249,7 @@ def read_known_labels(path: str) -> Task:
         raise ValueError(f"--labels-from {path}: no sidecar of a data set: {error}") from None
     task = read_task(known, named=str(sidecar))
     if task.label_type is None:
-        raise ValueError(f"--labels-from {path}: is a data set for {task.describe()}, without labels")
+        raise ValueError(f"--labels-from {path}: is a data set for {describe_task(task)}, without labels")
     return task
 
 

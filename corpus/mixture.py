@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from batch_packer import ImageLoad
-from corpus.reader import ImageSizes, TokenizedData, fill_column
+from corpus.reader import ImageSizes, TokenizedData
 from families.sample import Sample
 from objectives.columns import Task
+from objectives.data_kinds import describe_task
 
 CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
 
@@ -170,7 +171,7 @@ class Mixture:
         source, own_row = self._find(row)
         sample = source.read(own_row)
         return sample | {
-            name: fill_column(name, len(sample["input_ids"])) for name in self.columns if name not in sample
+            name: source.kind.fill(name, len(sample["input_ids"])) for name in self.columns if name not in sample
         }
 
     @functools.cached_property
@@ -217,8 +218,8 @@ def find_common_task(sources: Sequence[TokenizedData]) -> Task:
     for source in sources[1:]:
         if source.task != first.task:
             raise ValueError(
-                f"{first.path} is for {first.task.describe()}, and {source.path} for {source.task.describe()}: data"
-                " sets that are trained together must have the same labels in the same order; tokenize one of them"
+                f"{first.path} is for {describe_task(first.task)}, and {source.path} for {describe_task(source.task)}:"
+                " data sets that are trained together must have the same labels in the same order; tokenize one of them"
                 " again with --labels-from the other"
             )
     return first.task

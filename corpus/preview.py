@@ -19,7 +19,8 @@ from chat.pictures import as_data_url, name_reference, open_image
 from chat.token_spans import Pictures
 from corpus.report import DROPPED, Totals, percentile
 from corpus.writer import TokenizedSample
-from objectives.columns import Task
+from objectives.columns import Bars, Task
+from objectives.data_kinds import COLUMNS
 from pages.page import escape_json, fold, make_page
 from ranks.messages import make_visible, say
 
@@ -154,12 +155,13 @@ def write_page(
     """Writes the page: the report, and the samples of `totals`, whose images' paths are from `directory`."""
     samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
     add_thumbnails(samples, totals, directory)
+    targets = COLUMNS[task.objective].draw(totals, task)
     parts = {
         "FIGURES": format_figures(totals, task),
         "ROWS": format_rows(totals),
         "LENGTHS": format_histogram(totals),
-        "ROLES_TITLE": "Tokens by role" if task.is_language else "Labels",
-        "ROLES": format_roles(totals) if task.is_language else format_labels(totals, task),
+        "TARGETS_TITLE": targets.title,
+        "TARGETS": format_targets(targets),
         "NUM_SAMPLES": f"{len(samples):,} of {totals.num_samples:,}",
         "SAMPLES": escape_json(samples),
     }
@@ -199,15 +201,12 @@ def add_thumbnails(samples: Sequence[dict[str, Any]], totals: Totals, directory:
 
 
 def format_figures(totals: Totals, task: Task) -> str:
-    if task.is_language:
-        trained = {"trained": f"{totals.num_loss_counted_tokens / totals.num_tokens:.1%}"}
-    else:
-        trained = {"labels": f"{task.num_labels:,}"}
+    label, value = COLUMNS[task.objective].summarize(totals, task)
     figures = {
         "rows": f"{totals.rows['in']:,}",
         "samples": f"{totals.num_samples:,}",
         "tokens": f"{totals.num_tokens:,}",
-        **trained,
+        label: value,
         "median length": f"{percentile(totals.lengths, 0.5):,}",
         "longest": f"{max(totals.lengths):,}",
     }
@@ -227,20 +226,10 @@ def format_rows(totals: Totals) -> str:
     return f"{shown}<h3>Why rows are invalid</h3><table>{reasons}</table>"
 
 
-def format_roles(totals: Totals) -> str:
-    """Bars of whose tokens are trained, as shares of all tokens."""
-    trained = dict(totals.trained_by_role.most_common())
-    bars = {f"trained: {role}": count for role, count in trained.items()}
-    bars["not trained"] = totals.num_tokens - totals.trained_by_role.total()
-    return format_bars(bars, whole=totals.num_tokens)
-
-
-def format_labels(totals: Totals, task: Task) -> str:
-    """Bars of how often each label is there."""
-    if totals.values is not None:
-        return f"<p>{', '.join(f'{name} {value:g}' for name, value in totals.values.describe().items())}</p>"
-    bars = {f"label: {name}": totals.labels[name] for name in task.label_names[:NUM_REASONS_ON_PAGE]}
-    return format_bars(bars, whole=totals.labels.total())
+def format_targets(targets: Bars) -> str:
+    if targets.whole is None:
+        return f"<p>{', '.join(f'{name} {value:g}' for name, value in targets.counts.items())}</p>"
+    return format_bars(targets.counts, whole=targets.whole)
 
 
 def format_bars(bars: dict[str, int], *, whole: int) -> str:

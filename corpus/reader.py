@@ -15,8 +15,9 @@ import pyarrow.json
 
 from disk import read_object
 from families.sample import Sample
-from objectives.columns import OPTIONAL_COLUMNS, VISION, Task, read_task
-from objectives.row_checks import RowFacts, check_sample
+from objectives.columns import Columns, RowFacts, check_sample
+from objectives.data_kinds import COLUMNS, read_task
+from objectives.token_columns import IMAGES_COLUMN
 
 SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
 # What a sidecar's entries are that training reads.
@@ -33,19 +34,20 @@ class TokenizedData:
         self.path = Path(path)
         recorded = read_sidecar(path)
         self.task = read_task(recorded, named=f"{path}.meta.json")
-        table, self._maps = open_table(self.path, self.task, named=f"{option} {path}")
+        self.kind = COLUMNS[self.task.objective]
+        table, self._maps = open_table(self.path, self.kind, named=f"{option} {path}")
         self.lengths = read_column(table, "len")
         self.num_loss_tokens = read_column(table, "num_loss_counted_tokens")
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
         self._columns = {
-            field.name: [ColumnChunk(chunk) for chunk in table.column(field.name).chunks]
-            for field in self.task.sample_columns
-            if field.name in table.column_names and not is_empty(table.column(field.name))
+            name: [ColumnChunk(chunk) for chunk in table.column(name).chunks]
+            for name in self.kind.sample_columns
+            if name in table.column_names and not is_empty(table.column(name))
         }
         self._input_ids = [chunk.views for chunk in self._columns["input_ids"]]
         self.vocab_size: float = math.inf  # the model's, once it is known: what reaches beyond it is refused
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
-        self.image_sizes = read_image_sizes(table) if self.task.objective == VISION else None
+        self.image_sizes = read_image_sizes(table) if IMAGES_COLUMN in self.kind.optional else None
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
         if self.lengths.min() < 1:
@@ -81,12 +83,12 @@ class TokenizedData:
         for name, chunks in self._columns.items():
             value = chunks[chunk].read(i)
             if value is None:
-                value = fill_column(name, length)
+                value = self.kind.fill(name, length)
             elif isinstance(value, list):  # paths, from the data set's directory, or URLs
                 value = tuple(text if ":" in text else str(self.path.parent / text) for text in value)
             sample[name] = value
         where, num_counted = f"{self.path}: row {row + 1}", int(self.num_loss_tokens[row])
-        check_sample(sample, RowFacts(self.task, length, num_counted, self.vocab_size, where))
+        check_sample(self.kind, sample, RowFacts(self.task, length, num_counted, self.vocab_size, where))
         return sample
 
     def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
@@ -108,7 +110,7 @@ class TokenizedData:
         num_labels = self.task.num_labels
         is_kept, counts = np.zeros(len(self.lengths), bool), np.zeros(num_labels, np.int64)
         is_kept[self.kept] = True
-        for chunk, first_row in zip(self._columns[self.task.target_column], self._starts.tolist(), strict=False):
+        for chunk, first_row in zip(self._columns[self.kind.target], self._starts.tolist(), strict=False):
             offsets, values = chunk.views
             lengths = np.diff(offsets)
             chosen = np.repeat(is_kept[first_row : first_row + len(lengths)], lengths)
@@ -173,19 +175,13 @@ def read_image_sizes(table: pa.Table) -> ImageSizes:
     return ImageSizes(row_of, numbers.reshape(-1, 2), read_column(table, "num_image_tokens"))
 
 
-def fill_column(name: str, length: int) -> np.ndarray | tuple[str, ...]:
-    """What a sample of `length` tokens has of an optional column that says nothing of it."""
-    value = OPTIONAL_COLUMNS[name]
-    return value if isinstance(value, tuple) else np.full(length, value)
-
-
 def is_empty(column: pa.ChunkedArray) -> bool:
     """Whether no row has anything of a column."""
     return column.null_count == len(column) > 0
 
 
-def open_table(path: Path, task: Task, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
-    """The table behind a data set for a task, and its memory maps; .parquet and .jsonl are first converted to Arrow,
+def open_table(path: Path, kind: Columns, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
+    """The table behind a data set of a kind, and its memory maps; .parquet and .jsonl are first converted to Arrow,
     once. Messages begin with `named`.
     """
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
@@ -194,24 +190,24 @@ def open_table(path: Path, task: Task, *, named: str) -> tuple[pa.Table, list[mm
         if not path.stat().st_size:
             raise ValueError(f"{named}: holds no samples")
         tables, maps = zip(
-            *map(map_table, [path] if path.suffix == ".arrow" else convert_to_arrow(path, task)), strict=True
+            *map(map_table, [path] if path.suffix == ".arrow" else convert_to_arrow(path, kind)), strict=True
         )
         table = pa.concat_tables(tables)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{named}: cannot be read as a data set of process_data.py: {error}") from None
-    missing = [name for name in task.schema.names if name not in (*OPTIONAL_COLUMNS, *table.column_names)]
+    missing = [name for name in kind.schema.names if name not in (*kind.optional, *table.column_names)]
     if missing:
         raise ValueError(
             f"{named}: no column {', '.join(missing)}; found {', '.join(table.column_names)}."
             " Tokenize the data with process_data.py"
         )
-    for field in task.schema:
+    for field in kind.schema:
         if field.name in table.column_names:
-            check_column(table.column(field.name), field, named=named)
+            check_column(table.column(field.name), field, is_optional=field.name in kind.optional, named=named)
     return table, list(maps)
 
 
-def check_column(column: pa.ChunkedArray, expected: pa.Field, *, named: str) -> None:
+def check_column(column: pa.ChunkedArray, expected: pa.Field, *, is_optional: bool, named: str) -> None:
     """Raises ValueError for another type than expected, but for the width of numbers, and for nulls in the wrong place.
 
     Where the column has lists, `null_count` is of the lists; the numbers in them are never null.
@@ -226,8 +222,8 @@ def check_column(column: pa.ChunkedArray, expected: pa.Field, *, named: str) -> 
         has_type, wanted = is_list and pa.types.is_floating(kind), ", expected a list of floats"
     else:
         has_type, wanted = is_list == wants_list and pa.types.is_integer(kind), ""
-    if not has_type or (column.null_count and name not in OPTIONAL_COLUMNS):
-        nulls = "" if name in OPTIONAL_COLUMNS else f" with {column.null_count} nulls"
+    if not has_type or (column.null_count and not is_optional):
+        nulls = "" if is_optional else f" with {column.null_count} nulls"
         raise ValueError(f"{named}: column {name} is {column.type}{nulls}{wanted}")
     if is_list and any(chunk.values.null_count for chunk in column.chunks):
         raise ValueError(f"{named}: column {name} has lists that hold null, where numbers are expected")
@@ -242,7 +238,7 @@ def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:
     return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(buffer).read_all(), mapped
 
 
-def convert_to_arrow(path: Path, task: Task) -> list[Path]:
+def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
     """A .parquet or .jsonl file as Arrow files in the cache of `datasets`, which converts it once."""
     import datasets
 
@@ -253,21 +249,21 @@ def convert_to_arrow(path: Path, task: Task) -> list[Path]:
             data = datasets.Dataset.from_parquet(str(path))
         else:
             data = datasets.Dataset.from_json(
-                str(path), features=datasets.Features.from_arrow_schema(infer_schema(path, task))
+                str(path), features=datasets.Features.from_arrow_schema(infer_schema(path, kind))
             )
         return [Path(file["filename"]) for file in data.cache_files]
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
         raise OSError(str(error.__cause__ or error)) from None
 
 
-def infer_schema(path: Path, task: Task) -> pa.Schema:
+def infer_schema(path: Path, kind: Columns) -> pa.Schema:
     """The columns of JSON lines, as the first of them show, and the optional ones, which may come later."""
     with open(path, "rb") as file:
         lines = file.read(INFERRED_BYTES) + file.readline()
     read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
     table = pa.json.read_json(io.BytesIO(lines), read_options=read_options)
-    optional = [field for field in task.schema if field.name in OPTIONAL_COLUMNS]
-    return pa.schema([*(field for field in table.schema if field.name not in OPTIONAL_COLUMNS), *optional])
+    optional = [field for field in kind.schema if field.name in kind.optional]
+    return pa.schema([*(field for field in table.schema if field.name not in kind.optional), *optional])
 
 
 def read_column(table: pa.Table, name: str) -> np.ndarray:  # (rows,) int32

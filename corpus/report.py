@@ -15,13 +15,13 @@ from corpus.columns import count_column
 from corpus.files import Source
 from corpus.labelled_tokens import TokenizedText
 from corpus.writer import TokenizedSample
-from objectives.columns import TOKENS, Task
+from objectives.columns import Task, format_count
+from objectives.data_kinds import COLUMNS
 from ranks.messages import say
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
 SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
 SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
-NUM_LABELS_SHOWN = 30
 MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
 MAX_REMARK_KINDS = 200  # Further remarks are counted without their texts.
 NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # by kind
@@ -72,6 +72,10 @@ class Totals:
     @property
     def samples(self) -> list[TokenizedSample]:
         return [sample for _, sample in self.shown]
+
+    def describe_values(self) -> dict[str, float] | None:
+        """Mean and bounds of the numbers to predict, where labels are numbers."""
+        return None if self.values is None else self.values.describe()
 
     def add_sample(self, sample: TokenizedSample, lot: float) -> None:
         self.lengths[len(sample.tokens.input_ids)] += 1
@@ -194,52 +198,21 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
     speed = f"{rows['in'] / seconds:,.0f} rows/s"
     say(f"{describe_sources(sources)}: {rows['in']:,} rows{blank}, read as {formats}, {speed}")
     for key, label in {"kept": "kept", **DROPPED}.items():
-        say(f"  {label:<24}{rows[key]:>14,}")
+        say(format_count(label, rows[key]))
     if totals.num_samples != rows["kept"]:
-        say(f"  {'blocks':<24}{totals.num_samples:>14,}")
-    say(f"  {'tokens':<24}{totals.num_tokens:>14,}")
-    if task.is_language:
-        share = totals.num_loss_counted_tokens / totals.num_tokens
-        say(f"  {'trained tokens':<24}{totals.num_loss_counted_tokens:>14,}  {share:.1%}")
-        print_stops(totals)
-    elif rows["truncated"]:
-        say(f"  {'truncated':<24}{rows['truncated']:>14,}")
+        say(format_count("blocks", totals.num_samples))
+    say(format_count("tokens", totals.num_tokens))
+    for line in COLUMNS[task.objective].report(totals, task):
+        say(line)
     shares = {"shortest": 0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "99 %": 0.99}
     lengths = [f"{name} {percentile(totals.lengths, at):,}" for name, at in shares.items()]
     say(f"  tokens per sample: {', '.join(lengths)}, longest {max(totals.lengths):,}")
-    if not task.is_language:
-        print_labels(totals, task)
-
-
-def print_stops(totals: Totals) -> None:
-    """Prints how many rows train a stop token, if that is known."""
-    num_rows = totals.stops["rows"]
-    if num_rows:
-        share = totals.stops["trained"] / num_rows
-        say(f"  {'rows that train a stop':<24}{totals.stops['trained']:>14,}  {share:.1%}")
-    if totals.stops["appended"]:
-        say(f"  {'stop tokens appended':<24}{totals.stops['appended']:>14,}")
-
-
-def print_labels(totals: Totals, task: Task) -> None:
-    """Each label with its count and its share, in the order of the classes."""
-    if totals.values is not None:
-        found = ", ".join(f"{name} {value:g}" for name, value in totals.values.describe().items())
-        say(f"  values to predict: {found}")
-        return
-    kinds = {"single": "one of", "multi": "several of"}
-    say(f"  {task.objective}: {kinds[task.label_type]} {task.num_labels:,} labels")
-    whole = totals.labels.total() if task.objective == TOKENS else totals.num_samples
-    for name in task.label_names[:NUM_LABELS_SHOWN]:
-        say(f"    {name:<22}{totals.labels[name]:>14,}  {totals.labels[name] / max(whole, 1):.1%}")
-    if task.num_labels > NUM_LABELS_SHOWN:
-        say(f"    and {task.num_labels - NUM_LABELS_SHOWN:,} more, which are in the sidecar")
 
 
 def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> list[str]:
     """A note on texts that are longer than the tokenizer says its model takes; chats are cut to no such length."""
     num_longer = sum(count for length, count in totals.lengths.items() if length > model_max_length)
-    if task.is_language or not num_longer:
+    if not (COLUMNS[task.objective].has_labels and num_longer):
         return []
     return [
         f"{num_longer:,} of the samples have more than {model_max_length:,} tokens, which the tokenizer says its model"
@@ -261,10 +234,10 @@ def describe_remarks(totals: Totals) -> list[str]:
 
 def print_sides(sides: dict[str, Totals], task: Task) -> None:
     """How much of the data set each side has, dropped rows included."""
-    num_rows = sum(totals.rows["in"] for totals in sides.values())
+    num_rows, has_labels = sum(totals.rows["in"] for totals in sides.values()), COLUMNS[task.objective].has_labels
     for name, totals in sides.items():
         dropped = "".join(f", {totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
-        trained = f", {totals.num_loss_counted_tokens:,} trained" if task.is_language else ""
+        trained = "" if has_labels else f", {totals.num_loss_counted_tokens:,} trained"
         say(
             f"  {name:<24}{totals.num_samples:>14,}  samples of {totals.num_tokens:,} tokens{trained};"
             f" {totals.rows['in'] / num_rows:.1%} of the rows{dropped}"

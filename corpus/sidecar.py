@@ -9,6 +9,7 @@ from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from corpus.files import Source
 from corpus.report import DROPPED, Totals
 from objectives.columns import Task
+from objectives.data_kinds import COLUMNS
 from options import ProcessDataOptions
 
 FORMAT_VERSION = 2
@@ -44,27 +45,13 @@ def describe_data_set(
         "has_loss_weights": totals.has_weights,
         "added_special_tokens": added_tokens,
         "stop_tokens": {"rows_that_train_one": totals.stops["trained"], "appended": totals.stops["appended"]},
-        **describe_labels(totals, task),
+        **COLUMNS[task.objective].describe_data(totals, task),
     }
 
 
 def list_row_keys(task: Task) -> tuple[str, ...]:
     """What rows are counted by."""
-    return ("blank_lines", "in", "kept", *DROPPED, *(() if task.is_language else ("truncated",)))
-
-
-def describe_labels(totals: Totals, task: Task) -> dict[str, Any]:
-    """What a data set for classifiers is for, which labels it has, and how often."""
-    if task.is_language:
-        return {} if task == Task() else {"objective": task.objective}
-    return {
-        "objective": task.objective,
-        "label_type": task.label_type,
-        "num_labels": task.num_labels,
-        "label_names": list(task.label_names),
-        "label_counts": {name: totals.labels[name] for name in task.label_names},
-        "label_values": None if totals.values is None else totals.values.describe(),
-    }
+    return ("blank_lines", "in", "kept", *DROPPED, *(("truncated",) if COLUMNS[task.objective].has_labels else ()))
 
 
 def describe_options(options: ProcessDataOptions) -> dict[str, Any]:

@@ -26,7 +26,9 @@ from model.config import ModelSource, check_rope
 from model.fingerprints import fingerprint_data
 from objectives.choice import Settings, make_family, make_objective
 from objectives.classes import PROBLEM_TYPES
-from objectives.columns import CAUSAL_LM, describe_names
+from objectives.columns import CAUSAL_LM
+from objectives.data_kinds import describe_task
+from objectives.label_columns import describe_names
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
@@ -62,7 +64,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
     objective = open_objective(data)
     kind = found.classifies or CAUSAL_LM
     if kind != data.task.objective:
-        raise ValueError(f"--data {path} is for {data.task.describe()}, and --model {found.name} for {kind}")
+        raise ValueError(f"--data {path} is for {describe_task(data.task)}, and --model {found.name} for {kind}")
     obstacle = objective.family.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
@@ -82,11 +84,13 @@ def check_labels(data: Mixture, found: FoundModel) -> None:
     is_other = len(names) != task.num_labels if task.label_type == "regression" else names != task.label_names
     if is_other:
         raise ValueError(
-            f"--data {path} is for {task.describe()}, and the labels of --model {found.name} are"
+            f"--data {path} is for {describe_task(task)}, and the labels of --model {found.name} are"
             f" {describe_names(names)}: tokenize the rows with --label-names in the model's order"
         )
     if getattr(config, "problem_type", None) not in (None, PROBLEM_TYPES[task.label_type]):
-        raise ValueError(f"--data {path} is for {task.describe()}, and --model {found.name} for {config.problem_type}")
+        raise ValueError(
+            f"--data {path} is for {describe_task(task)}, and --model {found.name} for {config.problem_type}"
+        )
 
 
 def measure_sets(

@@ -32,6 +32,7 @@ from model.method import Method
 from model.offloading import check_offloading
 from objectives.choice import make_family, make_objective
 from objectives.columns import Task
+from objectives.data_kinds import COLUMNS, describe_task
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, parse_subset
@@ -125,7 +126,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         )
         inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
         inputs.family = family if objective is None else objective.family
-    elif Task(name).is_language:  # a plan without data; classes are the data's
+    elif not COLUMNS[name].has_labels:  # a plan without data, which alone names the labels
         objective = make_objective(name, settings, family, Task(name))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
@@ -189,7 +190,8 @@ def check_validation(inputs: RunInputs, objective: Objective | None, options: Va
     data, validation_data = inputs.data, inputs.validation_data
     if validation_data is not None and validation_data.task != data.task:
         raise ValueError(
-            f"--validation-data-path is for {validation_data.task.describe()}, --data-path for {data.task.describe()}:"
+            f"--validation-data-path is for {describe_task(validation_data.task)}, --data-path for"
+            f" {describe_task(data.task)}:"
             " tokenize the one again with --labels-from the other"
         )
     if objective is not None and options.best_metric not in objective.metrics:

@@ -18,8 +18,9 @@ from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import Sample
 from objectives.class_loss import ClassLoss, choose_class_weights
 from objectives.class_scores import METRICS, describe_prediction, summarize_classes
-from objectives.columns import SEQUENCES, TARGET_COLUMN, CountLabels, Task
+from objectives.columns import SEQUENCES, CountLabels, Task
 from objectives.embedding_noise import EmbeddingNoise
+from objectives.label_columns import TARGET_COLUMN
 from objectives.objective import TARGETS, Loss, Objective, Scores
 from options import ClassificationOptions
 

@@ -1,64 +1,19 @@
-"""The columns of a tokenized data set, by the objective it is for: what process_data.py writes and training reads."""
+"""The door for data: the columns of a tokenized data set, by what it is for. The kinds are in objectives.data_kinds."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from families.sample import Sample
+
 CAUSAL_LM, SEQUENCES, TOKENS = "causal-lm", "sequence-classification", "token-classification"
 VISION = "vision-language"
 LabelType = Literal["single", "multi", "regression"]
-
-WEIGHTS_COLUMN = "loss_weights"
-TYPES_COLUMN = "token_type_ids"
-TARGET_COLUMN = "target"
-IMAGES_COLUMN = "images"
-# Null in a row that has none; a data set may lack the column. Where some rows have one, this is the others' value, of
-# each token if it is a number.
-OPTIONAL_COLUMNS = {WEIGHTS_COLUMN: np.float32(1), TYPES_COLUMN: np.int8(0), IMAGES_COLUMN: ()}
-
-SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),
-        "labels": pa.list_(pa.int32()),  # not shifted; IGNORED where not trained
-        "len": pa.int32(),  # tokens
-        "num_loss_counted_tokens": pa.int32(),  # labels after the first that are not IGNORED
-        WEIGHTS_COLUMN: pa.list_(pa.float32()),  # each token's, from 0 to 1; null where all are 1
-    }
-)
-TOKEN_SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),
-        "labels": pa.list_(pa.int32()),  # each token's own class; IGNORED where it has none
-        "len": pa.int32(),
-        "num_loss_counted_tokens": pa.int32(),  # labels that are not IGNORED
-        TYPES_COLUMN: pa.list_(pa.int8()),  # which text of a pair each token is of; null where all are of the first
-    }
-)
-SEQUENCE_SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),
-        TARGET_COLUMN: pa.list_(pa.float32()),  # a class; a 0 or 1 for each class; or the values to predict
-        "len": pa.int32(),
-        "num_loss_counted_tokens": pa.int32(),  # 1
-        TYPES_COLUMN: pa.list_(pa.int8()),
-    }
-)
-VISION_SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),  # with as many placeholders for each image as the model's processor makes
-        "labels": pa.list_(pa.int32()),
-        "len": pa.int32(),
-        "num_loss_counted_tokens": pa.int32(),
-        "num_image_tokens": pa.int32(),  # placeholders among the tokens
-        "image_sizes": pa.list_(pa.int32()),  # height and width of the first image, of the second, ...
-        IMAGES_COLUMN: pa.list_(pa.string()),  # paths of files, from the data set's directory, or data: URLs; or null
-    }
-)
-SCHEMAS = {CAUSAL_LM: SCHEMA, VISION: VISION_SCHEMA, SEQUENCES: SEQUENCE_SCHEMA, TOKENS: TOKEN_SCHEMA}
-REQUIRED_COLUMNS = tuple(name for name in SCHEMA.names if name not in OPTIONAL_COLUMNS)
 
 # Number of targets of each class, (classes,), and of all, in the samples that are trained.
 CountLabels = Callable[[], tuple[np.ndarray, float]]
@@ -73,55 +28,121 @@ class Task:
     label_names: tuple[str, ...] = ()  # by class; empty for regression
     num_labels: int = 0  # classes; for regression values to predict
 
-    @property
-    def schema(self) -> pa.Schema:
-        return SCHEMAS[self.objective]
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What the data set says of a row in addition to its lists."""
+
+    task: Task
+    length: int  # tokens
+    num_counted: int  # targets
+    vocab_size: float  # the model's
+    where: str  # file and row, which messages begin with
+
+
+class Counts(Protocol):
+    """Counts over the rows of a data set (corpus.report.Totals)."""
+
+    rows: Counter[str]  # by what became of them
+    trained_by_role: Counter[str]
+    stops: Counter[str]
+    labels: Counter[str]
+    num_samples: int
+    num_tokens: int
+    num_loss_counted_tokens: int
+
+    def describe_values(self) -> dict[str, float] | None: ...
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A chart of the page of process_data.py."""
+
+    title: str
+    counts: Mapping[str, int | float]
+    whole: int | None  # what the counts are shares of; None: they are numbers without a bar
+
+
+class Columns(ABC):
+    """What a data set for an objective has: the schema, the check of a row, and how rows are written, counted, shown.
+
+    The schema's lists are a sample's columns. `optional` may be missing or null; the values here take their place where
+    other rows have one, repeated for each token if they are numbers.
+    """
+
+    schema: pa.Schema
+    optional: ClassVar[Mapping[str, np.generic | tuple[()]]] = {}  # by column
+    target: str = "labels"  # the column of what is learned
+    has_labels = False  # whether rows name classes or values, which the sidecar lists
+    facts: tuple[str, ...] = ()  # list columns that describe a sample and are no part of it
 
     @property
-    def is_language(self) -> bool:
-        """Whether next tokens are learned, with images in the text or without."""
-        return self.objective in (CAUSAL_LM, VISION)
+    def sample_columns(self) -> list[str]:
+        """What a sample has: its tokens, its targets, and what may be null."""
+        return [field.name for field in self.schema if pa.types.is_list(field.type) and field.name not in self.facts]
 
-    @property
-    def sample_columns(self) -> list[pa.Field]:
-        """What a sample has: its tokens, its targets, and what may be null. The others are counts of them."""
-        return [field for field in self.schema if pa.types.is_list(field.type) and field.name != "image_sizes"]
+    def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
+        """The value of an optional column for a sample of `length` tokens that has none."""
+        value = self.optional[name]
+        return value if isinstance(value, tuple) else np.full(length, value)
 
-    @property
-    def target_column(self) -> str:
-        """What is learned: the labels of tokens, or the target of a sequence."""
-        return TARGET_COLUMN if TARGET_COLUMN in self.schema.names else "labels"
+    @abstractmethod
+    def describe(self, task: Task) -> str:
+        """What is learned, in words."""
 
-    def describe(self) -> str:
-        if self.objective == CAUSAL_LM:
-            return "language modelling"
-        if self.objective == VISION:
-            return "language modelling on texts with images"
-        if self.label_type == "regression":
-            return f"{self.objective}, regression of {self.num_labels} value{'s' * (self.num_labels > 1)}"
-        return f"{self.objective} ({self.label_type}) with the labels {describe_names(self.label_names)}"
+    @abstractmethod
+    def check(self, sample: Sample, row: RowFacts) -> None:
+        """ValueError, which begins with the row's place, for one that breaks the contract. Tokens have been checked."""
+
+    @abstractmethod
+    def make_row(self, tokens: Any) -> dict[str, Any]:
+        """The columns of a tokenized row, without those that are null."""
+
+    def encode(self, samples: Sequence[Any]) -> pa.RecordBatch:
+        """The columns of tokenized rows."""
+        return pa.RecordBatch.from_pylist([self.make_row(tokens) for tokens in samples], schema=self.schema)
+
+    @abstractmethod
+    def report(self, counts: Counts, task: Task) -> Iterator[str]:
+        """Lines on the targets, for the terminal."""
+
+    @abstractmethod
+    def draw(self, counts: Counts, task: Task) -> Bars:
+        """The chart of the targets."""
+
+    @abstractmethod
+    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
+        """The figure of the targets: its label and value."""
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        """The sidecar's entries on what the data is for."""
+        return {"objective": task.objective}
 
 
-def describe_names(names: Sequence[str], *, most: int = 12) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:most]) + more
+def check_sample(columns: Columns, sample: Sample, row: RowFacts) -> None:
+    """ValueError for a row that is not what its objective's columns promise."""
+    check_aligned(sample, [name for name in ("input_ids", "labels") if name in sample], row)
+    input_ids = sample["input_ids"]
+    if input_ids.min() < 0 or input_ids.max() >= row.vocab_size:
+        raise ValueError(f"{row.where}: token ids beyond the model's vocabulary of {row.vocab_size}")
+    columns.check(sample, row)
 
 
-def read_task(sidecar: dict[str, Any] | None, *, named: str) -> Task:
-    """What a data set with this sidecar is for. ValueError, which begins with `named`, for what cannot be."""
-    sidecar = {} if sidecar is None else sidecar
-    objective = sidecar.get("objective", CAUSAL_LM)
-    if objective not in SCHEMAS:
-        raise ValueError(f"{named}: made for the objective {objective!r}; known are {', '.join(SCHEMAS)}")
-    if objective in (CAUSAL_LM, VISION):
-        return Task(objective)
-    label_type, names = sidecar.get("label_type"), sidecar.get("label_names")
-    if label_type not in get_args(LabelType):
-        raise ValueError(f"{named}: label_type is {label_type!r}; allowed: {', '.join(get_args(LabelType))}")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{named}: label_names is {names!r}, expected a list of names")
-    num_labels = sidecar.get("num_labels", 1) if label_type == "regression" else len(names)
-    is_known = bool(names) != (label_type == "regression") and len(set(names)) == len(names)
-    if not is_known or not isinstance(num_labels, int) or num_labels < 1:
-        raise ValueError(f"{named}: {label_type} labels with the names {names!r}; tokenize the data again")
-    return Task(objective, label_type, tuple(names), num_labels)
+def check_aligned(sample: Sample, names: Sequence[str], row: RowFacts) -> None:
+    """ValueError if one of the columns has not one value for each token."""
+    if any(len(sample[name]) != row.length for name in names):
+        counts = ", ".join(f"{len(sample[name])} {name}" for name in names)
+        raise ValueError(f"{row.where}: {counts} and len {row.length}")
+
+
+def check_numbers(sample: Sample, name: str, row: RowFacts, *, most: float = np.inf) -> None:
+    """ValueError if an optional column is there, and has not a number from 0 to `most` for each token."""
+    values = sample.get(name)
+    if values is not None and not (len(values) == row.length and values.min() >= 0 and values.max() <= most):
+        bounds = "from 0" if most == np.inf else f"from 0 to {most}"
+        raise ValueError(f"{row.where}: {name} has to hold {row.length} numbers {bounds}")
+
+
+def format_count(label: str, count: int, whole: int | None = None) -> str:
+    """A line of a report, with the share of `whole` if there is one."""
+    return f"  {label:<24}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")

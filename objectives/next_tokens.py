@@ -17,8 +17,9 @@ from families.family import Family, Own
 from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import Sample
 from families.text import TextFamily, TextReader
-from objectives.columns import CAUSAL_LM, VISION, WEIGHTS_COLUMN
+from objectives.columns import CAUSAL_LM, VISION
 from objectives.objective import Loss, Objective, Scores
+from objectives.token_columns import WEIGHTS_COLUMN
 from objectives.token_loss import TrainedTokens, score_tokens, sum_token_loss
 from ranks.row_group import RowGroup
 

@@ -511,8 +511,8 @@ def test_a_row_that_breaks_the_contract_is_named(change, reason, encoder, tmp_pa
     rows = pa.Table.from_batches([pa.ipc.open_file(tmp_path / "out.arrow").get_batch(0)]).to_pylist()
     short = next(i for i, length in enumerate(data.lengths) if length == 4)
     rows[short] |= change
-    with pa.OSFile(str(tmp_path / "out.arrow"), "wb") as file, pa.ipc.new_file(file, data.task.schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=data.task.schema))
+    with pa.OSFile(str(tmp_path / "out.arrow"), "wb") as file, pa.ipc.new_file(file, data.kind.schema) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=data.kind.schema))
     sidecar = tmp_path / "out.arrow.meta.json"
     sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"file": None}))  # else its size is told first
     with pytest.raises(ValueError, match=rf"out\.arrow: row {short + 1}: .*{reason}"):

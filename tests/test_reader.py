@@ -12,11 +12,12 @@ from tiny_data import make_samples, to_row, write_rows, write_samples
 
 from chat.labels import IGNORED
 from corpus.reader import INFERRED_BYTES, TokenizedData
-from objectives.columns import REQUIRED_COLUMNS, SCHEMA, WEIGHTS_COLUMN
 from objectives.next_tokens import CausalLM
+from objectives.token_columns import WEIGHTS_COLUMN, TextColumns
 
 VOCAB_SIZE = 160
 ENDINGS = (".arrow", ".parquet", ".jsonl")
+REQUIRED = [name for name in TextColumns.schema.names if name not in TextColumns.optional]
 ROW = to_row(([5, 6, 7], [IGNORED, 6, 7]))
 WEIGHTED = ROW | {"loss_weights": [0.0, 0.5, 1.0]}
 
@@ -76,7 +77,7 @@ def test_a_data_set_in_which_no_sample_has_weights_has_none(ending, tmp_path):
 
 @pytest.mark.parametrize("ending", [".arrow", ".parquet"])
 def test_older_data_sets_have_the_column_for_all_samples_or_not_at_all(ending, tmp_path):
-    without = pa.Table.from_pylist([ROW] * 5, schema=SCHEMA).select(REQUIRED_COLUMNS)
+    without = pa.Table.from_pylist([ROW] * 5, schema=TextColumns.schema).select(REQUIRED)
     data = TokenizedData(write_table(tmp_path / f"without{ending}", without))
     assert WEIGHTS_COLUMN not in data.columns and read_all(data) == [(ROW["input_ids"], ROW["labels"], None)] * 5
     for kind in (pa.float32(), pa.float64()):
@@ -94,7 +95,7 @@ def test_a_null_may_have_numbers_beneath_it(tmp_path):
         pa.array([9.0, 9.0, 9.0, 0.0, 0.5, 1.0, 7.0, 7.0, 7.0], pa.float32()),
         mask=pa.array([True, False, True]),
     )
-    table = pa.Table.from_pylist([ROW] * 3, schema=SCHEMA).select(REQUIRED_COLUMNS)
+    table = pa.Table.from_pylist([ROW] * 3, schema=TextColumns.schema).select(REQUIRED)
     table = table.append_column(WEIGHTS_COLUMN, weights)
     with pa.OSFile(str(tmp_path / "data.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
@@ -216,7 +217,7 @@ def test_a_file_that_is_no_data_set_is_refused(name, content, reason, tmp_path):
 
 
 def test_weights_of_another_type_are_refused(tmp_path):
-    table = pa.Table.from_pylist([ROW] * 2, schema=SCHEMA).select(REQUIRED_COLUMNS)
+    table = pa.Table.from_pylist([ROW] * 2, schema=TextColumns.schema).select(REQUIRED)
     for column in (pa.array([1.0, 1.0]), pa.array([[1, 1, 1]] * 2)):
         path = write_table(tmp_path / "data.arrow", table.append_column(WEIGHTS_COLUMN, column))
         with pytest.raises(ValueError, match=r"column loss_weights is .*, expected a list of floats"):

@@ -25,7 +25,7 @@ from transformers import (
 from chat.labels import IGNORED
 from chat.masking import fingerprint_tokenizer
 from chat.templates import load_tokenizer
-from objectives.columns import SCHEMAS
+from objectives.data_kinds import COLUMNS
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 SHAPE = dict(
@@ -108,7 +108,7 @@ def write_classified(
 ) -> Path:  # fmt: skip
     """The data set and its sidecar, as process_data.py writes them for the model's tokenizer."""
     objective = "token-classification" if of_tokens else "sequence-classification"
-    schema = SCHEMAS[objective]
+    schema = COLUMNS[objective].schema
     counts = [int((targets != IGNORED).sum()) if of_tokens else 1 for _, targets, _ in samples]
     columns = [[ids for ids, _, _ in samples], [targets for _, targets, _ in samples],
                [len(ids) for ids, _, _ in samples], counts, [types for _, _, types in samples]]  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from objectives.columns import SCHEMA
+from objectives.token_columns import TextColumns
 
 Tokens = tuple[list[int], list[int]]  # input_ids, labels
 
@@ -42,11 +42,11 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     """`rows` as .arrow, .parquet or .jsonl, by the ending of `path`; record batches of 7 rows."""
     if path.suffix == ".jsonl":
         return write_jsonl(path, rows)
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    table = pa.Table.from_pylist(rows, schema=TextColumns.schema)
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=7)
     else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, TextColumns.schema) as writer:
             writer.write_table(table, max_chunksize=7)
     return path
 
