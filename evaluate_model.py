@@ -24,9 +24,10 @@ from evaluation.harness import HARNESS, check_harness, collect_harness, run_harn
 from evaluation.models import Named, list_models, name_files
 from evaluation.results import Measured, write_results
 from evaluation.tasks import Task, collect_task, measure_task, open_task
-from inference.choice import open_engine
+from inference.choice import IMPLEMENTED, open_engine
 from inference.engine import require
 from inference.models import FoundModel, check_answering, find_answering_model
+from options.choices import check_choices
 from ranks.agreement import compare_ranks
 from ranks.messages import say
 from ranks.program import describe_program
@@ -36,6 +37,7 @@ from ranks.world import World, call_with_world
 def evaluate(options: EvaluateOptions, world: World) -> None:
     """Measures all models, and writes what was found; ValueError or OSError for what cannot be done."""
     # What can be refused is refused before any model is loaded.
+    check_choices(options, IMPLEMENTED)
     require("scipy", flag="evaluate_model.py")
     compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "output_dir")))
     models = list_models(options.model, options.run)

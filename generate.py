@@ -18,11 +18,12 @@ from pathlib import Path
 
 from inference.answers import AnswerFile, describe_making
 from inference.batch import answer_all
-from inference.choice import open_engine
+from inference.choice import IMPLEMENTED, open_engine
 from inference.engine import Engine
 from inference.models import find_answering_model
 from inference.prompts import read_prompts
 from inference.terminal import chat
+from options.choices import check_choices
 from ranks.agreement import compare_ranks
 from ranks.messages import say
 from ranks.program import describe_program
@@ -31,6 +32,7 @@ from ranks.world import World, call_with_world
 
 def generate(options: GenerateOptions, world: World) -> None:
     """Writes the answers, or chats; ValueError or OSError for what cannot be done."""
+    check_choices(options, IMPLEMENTED)
     if world.world_size > 1 and options.engines.engine != "hf":
         raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")
     compare_ranks(world, lambda: describe_program(options, world, may_differ=("config", "output")))

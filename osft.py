@@ -29,6 +29,7 @@ from methods.osft_calibration import (
     read_data_hashes,
 )
 from methods.osft_subspaces import (
+    BASES,
     count_kept,
     find_targets,
     is_on_input,
@@ -48,6 +49,7 @@ from ranks.world import World, broadcast_from_rank0, call_on_rank0
 
 # Singular values below this share of the largest are taken for zero: rounding of the weight itself.
 NULL = 1e-10
+ALLOCATIONS = {"uniform": False, "importance": True}  # whether a block's rank follows its importance
 BUCKET_NUMEL = 2**24  # the most numbers in one all-reduce of a projection
 MIN_RETENTION = 0.1  # every layer keeps this share with --osft-rank-allocation importance (the paper's mrr)
 UNKNOWN_ENERGY_RATIO = 0.5  # plans take this unfreeze rank ratio where --osft-keep-energy will decide
@@ -75,7 +77,7 @@ class OSFT(Method):
 
     @property
     def needs_statistics(self) -> bool:
-        return self.options.osft_basis == "activations" or self.options.osft_rank_allocation == "importance"
+        return BASES[self.options.osft_basis] or ALLOCATIONS[self.options.osft_rank_allocation]
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
@@ -117,7 +119,7 @@ class OSFT(Method):
         warn_of_experts(meta.model, trains=options.osft_train_others)
         shapes = {name: oriented_shape(module, options.osft_basis) for name, module in targets.items()}
         num_columns = {name: columns for name, (_, columns) in shapes.items()}
-        uses_weights = options.osft_basis == "weights"
+        uses_weights = not BASES[options.osft_basis]
         if self.needs_statistics:
             call_on_rank0(world, lambda: check_statistics(self.statistics, targets, needs_covariances=not uses_weights))
 
@@ -197,7 +199,7 @@ class OSFT(Method):
 
         Kept is mrr + I (trr - mrr), with I of mean 1 over the blocks, mrr `MIN_RETENTION` and trr = 1 - R.
         """
-        if self.options.osft_rank_allocation == "uniform":
+        if not ALLOCATIONS[self.options.osft_rank_allocation]:
             return self.options.osft_unfreeze_rank_ratio
         block = find_block(name, self.statistics.similarities)
         target = 1 - self.options.osft_unfreeze_rank_ratio
@@ -295,8 +297,8 @@ class OSFTLinear(nn.Module):
         self.on_input = is_on_input(module, basis)  # A = W, else A = W^T
         self.num_rows, self.num_columns = oriented_shape(module, basis)  # L, s
         self.num_kept, num_free = num_kept, self.num_columns - num_kept
-        self.is_core = basis == "weights" and self.num_rows == self.num_columns and num_free <= num_kept
-        self.projects = basis == "weights" and num_kept > 0 and not self.is_core
+        self.is_core = not BASES[basis] and self.num_rows == self.num_columns and num_free <= num_kept
+        self.projects = not BASES[basis] and num_kept > 0 and not self.is_core
         device = module.weight.device
         self.bias = module.bias
         self.base = nn.Parameter(

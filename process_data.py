@@ -28,7 +28,7 @@ from corpus.columns import describe_unread
 from corpus.files import Source, find_sources
 from corpus.formats import OWN_NAMES, FieldPaths
 from corpus.hub_rows import find_dataset
-from corpus.labelled import FieldNames
+from corpus.labelled import CLASSIFICATION, FieldNames
 from corpus.labelled_tokens import LabelledTokenizer, describe_pairs
 from corpus.labels import describe_similar
 from corpus.outputs import Outputs
@@ -46,6 +46,7 @@ from corpus.report import (
     report_progress,
 )
 from corpus.rows import (
+    IMPLEMENTED_ROWS,
     Preparation,
     prepare_chats,
     prepare_labelled,
@@ -54,7 +55,7 @@ from corpus.rows import (
     read_formatted_chunks,
     write_rejected,
 )
-from corpus.sidecar import CLASSIFICATION, describe_data_set
+from corpus.sidecar import describe_data_set
 from corpus.split import SIDES, SideWriter, describe_split, mark_place
 from corpus.stops import check_stops
 from corpus.survey import describe_repeats, survey_rows
@@ -63,6 +64,7 @@ from corpus.writer import BlockCutter, open_output
 from disk import hash_file, written_aside
 from model.files import find_model
 from options import ProcessDataOptions, RowOptions
+from options.choices import check_choices
 from ranks.ending import ExitCode, exit_with_message
 from ranks.messages import say
 
@@ -74,6 +76,7 @@ interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 
 def process_data(options: ProcessDataOptions) -> None:
     """Writes the data set and its sidecar, prints the report. Raises ValueError or OSError for what a user can mend."""
+    check_choices(options, IMPLEMENTED_ROWS)
     # What can be refused is refused before any row is read.
     sources = open_sources(options.rows)
     outputs = Outputs(

@@ -50,6 +50,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_NUM_SKELETONS = 4096  # bounds memory where every conversation has an outline of its own
+THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether the generation prompt's words win
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -96,7 +97,7 @@ class ChatMasker:
         self.encoder = ByteEncoder(tokenizer)
         self.strict_reasoning = strict_reasoning
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
-        self.matcher = PromptMatcher(self.encode_text, template, as_prompted=thinking_prefix != "as-rendered")
+        self.matcher = PromptMatcher(self.encode_text, template, as_prompted=THINKING_PREFIXES[thinking_prefix])
         self.patience = Patience()
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # that skeletons learned since there were none have

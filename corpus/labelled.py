@@ -29,6 +29,8 @@ NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and what end
 
 Label = str | int | float  # as a row says it: a name, an integer, or a number
 
+CLASSIFICATION = "classification"  # the format of rows for classifiers
+
 
 @dataclass(frozen=True)
 class FieldNames:

@@ -17,6 +17,8 @@ from objectives.data_kinds import describe_task
 
 CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
 
+WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
+
 
 @dataclass(frozen=True)
 class SampleImages:
@@ -58,6 +60,7 @@ class Mixture:
         self.sources = list(sources)
         self.task = find_common_task(self.sources)
         self.names = name_sources([source.path for source in sources])
+        assert by in WEIGHED_BY, by
         self.weights, self.by = weights, by
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
         self.lengths = join([source.lengths for source in sources])

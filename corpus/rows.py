@@ -12,11 +12,11 @@ from typing import BinaryIO
 import numpy as np
 
 from chat.examples import ASSISTANT
-from chat.masking import ChatMasker, Document, TokenizedChat
+from chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
 from corpus.files import Chunk, Source, iterate_rows, read_chunks
-from corpus.formats import OWN_NAMES, Example, FieldPaths, check_paths, detect_format, read_examples
-from corpus.labelled import FieldNames, Labelled, read_labelled
+from corpus.formats import FORMATS, OWN_NAMES, Example, FieldPaths, check_paths, detect_format, read_examples
+from corpus.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
 from corpus.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
 from corpus.pictured import read_pictured
@@ -24,6 +24,14 @@ from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
 from corpus.writer import TokenizedSample, encode_samples
 from objectives.columns import VISION, Task
+from objectives.label_columns import LABEL_TYPES
+from options.choices import Implemented
+
+IMPLEMENTED_ROWS: Implemented = {
+    "format": (*FORMATS, CLASSIFICATION),
+    "label_type": LABEL_TYPES,
+    "thinking_prefix": THINKING_PREFIXES,
+}
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None as long as no row of the file has shown it
 AnyExample = Example | Labelled

@@ -32,6 +32,7 @@ REFUSED = {
     "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
 }
 WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways, in every layer
+FREEZABLE = ("vision", "projector", "language", "nothing")
 CHECK_IMAGES = ((24, 32), (40, 24))  # pixels
 
 
@@ -159,9 +160,9 @@ class SeeingFamily(Family):
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        parts = list_parts(model)
+        parts = list_parts(model) | {"nothing": ()}
         for part in self.freeze:
-            for name in parts.get(part, ()):
+            for name in parts[part]:
                 model.get_parameter(name).requires_grad_(False)
         if not any(param.requires_grad for param in model.parameters()):
             raise ValueError(f"--freeze {' '.join(self.freeze)}: nothing is left to train")

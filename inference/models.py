@@ -19,6 +19,7 @@ from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
 from model.finite import check_finite
 from objectives.columns import SEQUENCES, TOKENS
+from ranks.devices import DTYPES
 from ranks.terminal import shows_progress
 
 PROBE = "a b"  # a text whose tokens show which special ones the tokenizer adds
@@ -97,7 +98,7 @@ def check_answering(found: FoundModel) -> None:
 
 def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
     """What the weights are stored in, unless something else is asked for."""
-    return (config.dtype or torch.float32) if given == "auto" else getattr(torch, given)
+    return (config.dtype or torch.float32) if given == "auto" else DTYPES[given]
 
 
 def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -1,17 +1,54 @@
 """What a run's options choose: its objective and its method."""
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
+from corpus.mixture import WEIGHED_BY
 from corpus.reader import read_sidecar
+from corpus.rows import IMPLEMENTED_ROWS
+from families.seeing import FREEZABLE
+from lifecycle.tracker_packages import PACKAGES
 from methods.full import Full
-from methods.lora import LoRA
+from methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS, LoRA
+from methods.osft_subspaces import BASES
+from model.activation_checkpointing import MODES
+from model.attention import BACKENDS
 from model.method import Method
-from objectives.choice import Settings
+from model.sharding import RESHARDING
+from objectives.choice import KINDS, Settings
 from objectives.columns import CAUSAL_LM, VISION
 from objectives.embedding_noise import EmbeddingNoise
-from options import DataOptions, TrainOptions, VisionOptions, flag_name
-from osft import OSFT
+from optim.optimizers import OPTIMIZERS
+from optim.schedules import SCHEDULES
+from options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
+from options.choices import Implemented
+from osft import ALLOCATIONS, OSFT
+from ranks.devices import DTYPES
+
+IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
+    "activation_checkpointing": ("auto", *MODES),
+    "attention": ("auto", *BACKENDS),
+    "base_quantization": BASE_QUANTIZATIONS,
+    "compute_dtype": ("auto", *DTYPES),
+    "data_weights_by": WEIGHED_BY,
+    "export_dtype": DTYPES,
+    "freeze": FREEZABLE,
+    "logging_level": logging.getLevelNamesMapping(),
+    "lora_export": LORA_EXPORTS,
+    "lr_scheduler": SCHEDULES,
+    "master_weights": DTYPES,
+    "max_tokens_per_gpu": ("auto",),
+    "micro_batch_grad_sync": ("every", "last"),
+    "objective": KINDS,
+    "optimizer": OPTIMIZERS,
+    "osft_basis": BASES,
+    "osft_rank_allocation": ALLOCATIONS,
+    "preset": PRESETS,
+    "reshard_after_forward": RESHARDING,
+    "sharding": ("full", "hybrid"),
+    "track": PACKAGES,
+}
 
 
 def choose_objective(options: TrainOptions) -> str:

@@ -5,8 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from disk import read_json, remove_directory
 from lifecycle.due import what_is_due
 from lifecycle.export import ExportParts, export_model
@@ -16,6 +14,7 @@ from lifecycle.model_card import make_card
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
 from options import TrainOptions
+from ranks.devices import DTYPES
 from ranks.monitor import RunControl
 from ranks.world import World, call_on_rank0
 from sampler import RunPosition
@@ -64,7 +63,7 @@ class Exports:
             state.method,
             inputs.generation_config,
             inputs.tokenizer,
-            getattr(torch, options.exports.export_dtype),
+            DTYPES[options.exports.export_dtype],
             inputs.source(options.model),
             notes,
         )

@@ -18,7 +18,7 @@ from corpus.reader import TokenizedData
 from families.family import Family
 from families.packed_row import check_positions
 from families.text_tower import text_config
-from lifecycle.choosing import choose_method, choose_objective, choose_settings
+from lifecycle.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
 from lifecycle.record import identify_run
 from methods.full import Full
 from model.attention import list_heads
@@ -36,6 +36,8 @@ from objectives.data_kinds import COLUMNS, describe_task
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import DataOptions, ModelOptions, TrainOptions, ValidationOptions, parse_subset
+from options.choices import check_choices
+from ranks.devices import DTYPES
 from ranks.ending import log
 from ranks.memory import give_back_freed_memory
 from ranks.world import World
@@ -111,6 +113,7 @@ class RunInputs:
 
 def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int, start: RunPosition) -> RunInputs:
     """Opens data, tokenizer, the model's config and the method's files, and collects all that does not fit together."""
+    check_choices(options, IMPLEMENTED)
     name, settings = choose_objective(options), choose_settings(options)
     family, method = make_family(name, settings), choose_method(options)
     inputs = RunInputs(family, method, options.data, choose_compute_dtype(options.compute, device))
@@ -360,7 +363,7 @@ def build_run_model(
         inputs.source(options.model),
         sharding=options.sharding,
         objective=inputs.objective,
-        weights_dtype=getattr(torch, options.optimization.master_weights),
+        weights_dtype=DTYPES[options.optimization.master_weights],
         world=world,
         progress=progress,
     )

@@ -45,6 +45,8 @@ from ranks.world import World, call_on_rank0
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+LORA_EXPORTS = {"adapter": (True, False), "merged": (False, True), "both": (True, True)}  # adapter, merged model
+BASE_QUANTIZATIONS = {"none": False, "nf4": True}  # whether the base is packed
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of whole models on a GPU
 ERROR_4_BITS = 2e-1  # of the loss of a merged model, whose base is no longer in 4 bits
 NUM_COMPARED = 16  # the most samples of the data that a merged and a quantized model are compared on
@@ -63,11 +65,12 @@ class LoRA(Method):
 
     def __init__(self, options: LoRAOptions, *, seed: int):
         self.options, self.seed = options, seed
-        self.is_packed = options.base_quantization == "nf4"
+        self.is_packed = BASE_QUANTIZATIONS[options.base_quantization]
+        self.writes_adapter, self.merges = LORA_EXPORTS[options.lora_export]
         self.title = "QLoRA" if self.is_packed else "LoRA"
         self.takes_long = self.is_packed
         self.export_error = ERROR_4_BITS if self.is_packed else 0.0
-        self.relation = "adapter" if options.lora_export == "adapter" else "finetune"
+        self.relation = "finetune" if self.merges else "adapter"
         self.given: LoraConfig | None = None  # of --lora-adapter
         self.data_options: DataOptions | None = None
         self.objective: Objective | None = None
@@ -190,10 +193,7 @@ class LoRA(Method):
         return self.num_added
 
     def count_export_bytes(self, model_bytes: int) -> int:
-        adapter_bytes = 4 * self.num_trained
-        return {"adapter": adapter_bytes, "merged": model_bytes}.get(
-            self.options.lora_export, model_bytes + adapter_bytes
-        )
+        return 4 * self.num_trained * self.writes_adapter + model_bytes * self.merges
 
     def describe(self) -> str:
         num_layers = len(self.targets.layers) + len(self.targets.experts)
@@ -204,16 +204,16 @@ class LoRA(Method):
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         """The merged model, if it is asked for; the adapters are gathered at once in any case, for `write_extras`."""
-        model, merges = packed_model.model, self.options.lora_export != "adapter"
+        model = packed_model.model
         trained = set(self.saved_names.values())
         frozen = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - trained
         gathered = gather_all(gather_parameters(model, torch.float32, world=world, leave_out=frozen))
-        if merges and self.is_packed:
+        if self.merges and self.is_packed:
             self.compare_bases(packed_model, world)
         if world.rank != 0:
             return []
         self.adapter = gathered
-        return self.merger.list_groups(gathered, dtype) if merges else []
+        return self.merger.list_groups(gathered, dtype) if self.merges else []
 
     def merge_given(self, readers: dict[str, Reader], dtype: torch.dtype) -> list[WeightGroup]:
         """The merged model of an adapter that is not trained. On rank 0, after `prepare`."""
@@ -241,18 +241,17 @@ class LoRA(Method):
         )
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        exports = self.options.lora_export
-        if exports == "both":
+        if self.writes_adapter and self.merges:
             directory = directory / "adapter"
             tokenizer.save_pretrained(directory)
-        if exports != "merged":
+        if self.writes_adapter:
             tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
             write_adapter(directory, self.config, tensors, self.base)
         self.adapter = {}
 
     def load_export(self, directory: Path, source: ModelSource, family: Family) -> PreTrainedModel:
         """An adapter is merged into the weights that it was trained on."""
-        if self.relation != "adapter":
+        if self.merges:
             return super().load_export(directory, source, family)
         trust = source.trust_remote_code
         model, _ = family.load_model(source.directory, dtype=torch.float32, trust_remote_code=trust)

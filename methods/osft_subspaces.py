@@ -51,10 +51,13 @@ def weight_shape(module: nn.Linear | Conv1D) -> tuple[int, int]:
     return shape[::-1] if isinstance(module, Conv1D) else shape
 
 
+BASES = {"weights": False, "activations": True}  # whether kept directions come from activations
+
+
 def is_on_input(module: nn.Linear | Conv1D, basis: str) -> bool:
     """Whether the factored side is the layer's input."""
     out_features, in_features = weight_shape(module)
-    return basis == "activations" or in_features <= out_features
+    return BASES[basis] or in_features <= out_features
 
 
 def oriented_shape(module: nn.Linear | Conv1D, basis: str) -> tuple[int, int]:

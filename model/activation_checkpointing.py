@@ -23,6 +23,8 @@ ATTENTION = frozenset({
     "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
 })  # fmt: skip
 
+MODES = ("none", "selective", "full")  # by how much is computed twice
+
 
 def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: str, compile: bool) -> frozenset[str]:
     """The operations whose outputs --activation-checkpointing selective keeps for backward."""
@@ -63,8 +65,13 @@ def set_activation_checkpointing(packed_model: PackedModel, method: Method, mode
         forward = block.forward
         if isinstance(forward, functools.partial) and forward.func is checkpoint:
             (block.forward,) = forward.args
-    if mode == "selective":
-        kept = choose_kept_operations(model, method, backend=packed_model.backend, compile=False)
-        apply_activation_checkpointing(blocks, kept)
-    elif mode == "full":
-        apply_activation_checkpointing(blocks)
+    match mode:
+        case "none":
+            pass
+        case "selective":
+            kept = choose_kept_operations(model, method, backend=packed_model.backend, compile=False)
+            apply_activation_checkpointing(blocks, kept)
+        case "full":
+            apply_activation_checkpointing(blocks)
+        case _:
+            raise ValueError(f"--activation-checkpointing {mode}: is not implemented")

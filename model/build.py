@@ -24,7 +24,7 @@ from model.weights import Reader, read_weights
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
-from ranks.devices import describe_device
+from ranks.devices import DTYPES, describe_device
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
@@ -127,7 +127,7 @@ def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch.dtype:
     auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if compute.compute_dtype == "auto" else compute.compute_dtype)
+    return DTYPES[auto if compute.compute_dtype == "auto" else compute.compute_dtype]
 
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:

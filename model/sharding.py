@@ -23,6 +23,8 @@ from options import ShardingOptions
 from ranks.terminal import show_progress
 from ranks.world import World, broadcast_from_rank0
 
+RESHARDING = {"auto": None, "always": True, "never": False}  # fully_shard's reshard_after_forward
+
 
 def apply_fsdp(
     packed_model: PackedModel,
@@ -39,7 +41,7 @@ def apply_fsdp(
     have on meta, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the weights'
     type.
     """
-    reshard = {"auto": None, "always": True, "never": False}[sharding.reshard_after_forward]
+    reshard = RESHARDING[sharding.reshard_after_forward]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's weights of tokens stay in fp32
@@ -92,10 +94,13 @@ def set_gradient_sync(packed_model: PackedModel, when: str, *, is_last: bool) ->
     Over the copies of a model that is sharded in each node, once a step in any case: until then their sums wait as
     shards, which takes no memory.
     """
-    if when == "last":
-        packed_model.set_requires_gradient_sync(is_last)
-    else:
-        packed_model.set_requires_all_reduce(is_last)
+    match when:
+        case "last":
+            packed_model.set_requires_gradient_sync(is_last)
+        case "every":
+            packed_model.set_requires_all_reduce(is_last)
+        case _:
+            raise ValueError(f"--micro-batch-grad-sync {when}: is not implemented")
 
 
 def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:

@@ -25,15 +25,18 @@ class ClassLoss:
     def measure(self, logits: Tensor, targets: Tensor) -> Tensor:  # (N, C) fp32 and (N, K) -> (N,)
         """The loss of each target: a class's number (K = 1), C zeros and ones, or C values."""
         weights = None if self.weights is None else make_weights(self.weights, logits.device)
-        if self.label_type == "single":
-            return cross_entropy(
-                logits, targets[:, 0].long(), weight=weights, label_smoothing=self.smoothing, reduction="none"
-            )
-        if self.label_type == "multi":
-            return binary_cross_entropy_with_logits(
-                logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
-            ).mean(1)
-        return mse_loss(logits, targets.to(logits.dtype), reduction="none").mean(1)
+        match self.label_type:
+            case "single":
+                return cross_entropy(
+                    logits, targets[:, 0].long(), weight=weights, label_smoothing=self.smoothing, reduction="none"
+                )
+            case "multi":
+                return binary_cross_entropy_with_logits(
+                    logits, targets.to(logits.dtype), pos_weight=weights, reduction="none"
+                ).mean(1)
+            case "regression":
+                return mse_loss(logits, targets.to(logits.dtype), reduction="none").mean(1)
+        raise ValueError(f"--label-type {self.label_type}: has no loss")
 
     def weigh(self, targets: Tensor) -> Tensor:  # (N, K) -> (N,) fp32
         """What each target counts in the mean: its class's weight for cross-entropy, as in torch, else 1."""

@@ -12,6 +12,7 @@ from objectives.columns import Bars, Columns, Counts, RowFacts, Task, check_numb
 
 TYPES_COLUMN = "token_type_ids"
 TARGET_COLUMN = "target"
+LABEL_TYPES = {"single": "one of", "multi": "several of", "regression": "values of"}
 NUM_LABELS_SHOWN = 30
 NUM_LABELS_DRAWN = 20
 
@@ -55,8 +56,7 @@ class LabelledColumns(Columns):
         if (values := counts.describe_values()) is not None:
             yield f"  values to predict: {', '.join(f'{name} {value:g}' for name, value in values.items())}"
             return
-        kinds = {"single": "one of", "multi": "several of"}
-        yield f"  {task.objective}: {kinds[task.label_type]} {task.num_labels:,} labels"
+        yield f"  {task.objective}: {LABEL_TYPES[task.label_type]} {task.num_labels:,} labels"
         for name in task.label_names[:NUM_LABELS_SHOWN]:
             yield format_count(f"  {name}", counts.labels[name], self.count_labelled(counts))
         if task.num_labels > NUM_LABELS_SHOWN:

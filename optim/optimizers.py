@@ -7,6 +7,8 @@ from torch.distributed.tensor import DTensor
 from optim.compact_adamw import BLOCK_SIZE, CompactAdamW
 from options import OptimizationOptions
 
+OPTIMIZERS = {"adamw": False, "adamw8bit": True}  # whether moments are held in 8 bits
+
 
 def build_optimizer(
     model: nn.Module, options: OptimizationOptions, *, seed: int = 0
@@ -22,7 +24,7 @@ def build_optimizer(
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     lr, betas, eps = options.learning_rate, (options.adam_beta1, options.adam_beta2), options.adam_eps
-    is_8bit = {"adamw": False, "adamw8bit": True}[options.optimizer]
+    is_8bit = OPTIMIZERS[options.optimizer]
     if not is_8bit and all(p.dtype == torch.float32 for p in params):
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     return CompactAdamW(groups, lr=lr, betas=betas, eps=eps, is_8bit=is_8bit, seed=seed)
@@ -38,7 +40,7 @@ def set_step(optimizer: torch.optim.Optimizer, *, step: int, learning_rate: floa
 
 def moment_bytes(param: torch.Tensor, optimizer: str) -> int:
     """Bytes of what `build_optimizer`'s optimizer will keep of a parameter, or of a shard of it."""
-    if optimizer == "adamw8bit" and param.ndim >= 2:
+    if OPTIMIZERS[optimizer] and param.ndim >= 2:
         return 2 * (param.numel() + 4 * param.numel() // BLOCK_SIZE)  # codes, and fp32 scales
     return 2 * 4 * param.numel()
 

@@ -72,3 +72,4 @@ DECAYS: dict[str, Callable[[float, OptimizationOptions], float]] = {
     "cosine": decay_by_cosine,
     "cosine_with_restarts": decay_in_cycles,
 }
+SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", *DECAYS)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from corpus.mixture import Mixture
 from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
-from model.activation_checkpointing import set_activation_checkpointing
+from model.activation_checkpointing import MODES, set_activation_checkpointing
 from model.sharding import set_gradient_sync
 from optim.optimizers import moment_bytes
 from options import TrainOptions, flatten_options
-from plan.choice import MODES, Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
+from plan.choice import Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
 from ranks.devices import describe_device
 from ranks.ending import log
 from ranks.memory import GIB, MemoryCounter, memory_limit, resident_memory

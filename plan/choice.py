@@ -13,7 +13,6 @@ from options import DataOptions
 from ranks.memory import GIB
 from sampler import RunPosition, draw_samples
 
-MODES = ("none", "selective", "full")  # ways of activation checkpointing, by how much is computed twice
 NUM_BATCHES = 50  # global batches to look ahead when choosing a micro-batch size
 TOKEN_MULTIPLE = 64  # the chosen number of tokens is a multiple of this
 MOST_PROBES = 8

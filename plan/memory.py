@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-import torch
-
 from lifecycle.start import RunInputs
+from model.activation_checkpointing import MODES
 from options import ComputeOptions, TrainOptions, replace_options
-from plan.choice import MODES, Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
+from plan.choice import Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest
 from plan.findings import Findings, PlannedRun, Target
 from plan.packing import Packing, pack_next_batches
 from plan.simulation import Load, PlannedModel, Ranks, StepMemory, lay_out_model, simulate_step
+from ranks.devices import DTYPES
 from ranks.memory import GIB, MARGIN
 
 ENOUGH_TOKENS = 4096  # in a micro-batch of this size the fixed costs are small
@@ -87,7 +87,7 @@ def describe_model(options: TrainOptions, model: PlannedModel, findings: Finding
         f" {model.method.title}"
     )
     if model.meta.left_out.parts:
-        num_bytes = getattr(torch, options.optimization.master_weights).itemsize
+        num_bytes = DTYPES[options.optimization.master_weights].itemsize
         findings.lines.append(f"  {model.meta.left_out.describe(num_bytes=num_bytes)}")
 
 

@@ -32,7 +32,7 @@ from plan.packing import Packing
 from plan.simulation import Ranks, lay_out_model
 from plan.speed import NUM_TIMED, Speed, measure_speed
 from ranks.agreement import compare_ranks
-from ranks.devices import PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
+from ranks.devices import DTYPES, PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
 from ranks.ending import ExitCode, RanksDiffer, log
 from ranks.meeting import count_local_ranks
 from ranks.memory import GIB, MARGIN, memory_limit
@@ -213,7 +213,7 @@ def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> Non
     output_dir, num_kept = Path(options.output_dir), options.checkpoints.keep_checkpoints
     checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
     num_exported = run.model.num_params + run.model.meta.left_out.num_params
-    model_bytes = num_exported * getattr(torch, options.exports.export_dtype).itemsize
+    model_bytes = num_exported * DTYPES[options.exports.export_dtype].itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
     num_exports = 1 if run.inputs.num_steps is None else count_exports(options, run)
     if options.validation.is_asked and options.validation.export_best:

@@ -36,6 +36,7 @@ from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
 from options import ComputeOptions, TrainOptions
 from plan.known_values import KnownValues
+from ranks.devices import DTYPES
 from ranks.memory import OFFLOADED, MemoryCounter, memory_kind
 from ranks.row_group import make_row_group
 from ranks.world import World, make_mesh
@@ -112,7 +113,7 @@ def lay_out_model(options: TrainOptions, inputs: RunInputs, compute: ComputeOpti
     if options.sharding.context_parallel is not None:
         check_divisible(meta, options.sharding.context_parallel)
     num_params = sum(param.numel() for param in model.parameters())
-    set_weights_dtype(model, getattr(torch, options.optimization.master_weights))
+    set_weights_dtype(model, DTYPES[options.optimization.master_weights])
     method.choose_layers(meta)
     method.lay_out(meta)
     apply_tiling(meta)

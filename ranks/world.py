@@ -88,8 +88,13 @@ def divide_world(world: World, sharding: ShardingOptions) -> World:
     if there are not several, or if the ranks cannot be divided into groups that share rows.
     """
     num_shards, num_sharing = world.world_size, sharding.context_parallel
-    if sharding.sharding == "hybrid":
-        num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
+    match sharding.sharding:
+        case "full":
+            pass
+        case "hybrid":
+            num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
+        case _:
+            raise ValueError(f"--sharding {sharding.sharding}: is not implemented")
     check_sharing(world.world_size, num_sharing)
     check_open_files(world.world_size, list_group_sizes(world.world_size, num_shards, num_sharing))
     mesh = world.mesh

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from plan.choice import MODES, TOKEN_MULTIPLE, Probe, Room, choose_mode, extrapolate, find_largest
+from model.activation_checkpointing import MODES
+from plan.choice import TOKEN_MULTIPLE, Probe, Room, choose_mode, extrapolate, find_largest
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,13 @@ from importers.conversion import TRAINERS, convert, list_differences
 from importers.recognition import OTHER_OBJECTIVES, recognize
 from importers.rules import Conversion
 from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
+from options.choices import check_choices
 from ranks.ending import exit_with_message
 from ranks.messages import say
 
 
 def import_config(options: ImportConfigOptions) -> None:
+    check_choices(options, {"trainer": TRAINERS})
     path, output_dir = Path(options.config_file), Path(options.output_dir)
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}

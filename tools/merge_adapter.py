@@ -29,12 +29,15 @@ from model.files import find_model, find_weights
 from model.method import MetaModel
 from model.weights import read_weights
 from options import MergeAdapterOptions
+from options.choices import check_choices
+from ranks.devices import DTYPES
 from ranks.messages import say
 from ranks.world import World, call_on_rank0, call_with_world
 
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     """Writes the merged model; ValueError or OSError for what cannot be done."""
+    check_choices(options, {"export_dtype": DTYPES})
     output_dir, adapter = Path(options.output_dir), Path(options.adapter)
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: is there already; name a new one")
@@ -75,7 +78,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     method.choose_layers(meta)
     readers = read_weights(source, family)
     method.prepare(meta, readers, world=world, progress=lambda where: None)
-    dtype = getattr(torch, options.export_dtype)
+    dtype = DTYPES[options.export_dtype]
     call_on_rank0(world, lambda: output_dir.absolute().parent.mkdir(parents=True, exist_ok=True))
     write_export(
         method.merge_given(readers, dtype),
