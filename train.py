@@ -39,7 +39,8 @@ from lifecycle.metrics import StepMeter
 from lifecycle.raw_rows import tokenize_rows
 from lifecycle.record import describe_run
 from lifecycle.run_directory import RunDirectory
-from lifecycle.start import build_run_model, open_inputs
+from lifecycle.run_model import build_run_model
+from lifecycle.start import open_inputs
 from lifecycle.step import TrainState, train_step
 from model.files import find_weights
 from model.flops import count_flops

@@ -24,7 +24,7 @@ from tiny_models import FAMILIES, SHAPE, build, load_source, save_model
 
 from families.text import TextFamily
 from lifecycle.choosing import choose_method
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from lifecycle.step import run_backward
 from model.build import choose_compute_dtype
 from objectives.next_tokens import CausalLM

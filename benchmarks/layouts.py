@@ -35,7 +35,7 @@ from scaling import GPUS_PER_NODE, Communication, Costs, Network, Simulated, ass
 
 from families.text import TextFamily
 from lifecycle.choosing import choose_method
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from model.context_parallel import count_key_heads
 from model.flops import FlopCount
 from objectives.next_tokens import CausalLM

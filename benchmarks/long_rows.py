@@ -25,7 +25,7 @@ from tiny_models import build, load_source
 
 from families.text import TextFamily
 from lifecycle.choosing import choose_method
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from objectives.next_tokens import CausalLM
 from optim.optimizers import build_optimizer
 from options import TrainOptions, group_options

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from harness import build_state, count_state_bytes, make_batch, make_options, read_clock, time_call
 
 from families.text import TextFamily
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from lifecycle.step import TrainState, train_step
 from methods.osft_subspaces import count_kept, make_subspace
 from model.build import choose_compute_dtype

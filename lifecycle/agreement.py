@@ -9,7 +9,7 @@ from pathlib import Path
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData, find_recorded_file
 from disk import hash_json
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from model.fingerprints import fingerprint_config_files, fingerprint_data, fingerprint_file, fingerprint_tokenizer_state
 from options import MAY_DIFFER, TrainOptions
 from ranks.agreement import DIGITS, Groups, Items

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle.exports import Exports
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from lifecycle.step import TrainState
 from lifecycle.training_log import TrainingLog
 from lifecycle.validation import Progress, start_progress, validate

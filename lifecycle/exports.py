@@ -10,8 +10,8 @@ from lifecycle.due import what_is_due
 from lifecycle.export import ExportParts, export_model
 from lifecycle.export_check import check_export
 from lifecycle.hub import BEST, MAIN, Uploads
+from lifecycle.inputs import RunInputs
 from lifecycle.model_card import make_card
-from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
 from options import TrainOptions
 from ranks.devices import DTYPES

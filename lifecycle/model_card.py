@@ -15,8 +15,8 @@ from huggingface_hub import ModelCardData
 from transformers import AutoModelForImageTextToText
 
 from families.text_tower import is_multimodal
+from lifecycle.inputs import RunInputs
 from lifecycle.record import read_params
-from lifecycle.start import RunInputs
 from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
 from options import TrainOptions, iterate_fields
 from sampler import RunPosition

@@ -10,6 +10,7 @@ from disk import remove_leftovers
 from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer
 from lifecycle.exports import EXPORTS_DIR, Exports
+from lifecycle.inputs import RunInputs
 from lifecycle.live_line import open_console
 from lifecycle.profiling import profile_steps
 from lifecycle.record import (
@@ -21,7 +22,6 @@ from lifecycle.record import (
     record_end,
     record_start,
 )
-from lifecycle.start import RunInputs
 from lifecycle.step import TrainState
 from lifecycle.tracker_packages import open_trackers
 from lifecycle.training_log import MetricsFile, TrainingLog

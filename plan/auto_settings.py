@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from corpus.mixture import Mixture
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from lifecycle.step import TrainState
 from model.activation_checkpointing import MODES, set_activation_checkpointing
 from model.sharding import set_gradient_sync

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lifecycle.start import Errors, RunInputs
+from lifecycle.inputs import Errors, RunInputs
 from plan.simulation import PlannedModel, Ranks
 from ranks.memory import resident_memory
 from ranks.messages import say

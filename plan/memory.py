@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from model.activation_checkpointing import MODES
 from options import ComputeOptions, TrainOptions, replace_options
 from plan.choice import Probe, Room, choose_mode, count_useful_tokens, find_room, refuse_longest

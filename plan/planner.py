@@ -21,9 +21,11 @@ from lifecycle.agreement import describe_start
 from lifecycle.checkpoint_files import STATE, find_checkpoints
 from lifecycle.checkpointing import check_state
 from lifecycle.due import is_export_due
+from lifecycle.inputs import RunInputs
 from lifecycle.raw_rows import find_data
 from lifecycle.record import check_output_dir, check_same_run, check_unused, is_checkpoint_of
-from lifecycle.start import RunInputs, keeps_to_budget, open_inputs, weigh_images
+from lifecycle.run_model import keeps_to_budget, weigh_images
+from lifecycle.start import open_inputs
 from model.files import find_weights
 from options import TrainOptions, replace_options
 from plan.findings import Findings, PlannedRun, Target

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from lifecycle.choosing import choose_method
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from lifecycle.step import TrainState, run_backward, update_weights
 from model.build import check_divisible, make_meta_model, set_weights_dtype
 from model.flops import FlopCount, count_flops

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lifecycle.start import build_run_model, open_inputs
+from lifecycle.run_model import build_run_model
+from lifecycle.start import open_inputs
 from lifecycle.step import TrainState, run_backward, update_weights
 from model.flops import count_flops
 from optim.optimizers import build_optimizer

@@ -16,7 +16,7 @@ from transformers import GptOssConfig, PreTrainedConfig, Qwen3Config, RobertaCon
 
 from families.text import TextFamily
 from lifecycle.choosing import choose_method
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from methods.full import Full
 from model.build import check_divisible, make_meta_model
 from model.config import ModelSource

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from families.text import TextFamily
 from lifecycle.choosing import choose_method
-from lifecycle.start import RunInputs
+from lifecycle.inputs import RunInputs
 from model import tiling
 from model.sharding import set_gradient_sync
 from objectives.next_tokens import CausalLM

@@ -1,0 +1,58 @@
+"""The model of a run: built, checked and reported."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from families.packed_row import check_positions
+from lifecycle.inputs import RunInputs
+from lifecycle.start_report import describe_model
+from methods.full import Full
+from model.build import build_model
+from model.check import check_model
+from model.flops import FlopCount, count_flops
+from objectives.packed_model import PackedModel
+from options import TrainOptions
+from ranks.devices import DTYPES
+from ranks.ending import log
+from ranks.memory import give_back_freed_memory
+from ranks.world import World
+
+
+def build_run_model(
+    options: TrainOptions, inputs: RunInputs, world: World, *, progress: Callable[[str], None] = lambda where: None
+) -> PackedModel:
+    """The sharded model, after its self-checks; `progress` hears of a long start. ValueError for what fails them."""
+    if keeps_to_budget(options) and world.device.type == "cpu":
+        give_back_freed_memory()
+    method, compute = inputs.method, options.compute
+    build = functools.partial(
+        build_model,
+        inputs.source(options.model),
+        sharding=options.sharding,
+        objective=inputs.objective,
+        weights_dtype=DTYPES[options.optimization.master_weights],
+        world=world,
+        progress=progress,
+    )
+    plain = replace(compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False)
+    method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
+    model = build(compute=compute, method=method)
+    check_positions(model.model, longest=inputs.longest)
+    check_model(model, inputs.objective, method, world=world)
+    weigh_images(inputs, count_flops(model.model))
+    log.info(describe_model(options, inputs, model))
+    return model
+
+
+def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:
+    """What the model's tower costs for the data's images, in the packer's unit: a token of the language model."""
+    for data in (inputs.data, inputs.validation_data):
+        if data is not None and data.images is not None:
+            data.weigh_images(flops.of_images(data.images) / flops.per_token)
+
+
+def keeps_to_budget(options: TrainOptions) -> bool:
+    """Whether --memory-budget-gb is more than a plan's: a run takes it where something is auto."""
+    is_auto = "auto" in (options.data.max_tokens_per_gpu, options.compute.activation_checkpointing)
+    return options.compute.memory_budget_gb is not None and is_auto

@@ -1,0 +1,64 @@
+"""Checks of a run's inputs against each other: errors, and warnings for what is hardly meant."""
+
+from corpus.mixture import Mixture
+from lifecycle.inputs import RunInputs
+from objectives.data_kinds import describe_task
+from objectives.objective import Objective
+from options import TrainOptions, ValidationOptions
+
+
+def check_validation(inputs: RunInputs, objective: Objective | None, options: ValidationOptions) -> None:
+    """ValueError for validation data that is for something else than the data, and for what it cannot measure."""
+    data, validation_data = inputs.data, inputs.validation_data
+    if validation_data is not None and validation_data.task != data.task:
+        raise ValueError(
+            f"--validation-data-path is for {describe_task(validation_data.task)}, --data-path for"
+            f" {describe_task(data.task)}:"
+            " tokenize the one again with --labels-from the other"
+        )
+    if objective is not None and options.best_metric not in objective.metrics:
+        raise ValueError(
+            f"--best-metric {options.best_metric}: validations of this objective and data have"
+            f" {', '.join(objective.metrics)}"
+        )
+
+
+def check_placeholders(inputs: RunInputs, data: Mixture) -> None:
+    """ValueError for data with a token that a multi-modal model puts an image, a video or a sound in place of."""
+    config, placeholders = inputs.config, inputs.family.list_foreign(inputs.config)
+    found = data.find_tokens(list(placeholders)) if placeholders else None
+    if found is not None:
+        row, token_id = found
+        path, number = data.locate(row)
+        raise ValueError(
+            f"{path}: row {number} holds the token id {token_id}, which stands for something that is no text"
+            f" ({placeholders[token_id]} in config.json of model type {config.model_type!r}). Only text trains here:"
+            " leave out rows with images, videos or sounds, and take their placeholders out of the texts"
+        )
+
+
+def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) -> None:
+    """Adds a warning for each thing that can be done, and is hardly meant. `num_rows` are packed at once."""
+    batch_size, num_warmup_steps = options.data.batch_size, options.optimization.num_warmup_steps
+    data, num_steps = inputs.data, inputs.num_steps
+    if data is not None and batch_size > len(data.kept):
+        inputs.warnings.append(f"--batch-size {batch_size}: each step draws the {len(data.kept)} samples repeatedly")
+    if data is not None and inputs.validation_data is not None and not options.validation.validate_training_data:
+        trained = {source.path.resolve() for source in data.sources}
+        for source in inputs.validation_data.sources:
+            if source.path.resolve() in trained:
+                inputs.warnings.append(
+                    f"--validation-data-path {source.path} is trained on, too: its loss says nothing of other data"
+                )
+    if batch_size < num_rows:
+        sharing = options.sharding.context_parallel
+        ranks = "ranks" if sharing is None else f"groups of --context-parallel {sharing} ranks"
+        inputs.warnings.append(
+            f"--batch-size {batch_size} is smaller than the {num_rows} {ranks}: some have nothing to do"
+        )
+    if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
+        inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
+    if num_steps is not None and num_warmup_steps >= num_steps:
+        inputs.warnings.append(
+            f"--num-warmup-steps {num_warmup_steps}: the run of {num_steps} steps ends before its peak learning rate"
+        )

@@ -1,0 +1,51 @@
+"""The report at a run's start: its data and its model."""
+
+import numpy as np
+
+from families.text_tower import text_config
+from lifecycle.inputs import RunInputs
+from model.attention import list_heads
+from model.context_parallel import describe_heads
+from objectives.packed_model import PackedModel
+from options import TrainOptions
+from ranks.ending import log
+from sampler import RunPosition
+
+
+def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
+    data, num_steps, validation_data = inputs.data, inputs.num_steps, inputs.validation_data
+    sources = ""
+    if len(data.sources) > 1:
+        sources = "".join(
+            f"\n  {name}: {len(kept):,} samples, {share:.1%} of those drawn"
+            for name, kept, share in zip(data.names, data.kept_of, data.shares, strict=True)
+        )
+    if validation_data is not None:
+        sources += f"\nvalidation: {len(validation_data.kept):,} samples of {', '.join(validation_data.names)}"
+    log.info(
+        f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens;"
+        f" {num_dropped:,} dropped, longer than --max-tokens-per-gpu{sources}\n"
+        f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.data_options.batch_size} samples"
+        f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
+    )
+
+
+def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel) -> str:
+    compute, method, num_sharing = options.compute, inputs.method, options.sharding.context_parallel
+    num_heads = max((count for count, _ in list_heads(text_config(inputs.config))), default=0)
+    num_params = sum(param.numel() for param in model.parameters()) - method.count_added()
+    parts = [
+        f"{str(inputs.compute_dtype).removeprefix('torch.')} compute",
+        f"{model.backend} attention",
+        *([] if num_sharing is None else [describe_heads(num_heads, num_sharing)]),
+        f"{compute.activation_checkpointing} activation checkpointing",
+        *(["tiled MLPs"] if compute.tiled_mlp else []),
+        *(["offloaded activations"] if compute.offload_activations else []),
+        *(["liger kernels"] if compute.use_liger_kernels else []),
+        *(["compiled blocks"] if compute.compile else []),
+        method.describe(),
+    ]
+    return (
+        f"model: {inputs.config.model_type}, {num_params:,} parameters; {', '.join(parts)};"
+        " packing and loss agree with the model's own forward pass"
+    )
