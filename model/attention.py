@@ -7,6 +7,7 @@ to transformers; a model then calls the one that its config names, once a layer,
 import importlib.util
 import inspect
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,30 @@ OWN = "own"  # the model's, one sequence at a time: in the place of a backend, w
 UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile leaves their loop over sequences out
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
 MAX_HEAD_SIZE = 256  # the largest that FlashAttention's kernels take
+
+
+class Rule(NamedTuple):
+    """What a layer asks of attention, apart from its queries, keys and values."""
+
+    scaling: float
+    window: int | None = None  # tokens that one sees, itself included; None: all of its sequence
+    is_two_sided: bool = False
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (Hq,) logits that take a share of each softmax
+    blocks: Tensor | None = None  # (T,) the image that each token is of, -1 for none
+
+    @property
+    def features(self) -> set[str]:
+        """What a backend must honour beyond what all do."""
+        asked = {"dropout": self.dropout or None, "softcap": self.softcap, "sinks": self.sinks, "blocks": self.blocks}
+        return {name for name, value in asked.items() if value is not None}
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How many tokens before and after it one sees, as FlashAttention's kernels have it; -1: all."""
+        before = -1 if self.window is None else self.window - 1
+        return before, before if self.is_two_sided else 0
 
 
 def registered_name(backend: str) -> str:
@@ -65,28 +90,25 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         row = micro_batch.row
         has_blocks = row.blocks is not None and (row.blocks.are_everywhere or sliding_window is not None)
         blocks = row.blocks.of if has_blocks else None
-        extras = {"dropout": dropout or None, "softcap": softcap, "sinks": s_aux, "blocks": blocks}
-        extras = {feature: value for feature, value in extras.items() if value is not None}
-        dropped = extras.keys() - BACKENDS[name]
         looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
         is_two_sided = row.is_two_sided and not looks_back
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        rule = Rule(scaling, sliding_window, is_two_sided, dropout, softcap, s_aux, blocks)
+        dropped = rule.features - BACKENDS[name]
         if attention_mask is not None or position_bias is not None or (is_causal is False and not is_two_sided):
             dropped |= {"attention masks, position biases or attention that is not causal"}
         if dropped:
             raise ValueError(f"attention backend {name!r} cannot honour this model's {', '.join(sorted(dropped))}")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             query = correct_temperature(module, query, row.position_ids)
         if getattr(module, "attends_in_chunks", False):
             row = row.chunks
-        if is_two_sided:
-            extras["is_two_sided"] = True
         row_group, num_heads = row.row_group, query.shape[1]
         if row_group is not None:
             query, key, value = take_heads(query, key, value, row_group)
             if s_aux is not None:
-                extras["sinks"] = choose_own(s_aux, row_group)
-        output = attend(query, key, value, row, scaling=scaling, window=sliding_window, **extras)
+                rule = rule._replace(sinks=choose_own(s_aux, row_group))
+        output = attend(query, key, value, row, rule)
         return output if row_group is None else give_heads_back(output, num_heads, row_group), None
 
     return attention
@@ -114,10 +136,7 @@ def correct_temperature(module: nn.Module, query: Tensor, position_ids: Tensor) 
     return (query * (wanted / used)[:, None]).to(query.dtype)
 
 
-def attend_flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, row: Row, *, scaling: float, window: int | None,
-    is_two_sided: bool = False, dropout: float = 0.0, softcap: float = 0.0,
-) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
+def attend_flash_attn(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
     """FlashAttention-2's variable-length kernel (package flash-attn)."""
     from flash_attn import flash_attn_varlen_func
 
@@ -125,21 +144,12 @@ def attend_flash_attn(
     query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return flash_attn_varlen_func(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        softmax_scale=scaling, causal=not is_two_sided, window_size=find_reach(window, is_two_sided),
-        dropout_p=dropout, softcap=softcap,
+        softmax_scale=rule.scaling, causal=not rule.is_two_sided, window_size=rule.reach,
+        dropout_p=rule.dropout, softcap=rule.softcap or 0.0,
     )[None]  # fmt: skip
 
 
-def attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    row: Row,
-    *,
-    scaling: float,
-    window: int | None,
-    is_two_sided: bool = False,
-) -> Tensor:  # (1, T, Hq, D)
+def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
     """torch's own variable-length FlashAttention, torch.nn.attention.varlen."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -150,51 +160,44 @@ def attend_varlen(
     query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return varlen_attn(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
-        scale=scaling, window_size=find_reach(window, is_two_sided), **grouped,
+        scale=rule.scaling, window_size=rule.reach, **grouped,
     )[None]  # fmt: skip
 
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
-def attend_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, row: Row, *, scaling: float, window: int | None,
-    is_two_sided: bool = False, dropout: float = 0.0, blocks: Tensor | None = None,
-) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
+def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
     """torch's scaled_dot_product_attention, one sequence at a time: bitwise what the sequence alone would get."""
     outputs = []
     for (q, k, v), own in zip(
-        split_sequences(query, key, value, row.seq_lengths), split_blocks(blocks, row), strict=True
+        split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
     ):
         length = q.shape[2]
-        is_plain = own is None and (window is None or length <= window)
-        mask = None if is_plain else make_mask(length, window, is_two_sided, q.device, own)
-        is_causal = mask is None and not is_two_sided
+        is_plain = own is None and (rule.window is None or length <= rule.window)
+        mask = None if is_plain else make_mask(length, rule, q.device, own)
+        is_causal = mask is None and not rule.is_two_sided
         output = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scaling, dropout_p=dropout, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=rule.scaling, dropout_p=rule.dropout, enable_gqa=True
         )
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1)  # contiguous, since some models take views of it
 
 
 @torch.compiler.disable
-def attend_eager(
-    query: Tensor, key: Tensor, value: Tensor, row: Row, *, scaling: float, window: int | None,
-    is_two_sided: bool = False, dropout: float = 0.0, softcap: float | None = None, sinks: Tensor | None = None,
-    blocks: Tensor | None = None,
-) -> Tensor:  # (1, T, Hq, D)  # fmt: skip
+def attend_eager(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
     """Attention written out, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
     outputs = []
     for (q, k, v), own in zip(
-        split_sequences(query, key, value, row.seq_lengths), split_blocks(blocks, row), strict=True
+        split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
     ):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        scores = q @ k.transpose(-1, -2) * scaling  # (1, Hq, length, length)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~make_mask(q.shape[2], window, is_two_sided, q.device, own), float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+        scores = q @ k.transpose(-1, -2) * rule.scaling  # (1, Hq, length, length)
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = scores.masked_fill(~make_mask(q.shape[2], rule, q.device, own), float("-inf"))
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : q.shape[2]]
-        outputs.append((torch.dropout(probabilities, dropout, train=dropout > 0) @ v).transpose(1, 2))
+        outputs.append((torch.dropout(probabilities, rule.dropout, train=rule.dropout > 0) @ v).transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
 
@@ -210,9 +213,7 @@ def split_blocks(blocks: Tensor | None, row: Row) -> list[Tensor | None]:
     return list(blocks.split(row.seq_lengths))
 
 
-def make_mask(
-    length: int, window: int | None, is_two_sided: bool, device: torch.device, blocks: Tensor | None = None
-) -> Tensor:
+def make_mask(length: int, rule: Rule, device: torch.device, blocks: Tensor | None) -> Tensor:
     """(length, length) bool: True where query i may see key j: 0 <= i - j (< window), or if two-sided |i - j|.
 
     Tokens of one block (length,), from 0, see each other both ways, as far as the window reaches back.
@@ -220,15 +221,9 @@ def make_mask(
     if blocks is not None:
         is_one = (blocks[:, None] == blocks) & (blocks >= 0)
         seen = is_one | torch.ones_like(is_one).tril_()
-        return seen if window is None else seen.triu(1 - window)
-    before, after = (length if reach == -1 else reach for reach in find_reach(window, is_two_sided))
+        return seen if rule.window is None else seen.triu(1 - rule.window)
+    before, after = (length if reach == -1 else reach for reach in rule.reach)
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_(after).triu_(-before)
-
-
-def find_reach(window: int | None, is_two_sided: bool) -> tuple[int, int]:
-    """How many tokens before and after it one sees, as FlashAttention's kernels have it; -1: all."""
-    before = -1 if window is None else window - 1
-    return before, before if is_two_sided else 0
 
 
 def choose_backend(

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.slow
 FIRST = (13, 1, 22, 7)
 
 
-def attend_traceable(query, key, value, row, *, scaling, window):
+def attend_traceable(query, key, value, row, rule):
     """What the kernels for CUDA take: cumulative lengths and the longest one; it can be compiled anywhere."""
     position = torch.arange(query.shape[2])
     sequence = torch.bucketize(position, row.cu_seqlens, right=True)
     distance = position[:, None] - position
     mask = (sequence[:, None] == sequence) & (distance >= 0) & (distance < row.max_seqlen)
-    if window is not None:
-        mask = mask & (distance < window)
-    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    if rule.window is not None:
+        mask = mask & (distance < rule.window)
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
     return output.transpose(1, 2)
 
 

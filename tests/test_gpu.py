@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from families.micro_batch import MicroBatch
 from model import tiling
-from model.attention import BACKENDS, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, find_obstacle
+from model.attention import BACKENDS, Rule, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, find_obstacle
 from ranks.world import World
 
 HAS_GPU = torch.cuda.is_available()
@@ -79,7 +79,7 @@ def measure_error(ours: Tensor, exact: Tensor) -> float:
 def attend_both_ways(backend: str, inputs: list[Tensor], micro_batch: MicroBatch, arguments: dict) -> list[Tensor]:
     """The output, and the gradients of queries, keys and values."""
     tensors = [each.detach().requires_grad_() for each in inputs]
-    output = ATTEND[backend](*tensors, micro_batch.row, **arguments)
+    output = ATTEND[backend](*tensors, micro_batch.row, Rule(**arguments))
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
 

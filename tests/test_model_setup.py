@@ -237,17 +237,17 @@ def test_the_check_passes_in_bf16(family, world, tmp_path):
     check(model, world)
 
 
-def attend_across_borders(query, key, value, micro_batch, *, scaling, window):
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+def attend_across_borders(query, key, value, row, rule):
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=rule.scaling, enable_gqa=True)
     return output.transpose(1, 2)
 
 
-def attend_without_scaling(query, key, value, micro_batch, *, scaling, window):
-    return packed_attention.attend_eager(query, key, value, micro_batch, scaling=1.0, window=window)
+def attend_without_scaling(query, key, value, row, rule):
+    return packed_attention.attend_eager(query, key, value, row, rule._replace(scaling=1.0))
 
 
-def attend_without_window(query, key, value, micro_batch, *, scaling, window):
-    return packed_attention.attend_eager(query, key, value, micro_batch, scaling=scaling, window=None)
+def attend_without_window(query, key, value, row, rule):
+    return packed_attention.attend_eager(query, key, value, row, rule._replace(window=None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

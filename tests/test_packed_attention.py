@@ -14,7 +14,7 @@ import torch
 from hand_made import pack_samples
 from torch.nn.attention import varlen
 
-from model.attention import attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
+from model.attention import Rule, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
 
 LENGTHS = (7, 1, 12, 3)
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 8
@@ -86,7 +86,7 @@ def test_kernels_are_asked_for_what_sdpa_computes(attend, reference, extras, win
     tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
     results = []
     for function in (attend, reference):
-        output = function(*tensors, row, scaling=0.3, window=window, **extras)
+        output = function(*tensors, row, Rule(scaling=0.3, window=window, **extras))
         assert output.shape == (1, sum(LENGTHS), NUM_HEADS, HEAD_SIZE)
         results.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
     for ours, expected in zip(*results, strict=True):
