@@ -62,9 +62,9 @@ from corpus.survey import describe_repeats, survey_rows
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import hash_file, written_aside
-from model.files import find_model
 from options import ProcessDataOptions, RowOptions
 from options.choices import check_choices
+from pretrained.files import find_model
 from ranks.ending import ExitCode, exit_with_message
 from ranks.messages import say
 

@@ -42,11 +42,11 @@ from lifecycle.run_directory import RunDirectory
 from lifecycle.run_model import build_run_model
 from lifecycle.start import open_inputs
 from lifecycle.step import TrainState, train_step
-from model.files import find_weights
 from model.flops import count_flops
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
 from plan.auto_settings import settle_auto_options
+from pretrained.files import find_weights
 from ranks.agreement import compare_ranks
 from ranks.devices import peak_flops
 from ranks.ending import ExitCode, log

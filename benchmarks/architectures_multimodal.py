@@ -37,7 +37,6 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokeniz
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from families.text import TextFamily
-from families.text_tower import find_placeholders
 from lifecycle.export import ExportParts, export_model
 from lifecycle.tower_files import find_tensors
 from methods.full import Full
@@ -46,6 +45,7 @@ from model.config import ModelSource, check_rope, load_config, load_generation_c
 from model.flops import count_flops
 from objectives.next_tokens import CausalLM
 from objectives.packed_model import PackedModel
+from pretrained.text_tower import find_placeholders
 from ranks.world import World, init_world
 
 # Sizes of towers that do not run, by more names than a language model's.

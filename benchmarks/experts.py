@@ -26,8 +26,8 @@ from harness import build_state, describe_versions, make_batch, make_options
 from families.text import TextFamily
 from lifecycle.step import TrainState, train_step
 from model.config import ModelSource, load_config
-from model.stored import StoredFiles
 from model.weights import read_weights
+from pretrained.stored import StoredFiles
 from ranks.world import init_world
 
 NUM_EXPERTS, NUM_STEPS = 128, 4

@@ -28,7 +28,7 @@ from families.family import Family, Own, Reader
 from families.micro_batch import MicroBatch, Row, pack_row
 from families.packed_row import describe_row
 from families.sample import Sample, list_sequences
-from families.text_tower import find_base
+from pretrained.text_tower import find_base
 
 NO_TOKEN = -1  # an id that no token has
 

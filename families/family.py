@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from families.micro_batch import MicroBatch, Row, pack_row
 from families.packed_row import find_pad_position
 from families.sample import Sample, list_sequences
-from families.text_tower import LeftOut
+from pretrained.text_tower import LeftOut
 
 NUM_PROBE_IDS = 64  # different tokens in a probe, so that a mixture of experts uses several of them
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from families.micro_batch import MicroBatch, Row
-from families.text_tower import find_decoder
+from pretrained.text_tower import find_decoder
 
 
 def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from chat.pictures import as_data_url, load_processor, open_image
 from families.family import Family, Own
 from families.micro_batch import Blocks, MicroBatch, Row, pack_row
 from families.sample import Sample, list_sequences
-from families.sight import list_parts
 from families.text import TextFamily, TextReader, find_lost_scale, find_router_loss
-from families.text_tower import find_base, find_decoder, find_placeholders, is_multimodal, text_config
+from pretrained.parts import list_parts
+from pretrained.text_tower import find_base, find_decoder, find_placeholders, is_multimodal, text_config
 
 # Model types that cannot train packed, and why.
 REFUSED = {

@@ -16,7 +16,7 @@ from families.micro_batch import MicroBatch, chunk_sequences
 from families.packed_row import describe_row
 from families.router_loss import sum_router_losses
 from families.row_part import gather_ids
-from families.text_tower import (
+from pretrained.text_tower import (
     LeftOut,
     find_decoder,
     find_needed,

@@ -15,10 +15,10 @@ from chat.templates import load_tokenizer
 from disk import hash_file, hash_json, read_object
 from families.text import TextFamily
 from methods.adapter_files import ADAPTER_CONFIG, add_adapter, check_adapter, find_base, hash_adapter, is_adapter
-from model.files import find_model, find_weights
 from model.fingerprints import fingerprint_model
-from model.finite import check_finite
 from objectives.columns import SEQUENCES, TOKENS
+from pretrained.files import find_model, find_weights
+from pretrained.finite import check_finite
 from ranks.devices import DTYPES
 from ranks.terminal import shows_progress
 

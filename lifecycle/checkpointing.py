@@ -33,8 +33,8 @@ from lifecycle.checkpoint_files import (
     write_tensors,
 )
 from lifecycle.step import TrainState
-from model.finite import check_finite
 from optim.optimizers import state_keys
+from pretrained.finite import check_finite
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
 

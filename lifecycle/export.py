@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from disk import describe_failed_write, hash_file, make_aside, put_in_place, sync_dir, sync_file
 from families.family import Family
-from families.text_tower import is_multimodal, text_config
 from lifecycle.checkpoint_files import FORMAT, write_manifest
 from lifecycle.export_weights import WeightStream
 from lifecycle.tower_files import add_tensors, copy_processor_files, find_tensors
@@ -23,6 +22,7 @@ from model.gathering import WeightGroup
 from model.method import Method
 from model.weights import list_left_out
 from objectives.packed_model import PackedModel
+from pretrained.text_tower import is_multimodal, text_config
 from ranks.terminal import show_progress, without_library_bars
 from ranks.world import World, call_on_rank0
 

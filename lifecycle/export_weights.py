@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lifecycle.tensor_files import DTYPES, lay_out, write_into
-from model.files import INDEX, WEIGHTS
 from model.weights import NOT_PLANNABLE
+from pretrained.files import INDEX, WEIGHTS
 from ranks.ending import log
 
 PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")

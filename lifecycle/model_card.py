@@ -14,11 +14,11 @@ import numpy as np
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForImageTextToText
 
-from families.text_tower import is_multimodal
 from lifecycle.inputs import RunInputs
 from lifecycle.record import read_params
 from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
 from options import TrainOptions, iterate_fields
+from pretrained.text_tower import is_multimodal
 from sampler import RunPosition
 
 CARD_FILE, CURVE_FILE = "README.md", "loss_curve.svg"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from command_line import describe_options
 from corpus.cache import find_outputs, locked
-from model.files import find_model
 from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields, replace_options
+from pretrained.files import find_model
 from ranks.ending import ExitCode, log
 from ranks.monitor import RunControl
 from ranks.world import World, call_on_rank0

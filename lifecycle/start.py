@@ -12,20 +12,20 @@ import torch
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from families.text_tower import text_config
 from lifecycle.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
 from lifecycle.inputs import RunInputs
 from lifecycle.start_checks import check_placeholders, check_validation, find_oddities
 from lifecycle.start_report import describe_data
 from model.build import choose_compute_dtype
 from model.config import check_rope, choose_tokenizer, load_config, load_generation_config
-from model.files import find_model
 from model.offloading import check_offloading
 from objectives.choice import make_family, make_objective
 from objectives.columns import Task
 from objectives.data_kinds import COLUMNS
 from options import TrainOptions, parse_subset
 from options.choices import check_choices
+from pretrained.files import find_model
+from pretrained.text_tower import text_config
 from ranks.ending import log
 from sampler import RunPosition, count_steps
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from families.text_tower import text_config
 from lifecycle.inputs import RunInputs
 from model.attention import list_heads
 from model.context_parallel import describe_heads
 from objectives.packed_model import PackedModel
 from options import TrainOptions
+from pretrained.text_tower import text_config
 from ranks.ending import log
 from sampler import RunPosition
 

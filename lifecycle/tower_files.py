@@ -12,8 +12,8 @@ from typing import Any
 
 from disk import read_object
 from lifecycle.tensor_files import METADATA, encode_header, lay_out, write_into
-from model.files import INDEX, WEIGHTS, list_weights
-from model.stored import Stored
+from pretrained.files import INDEX, WEIGHTS, list_weights
+from pretrained.stored import Stored
 
 DEQUANTIZED = "dequantized.safetensors"  # until it has its number
 COPIED_BYTES = 16 << 20  # at once

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from disk import hash_file, read_object
 from methods.adapter_settings import ADAPTER_CONFIG, check_settings
-from model.finite import check_finite
-from model.stored import Reader, read_tensor
+from pretrained.finite import check_finite
+from pretrained.stored import Reader, read_tensor
 from ranks.ending import log
 
 if TYPE_CHECKING:

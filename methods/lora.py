@@ -14,7 +14,6 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.family import Family
 from families.micro_batch import MicroBatch
-from families.text_tower import text_config
 from methods.adapter_files import add_adapter, check_base, hash_adapter, read_adapter, read_config, write_adapter
 from methods.adapter_settings import ADAPTER_CONFIG
 from methods.lora_layers import (
@@ -38,6 +37,7 @@ from model.weights import Reader
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import DataOptions, LoRAOptions
+from pretrained.text_tower import text_config
 from ranks.ending import log
 from ranks.row_group import RowGroup, count_sharing, sum_parts
 from ranks.world import World, call_on_rank0

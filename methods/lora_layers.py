@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from families.text_tower import text_config
 from methods.adapter_files import PREFIX
 from model.blocks import find_linear_layers, iterate_owners
 from model.method import MetaModel
 from model.weights import Reader
 from options import LoRAOptions
+from pretrained.text_tower import text_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig

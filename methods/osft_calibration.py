@@ -22,12 +22,12 @@ from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_file, written_aside
-from families.text_tower import text_config
 from methods.osft_subspaces import find_targets, weight_shape
 from model.blocks import find_blocks, iterate_owners
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import DataOptions
+from pretrained.text_tower import text_config
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from sampler import Batch, iterate_batches

@@ -7,12 +7,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from families.text_tower import text_config
 from model import attention as packed_attention
 from model import tiling
 from model.blocks import find_blocks
 from model.method import Method
 from objectives.packed_model import PackedModel
+from pretrained.text_tower import text_config
 
 # What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
 GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # products of all experts of a layer in one

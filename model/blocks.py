@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from families.text_tower import find_decoder, text_config
+from pretrained.text_tower import find_decoder, text_config
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from families.family import Family
 from families.packed_row import find_pad_position
-from families.text_tower import find_decoder, is_multimodal, set_attention, text_config
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
 from model.attention import BACKENDS, OWN, choose_backend, list_heads, mark_chunked, register_backends, registered_name
 from model.blocks import find_blocks, hand_micro_batch_on
@@ -24,6 +23,7 @@ from model.weights import Reader, read_weights
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
+from pretrained.text_tower import find_decoder, is_multimodal, set_attention, text_config
 from ranks.devices import DTYPES, describe_device
 from ranks.ending import log
 from ranks.world import World, call_on_rank0

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from families.micro_batch import MicroBatch
-from families.text_tower import find_decoder, find_placeholders, set_attention, text_config
 from model.attention import OWN
 from model.blocks import find_blocks
 from model.method import Method
@@ -19,6 +18,7 @@ from model.mixers import list_with_kernels, use_loop
 from model.sharding import reshard
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
+from pretrained.text_tower import find_decoder, find_placeholders, set_attention, text_config
 from ranks.ending import log
 from ranks.row_group import sum_parts
 from ranks.world import World

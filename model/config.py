@@ -9,9 +9,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from chat.masking import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from families.family import Family
-from families.text_tower import text_config
-from model.files import check_model_dir
 from model.quantized import check_quantization, choose_dtype, find_quantization, forget_quantization
+from pretrained.files import check_model_dir
+from pretrained.text_tower import text_config
 from ranks.ending import log
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.stored import Stored
+from pretrained.stored import Stored
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # types of scales that are powers of two, stored as their exponents

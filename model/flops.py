@@ -7,11 +7,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corpus.mixture import SampleImages
-from families.sight import list_parts
-from families.text_tower import is_multimodal, text_config
 from model.attention import list_heads
 from model.blocks import find_blocks
 from model.mixers import find_mixers
+from pretrained.parts import list_parts
+from pretrained.text_tower import is_multimodal, text_config
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from disk import commit, describe_failed_write, hash_json, make_aside, read_object, sync_dir, sync_file
-from model.files import INDEX, WEIGHTS, check_weights, find_model, list_weights
 from model.fingerprints import fingerprint_model
-from model.finite import check_finite
 from model.quantized import find_quantization
-from model.stored import Stored, find_stored
+from pretrained.files import INDEX, WEIGHTS, check_weights, find_model, list_weights
+from pretrained.finite import check_finite
+from pretrained.stored import Stored, find_stored
 from ranks.ending import log
 from ranks.terminal import show_progress
 

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from families.family import Family
 from families.micro_batch import MicroBatch
-from families.text_tower import LeftOut
 from model.config import ModelSource
 from model.gathering import WeightGroup, gather_parameters
 from model.weights import Reader
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import DataOptions
+from pretrained.text_tower import LeftOut
 from ranks.world import World
 
 

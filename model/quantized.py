@@ -25,7 +25,7 @@ from model.dequantizing import (
     open_mxfp4,
     read_compression,
 )
-from model.stored import Stored
+from pretrained.stored import Stored
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # that no weight is stored as which has not been quantized
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from families.family import Family
-from families.text_tower import text_config
 from model.config import ModelSource
-from model.files import list_weights
-from model.finite import check_finite
 from model.quantized import QUANTIZED_TYPES, check_modules, choose_dtype, find_quantization, open_dequantized
-from model.stored import Reader, Stored, StoredFiles, find_stored
+from pretrained.files import list_weights
+from pretrained.finite import check_finite
+from pretrained.stored import Reader, Stored, StoredFiles, find_stored
+from pretrained.text_tower import text_config
 from ranks.ending import log
 from ranks.terminal import without_library_bars
 

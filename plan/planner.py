@@ -26,13 +26,13 @@ from lifecycle.raw_rows import find_data
 from lifecycle.record import check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from lifecycle.run_model import keeps_to_budget, weigh_images
 from lifecycle.start import open_inputs
-from model.files import find_weights
 from options import TrainOptions, replace_options
 from plan.findings import Findings, PlannedRun, Target
 from plan.memory import plan_memory, simulated_compute
 from plan.packing import Packing
 from plan.simulation import Ranks, lay_out_model
 from plan.speed import NUM_TIMED, Speed, measure_speed
+from pretrained.files import find_weights
 from ranks.agreement import compare_ranks
 from ranks.devices import DTYPES, PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
 from ranks.ending import ExitCode, RanksDiffer, log

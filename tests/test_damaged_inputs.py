@@ -27,9 +27,9 @@ from disk import remove_directory, remove_leftovers, written_aside
 from lifecycle.checkpoint_files import chunk_range, find_shards
 from lifecycle.checkpointing import group_state
 from methods.lora_layers import list_others
-from model.finite import check_finite
 from objectives.class_loss import choose_class_weights
 from objectives.columns import Task
+from pretrained.finite import check_finite
 
 DEEP = "[" * 100_000
 

@@ -8,9 +8,9 @@ from tiny_models import SHAPE, build, load_source, save_model
 from transformers import AriaTextConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from families.text import TextFamily
-from model import stored
 from model.flops import count_flops
 from model.weights import read_weights
+from pretrained import stored
 
 NUM_EXPERTS, LENGTHS = 128, (30, 1, 17)
 CONFIG = Qwen3MoeConfig(

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from chat.masking import ChatMasker
 from chat.templates import load_tokenizer
-from model.files import find_model, find_weights
+from pretrained.files import find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

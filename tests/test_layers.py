@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"options", "disk", "packers", "pages"},
     {"ranks", "batch_packer"},
-    {"chat", "command_line", "api"},
+    {"chat", "command_line", "api", "pretrained"},
     {"families"},
     {"objectives"},
     {"corpus"},
@@ -48,6 +48,7 @@ ROOMS = {
     "pages",
     "plan",
     "plots",
+    "pretrained",
     "ranks",
     "scoring",
     "tools",

@@ -28,14 +28,14 @@ from transformers import (
 
 from chat.templates import load_tokenizer
 from families.text import TextFamily
-from families.text_tower import find_placeholders, text_config
 from lifecycle.tower_files import add_tensors, find_tensors
 from methods.full import Full
 from model.build import build_model
-from model.stored import find_stored
 from model.weights import list_left_out
 from objectives.next_tokens import CausalLM
 from options import MergeAdapterOptions, TrainOptions, group_options
+from pretrained.stored import find_stored
+from pretrained.text_tower import find_placeholders, text_config
 from tools.merge_adapter import merge_adapter
 
 IMAGE, VIDEO = 280, 281  # token ids that stand for what is no text

@@ -16,7 +16,6 @@ from transformers import AutoConfig
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.seeing import SeeingFamily, SeeingReader
-from families.sight import list_parts
 from families.text import TextFamily
 from lifecycle.start import open_inputs
 from methods.full import Full
@@ -26,6 +25,7 @@ from objectives.next_tokens import VisionLanguage
 from optim.optimizers import build_optimizer
 from options import TrainOptions, group_options
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from pretrained.parts import list_parts
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 from sampler import RunPosition

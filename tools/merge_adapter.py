@@ -18,18 +18,18 @@ from chat.templates import load_tokenizer
 from command_line import parse_options
 from families.seeing import SeeingFamily
 from families.text import TextFamily
-from families.text_tower import is_multimodal, text_config
 from lifecycle.choosing import choose_adapter_method
 from lifecycle.export import ExportParts, write_export
 from methods.adapter_files import ADAPTER_WEIGHTS, PREFIX, read_config
 from methods.full import Full
 from model.blocks import find_blocks
 from model.config import ModelSource, load_config, load_generation_config
-from model.files import find_model, find_weights
 from model.method import MetaModel
 from model.weights import read_weights
 from options import MergeAdapterOptions
 from options.choices import check_choices
+from pretrained.files import find_model, find_weights
+from pretrained.text_tower import is_multimodal, text_config
 from ranks.devices import DTYPES
 from ranks.messages import say
 from ranks.world import World, call_on_rank0, call_with_world

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from families.text_tower import find_decoder
+from pretrained.text_tower import find_decoder
 
 PROJECTORS = ("projector", "connector", "merger", "embed_vision", "aligner")  # in the names of what joins the two
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from model.files import list_weights
+from pretrained.files import list_weights
 
 Reader = Callable[[], Tensor]  # gives a tensor as it is stored, on the CPU; the memory may be the file's
 

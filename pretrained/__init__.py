@@ -1,0 +1,1 @@
+"""Models in the Hugging Face format: their files, and the parts of transformers' classes."""
