@@ -15,12 +15,17 @@ from packers.images import assign_with_images
 from packers.texts import assign_bins
 
 
-class ImageLoad(NamedTuple):
-    """What the images of samples are to the tower that sees them."""
+class SampleLoad(NamedTuple):
+    """What samples are in addition to one sequence of tokens each: images, or several sequences."""
 
-    patches: np.ndarray  # (n,) int64 that enter the tower, of all images of a sample
-    costs: np.ndarray  # (n,) float64: through the tower, in the unit of a sample's own cost
+    patches: np.ndarray | None = None  # (n,) int64 that enter the vision tower, of all images of a sample
+    costs: np.ndarray | None = None  # (n,) float64: of the images, in the unit of a sample's own cost
     cap: int | None = None  # patches of a micro-batch; None: any number
+    squares: np.ndarray | None = None  # (n,) float64: sum of the squared lengths of a sample's sequences
+
+    @property
+    def is_plain(self) -> bool:
+        return self.squares is None and (self.patches is None or not self.patches.any())
 
 
 def pack_batch(
@@ -28,12 +33,12 @@ def pack_batch(
     max_tokens_per_gpu: int,
     num_ranks: int,
     attention_cost: float = 0.0,
-    images: ImageLoad | None = None,
+    load: SampleLoad | None = None,
 ) -> list[list[list[int]]]:
     """Returns `micro_batches[k][rank]`, lists of indices into `lengths`; `[]` where a rank idles.
 
     `lengths` are tokens per sample (n,). A micro-batch costs the sum of L + attention_cost * L**2 over its
-    samples, and what their `images` cost. Each sample is in exactly one micro-batch, none exceeds
+    samples, and what their `load` adds. Each sample is in exactly one micro-batch, none exceeds
     `max_tokens_per_gpu` or the images' own cap, and every rank has the same number. The costliest step comes
     first, so a run that lacks memory fails at once. Never needs more steps than first-fit decreasing. Raises
     ValueError for what cannot be packed.
@@ -46,9 +51,9 @@ def pack_batch(
     if len(lengths) == 0:
         return []
     cap = min(int(max_tokens_per_gpu), int(lengths.sum()))  # keeps capacity products within int64
-    if images is not None and images.patches.any():
-        sizes, caps = _check_images(lengths, images, cap)
-        costs = cost_samples(lengths, attention_cost, images)
+    if load is not None and not load.is_plain:
+        sizes, caps = _check_sizes(lengths, load, cap)
+        costs = cost_samples(lengths, attention_cost, load)
         bins, num_steps = assign_with_images(sizes, costs, caps, int(num_ranks))
     else:
         by_length = np.argsort(-lengths, kind="stable")
@@ -75,21 +80,22 @@ def batch_lengths_to_minibatches_lpt(
     return [step[rank] or [-1] for step in table]
 
 
-def cost_samples(lengths: np.ndarray, attention_cost: float, images: ImageLoad | None = None) -> np.ndarray:
-    """Returns L + attention_cost * L**2 per sample, and what its images cost, float64 (n,)."""
+def cost_samples(lengths: np.ndarray, attention_cost: float, load: SampleLoad | None = None) -> np.ndarray:
+    """Returns L + attention_cost * L**2 per sequence, summed over a sample's, and its images' cost, float64 (n,)."""
     tokens = lengths.astype(np.float64)
-    costs = tokens + attention_cost * tokens * tokens
-    return costs if images is None else costs + images.costs
+    squares = tokens * tokens if load is None or load.squares is None else load.squares
+    costs = tokens + attention_cost * squares
+    return costs if load is None or load.costs is None else costs + load.costs
 
 
 def sum_step_costs(
     micro_batches: Sequence[Sequence[Sequence[int]]],
     lengths: Sequence[int],
     attention_cost: float = 0.0,
-    images: ImageLoad | None = None,
+    load: SampleLoad | None = None,
 ) -> float:
     """Returns the sum over steps of the costliest micro-batch: what `pack_batch` makes small."""
-    costs = cost_samples(np.asarray(lengths, np.int64), attention_cost, images).tolist()
+    costs = cost_samples(np.asarray(lengths, np.int64), attention_cost, load).tolist()
     return float(sum(max(sum(costs[i] for i in indices) for indices in step) for step in micro_batches))
 
 
@@ -113,15 +119,15 @@ def _check_lengths(lengths: Sequence[int], max_tokens_per_gpu: int) -> np.ndarra
     return array.astype(np.int64)
 
 
-def _check_images(lengths: np.ndarray, images: ImageLoad, cap: int) -> tuple[np.ndarray, np.ndarray]:
+def _check_sizes(lengths: np.ndarray, load: SampleLoad, cap: int) -> tuple[np.ndarray, np.ndarray]:
     """The two sizes of each sample, (n, 2), and their two caps; ValueError for a sample beyond that of patches."""
-    patches = images.patches.astype(np.int64)
-    total = int(patches.sum())
-    if images.cap is not None and patches.max() > images.cap:
+    patches = np.zeros_like(lengths) if load.patches is None else load.patches.astype(np.int64)
+    total = max(1, int(patches.sum()))
+    if load.cap is not None and patches.max() > load.cap:
         i = int(patches.argmax())
         raise ValueError(
-            f"sample {i} has {patches[i]} patches of images, more than the cap of {images.cap} per micro-batch: raise"
+            f"sample {i} has {patches[i]} patches of images, more than the cap of {load.cap} per micro-batch: raise"
             f" max_image_tokens_per_gpu to at least {patches[i]}, or drop the sample"
         )
-    caps = [cap, total if images.cap is None else min(images.cap, total)]
+    caps = [cap, total if load.cap is None else min(load.cap, total)]
     return np.stack([lengths, patches], axis=1), np.array(caps, np.int64)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batch_packer import ImageLoad
+from batch_packer import SampleLoad
 from corpus.reader import ImageSizes, TokenizedData
 from families.sample import Sample
 from objectives.columns import Task
@@ -64,6 +64,8 @@ class Mixture:
         self.weights, self.by = weights, by
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
         self.lengths = join([source.lengths for source in sources])
+        has_squares = sources[0].squares is not None  # as all have, which are for one task
+        self.squares = join([source.squares for source in sources]) if has_squares else None
         self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # once they have been counted
         self._find_kept()
@@ -132,10 +134,14 @@ class Mixture:
         """Says what each row's images cost (rows,), in the packer's unit."""
         self.images = replace(self.images, costs=costs)
 
-    def images_of(self, rows: np.ndarray) -> ImageLoad | None:
-        """Those of some rows, for the packer; None where there are none."""
-        found = self.images
-        return None if found is None else ImageLoad(found.patches[rows], found.costs[rows], found.cap)
+    def load_of(self, rows: np.ndarray) -> SampleLoad | None:
+        """What some rows are to the packer in addition to their tokens; None where each is one sequence of text."""
+        load, images = SampleLoad(), self.images
+        if images is not None:
+            load = SampleLoad(images.patches[rows], images.costs[rows], images.cap)
+        if self.squares is not None:
+            load = load._replace(squares=self.squares[rows])
+        return None if images is None and self.squares is None else load
 
     def take_subset(self, subset: int | float, *, seed: int) -> None:
         """Leaves of each set that many of the samples that are kept, or this share of them, at least one; at random."""

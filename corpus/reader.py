@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from disk import read_object
-from families.sample import Sample
+from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, RowFacts, check_sample
 from objectives.data_kinds import COLUMNS, read_task
 from objectives.token_columns import IMAGES_COLUMN
@@ -48,6 +48,7 @@ class TokenizedData:
         self.vocab_size: float = math.inf  # the model's, once it is known: what reaches beyond it is refused
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
         self.image_sizes = read_image_sizes(table) if IMAGES_COLUMN in self.kind.optional else None
+        self.squares = sum_squares(table) if LENGTHS_COLUMN in self.kind.schema.names else None
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
         if self.lengths.min() < 1:
@@ -173,6 +174,12 @@ def read_image_sizes(table: pa.Table) -> ImageSizes:
     numbers = np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views])
     row_of = np.repeat(np.arange(len(counts)), counts)
     return ImageSizes(row_of, numbers.reshape(-1, 2), read_column(table, "num_image_tokens"))
+
+
+def sum_squares(table: pa.Table) -> np.ndarray:  # (rows,) float64
+    """The squared lengths of each row's sequences, summed: the cost of their attention."""
+    views = [list_views(chunk) for chunk in table.column(LENGTHS_COLUMN).chunks]
+    return np.concatenate([np.add.reduceat(values.astype(float) ** 2, offsets[:-1]) for offsets, values in views])
 
 
 def is_empty(column: pa.ChunkedArray) -> bool:

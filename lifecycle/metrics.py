@@ -63,8 +63,8 @@ class StepMeter:
         batch_tokens = int(batch.lengths.sum())
         num_micro_batches, world_size = len(batch.table), len(batch.table[0]) * batch.num_sharing
         images = batch.data.images
-        loads = batch.data.images_of(batch.sample_ids)
-        sample_costs = cost_samples(batch.lengths, self.flops.attention_cost, loads)
+        load = batch.data.load_of(batch.sample_ids)
+        sample_costs = cost_samples(batch.lengths, self.flops.attention_cost, load)
         # (K, ranks, or groups of those that share rows)
         costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
         total_seconds = seconds + sums.data_wait_seconds

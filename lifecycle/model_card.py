@@ -25,11 +25,6 @@ CARD_FILE, CURVE_FILE = "README.md", "loss_curve.svg"
 MAX_POINTS = 300  # of the curve; each is the mean of as many steps
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
 LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
-PIPELINES = {  # of each objective, as the hub calls them
-    "causal-lm": "text-generation",
-    "sequence-classification": "text-classification",
-    "token-classification": "token-classification",
-}
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
             "track", "track_project", "track_name", "push_to_hub", "hub_private")  # fmt: skip
 
@@ -81,7 +76,7 @@ def describe_head(options: TrainOptions, inputs: RunInputs) -> ModelCardData:
     return ModelCardData(
         **base,
         library_name=LIBRARIES[method.relation],
-        pipeline_tag="image-text-to-text" if sees_images else PIPELINES[options.classification.objective],
+        pipeline_tag="image-text-to-text" if sees_images else inputs.objective.pipeline_tag,
         tags=["mini_trainer", *method.tags],
     )
 

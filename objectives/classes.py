@@ -106,6 +106,10 @@ class Classification(Objective):
         return self.task.objective
 
     @property
+    def pipeline_tag(self) -> str:
+        return "token-classification" if self.of_tokens else "text-classification"
+
+    @property
     def metrics(self) -> dict[str, bool]:
         return METRICS[self.task.label_type]
 

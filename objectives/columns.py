@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 
-from families.sample import Sample
+from families.sample import LENGTHS_COLUMN, Sample
 
 CAUSAL_LM, SEQUENCES, TOKENS = "causal-lm", "sequence-classification", "token-classification"
 VISION = "vision-language"
@@ -125,6 +125,8 @@ def check_sample(columns: Columns, sample: Sample, row: RowFacts) -> None:
     input_ids = sample["input_ids"]
     if input_ids.min() < 0 or input_ids.max() >= row.vocab_size:
         raise ValueError(f"{row.where}: token ids beyond the model's vocabulary of {row.vocab_size}")
+    if LENGTHS_COLUMN in sample and (sample[LENGTHS_COLUMN].min() < 1 or sample[LENGTHS_COLUMN].sum() != row.length):
+        raise ValueError(f"{row.where}: {LENGTHS_COLUMN} are {sample[LENGTHS_COLUMN].tolist()} and len {row.length}")
     columns.check(sample, row)
 
 

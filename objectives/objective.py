@@ -67,6 +67,7 @@ class Objective(ABC):
     noise: EmbeddingNoise | None = None  # on the embeddings, while it trains
 
     name: ClassVar[str]  # as sidecars of data sets have it
+    pipeline_tag: ClassVar[str] = "text-generation"  # of models that it trains, on the hub
     metrics: ClassVar[dict[str, bool]]  # numbers of `summarize` that can choose the best model; whether more is better
 
     gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted

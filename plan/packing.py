@@ -50,9 +50,9 @@ def pack_next_batches(
         first = start.num_samples + i * options.batch_size
         ids = draw_samples(data, seed=options.seed, start=first, count=options.batch_size)
         lengths, trained = data.lengths[ids], data.num_loss_tokens[ids]
-        images = data.images_of(ids)
-        table = pack_batch(lengths, cap, world_size, flops.attention_cost, images)
-        costs = cost_samples(lengths, flops.attention_cost, images)
+        load = data.load_of(ids)
+        table = pack_batch(lengths, cap, world_size, flops.attention_cost, load)
+        costs = cost_samples(lengths, flops.attention_cost, load)
         loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
         cells = [indices for row in table for indices in row]
         rows.append(

@@ -82,8 +82,8 @@ def plan_batches(data: Mixture, cap: int, *, attention_cost: float, world: World
     num_sharing = count_sharing(world.row_group)
     for start in range(0, len(data.kept), NUM_PACKED):
         rows = data.kept[start : start + NUM_PACKED]
-        images = data.images_of(rows)
-        for cell in pack_batch(data.lengths[rows], cap, world.world_size // num_sharing, attention_cost, images):
+        num_rows, load = world.world_size // num_sharing, data.load_of(rows)
+        for cell in pack_batch(data.lengths[rows], cap, num_rows, attention_cost, load):
             yield rows[cell[world.rank // num_sharing]]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batch_packer import ImageLoad, batch_lengths_to_minibatches_lpt, pack_batch, sum_step_costs
+from batch_packer import SampleLoad, batch_lengths_to_minibatches_lpt, pack_batch, sum_step_costs
 
 untimed = settings(deadline=None)  # the first call may compile
 
@@ -244,7 +244,7 @@ def draw_images(lengths, cap, seed, share=0.6):
     rng = np.random.default_rng(seed)
     patches = rng.integers(1, 2 * max(lengths) + 1, len(lengths)) * (rng.random(len(lengths)) < share)
     patches = patches if cap is None else np.minimum(patches, cap)
-    return ImageLoad(patches, 0.2 * patches + 0.002 * patches**2, cap)
+    return SampleLoad(patches, 0.2 * patches + 0.002 * patches**2, cap)
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_random_small_tables_with_images_need_the_fewest_steps_and_nearly_the_le
 
 def test_batches_without_an_image_are_packed_as_texts_to_the_bit():
     lengths = np.random.default_rng(2).lognormal(5, 1, 256).astype(int).clip(1, 2048)
-    none = ImageLoad(np.zeros(256, np.int64), np.zeros(256), 10)
+    none = SampleLoad(np.zeros(256, np.int64), np.zeros(256), 10)
     assert pack_batch(lengths, 4096, 4, 0.001, none) == pack_batch(lengths, 4096, 4, 0.001)
 
 
@@ -296,7 +296,7 @@ def test_costs_of_images_are_balanced_over_ranks():
     rng = np.random.default_rng(3)
     lengths = rng.lognormal(5, 0.4, 512).astype(int).clip(20, 500)
     patches = rng.integers(100, 2000, 512) * (rng.random(512) < 0.5)
-    images = ImageLoad(patches, patches * 1.0, 16_000)
+    images = SampleLoad(patches, patches * 1.0, 16_000)
     table = pack_batch(lengths, 4096, 8, 1e-4, images)
     total = sum_step_costs([[[i]] for i in range(512)], lengths, 1e-4, images)
     blind = pack_batch(lengths, 4096, 8, 1e-4)
@@ -306,4 +306,13 @@ def test_costs_of_images_are_balanced_over_ranks():
 
 def test_a_sample_beyond_the_cap_of_patches_is_refused():
     with pytest.raises(ValueError, match="sample 1 has 30 patches of images, more than the cap of 20"):
-        pack_batch([4, 5], 10, 1, 0.0, ImageLoad(np.array([0, 30]), np.zeros(2), 20))
+        pack_batch([4, 5], 10, 1, 0.0, SampleLoad(np.array([0, 30]), np.zeros(2), 20))
+
+
+def test_samples_of_several_sequences_cost_the_sum_of_theirs():
+    lengths, cost = [100, 100, 100, 100], 0.1
+    halves = SampleLoad(squares=np.array([10_000.0, 5_000.0, 5_000.0, 5_000.0]))  # the last three are of 50 and 50
+    table = pack_batch(lengths, 300, 2, cost, halves)
+    assert sorted(sorted(cell) for step in table for cell in step) == [[0], [1, 2, 3]]
+    assert sum_step_costs(table, lengths, cost, halves) == 3 * (100 + cost * 5_000)
+    assert sorted(len(cell) for step in pack_batch(lengths, 300, 2, cost) for cell in step) == [2, 2]
