@@ -311,8 +311,8 @@ def test_a_sample_beyond_the_cap_of_patches_is_refused():
 
 def test_samples_of_several_sequences_cost_the_sum_of_theirs():
     lengths, cost = [100, 100, 100, 100], 0.1
-    halves = SampleLoad(squares=np.array([10_000.0, 5_000.0, 5_000.0, 5_000.0]))  # the last three are of 50 and 50
+    halves = SampleLoad(squares=np.array([10_000.0, 2_500.0, 2_500.0, 2_500.0]))  # the last three hold four of 25
     table = pack_batch(lengths, 300, 2, cost, halves)
     assert sorted(sorted(cell) for step in table for cell in step) == [[0], [1, 2, 3]]
-    assert sum_step_costs(table, lengths, cost, halves) == 3 * (100 + cost * 5_000)
+    assert sum_step_costs(table, lengths, cost, halves) == 100 + cost * 10_000
     assert sorted(len(cell) for step in pack_batch(lengths, 300, 2, cost) for cell in step) == [2, 2]
