@@ -74,15 +74,20 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+MADE: set[Path] = set()  # directories that this process has begun to write in
+
+
 def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
     """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room.
 
-    Makes the directory of `target`, but none above it: a run's directory that is missing was moved or removed.
+    Makes the directory of `target` once, and none above it: one that is missing later was moved or removed.
     """
     aside = target.parent / f"{ASIDE[0]}{target.name}"
     remove_quietly(aside)
     try:
-        target.parent.mkdir(exist_ok=True)
+        if target.parent not in MADE:
+            target.parent.mkdir(exist_ok=True)
+            MADE.add(target.parent)
         aside.mkdir()
     except OSError as error:
         raise OSError(f"cannot write {what} {target}: {error}") from None
