@@ -95,6 +95,17 @@ def test_every_name_in_the_architecture_exists():
     assert sorted(named - find_defined_names(sources)) == []
 
 
+def test_the_architecture_has_every_room_and_every_module_of_the_root():
+    outside = {"tests", "benchmarks", "quickstart"}
+    parts = {name.partition("/")[::2] for name in list_files() if name.endswith(".py")}
+    rooms = {f"{room}/" if rest else room for room, rest in parts} - {f"{name}/" for name in outside}
+    assert {"train.py", "chat/"} <= rooms
+    text = ARCHITECTURE.read_text()
+    layers = re.search(r"^## Layers$.*?```(.*?)```", text, flags=re.MULTILINE | re.DOTALL).group(1).split()
+    assert sorted(room for room in rooms if f"| `{room}` |" not in text) == []
+    assert sorted(rooms - {"__init__.py"} - set(layers)) == []
+
+
 def test_the_first_page_fits_three_screens():
     num_lines = len((ROOT / "README.md").read_text().splitlines())
     assert num_lines <= THREE_SCREENS, f"README.md has {num_lines} lines"
