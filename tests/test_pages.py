@@ -95,9 +95,41 @@ def test_every_name_in_the_architecture_exists():
     assert sorted(named - find_defined_names(sources)) == []
 
 
+def test_the_architecture_has_every_room_and_every_module_of_the_root():
+    outside = {"tests", "benchmarks", "quickstart"}
+    parts = {name.partition("/")[::2] for name in list_files() if name.endswith(".py")}
+    rooms = {f"{room}/" if rest else room for room, rest in parts} - {f"{name}/" for name in outside}
+    assert {"train.py", "chat/"} <= rooms
+    text = ARCHITECTURE.read_text()
+    layers = re.search(r"^## Layers$.*?```(.*?)```", text, flags=re.MULTILINE | re.DOTALL).group(1).split()
+    assert sorted(room for room in rooms if f"| `{room}` |" not in text) == []
+    assert sorted(rooms - {"__init__.py"} - set(layers)) == []
+
+
 def test_the_first_page_fits_three_screens():
     num_lines = len((ROOT / "README.md").read_text().splitlines())
     assert num_lines <= THREE_SCREENS, f"README.md has {num_lines} lines"
+
+
+def test_the_table_of_the_first_page_has_the_numbers_of_the_results():
+    page, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks" / "results"
+    lines = (results / "train_step.txt").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    steps = {name: dict(zip(rows[0], [name, *cells], strict=True)) for name, *cells in rows}
+    compared = [steps[name] for name in ("ours", "trl", "padded", "grouped")]
+    memory = [f"{float(step['peak memory'].removesuffix(' GB')):.1f} GB" for step in compared]
+    assert f"| samples/s ¹ | {' | '.join(step['samples/s'] for step in compared)} |" in page
+    assert f"| peak memory ¹ | {' | '.join(memory)} |" in page
+    assert {step["samples apart"] for step in compared} == {"yes"} != {steps["trl-wrapped"]["samples apart"]}
+    masks = (results / "chat_templates.txt").read_text()
+    num_templates = int(re.search(r"^(\d+) templates x", masks, flags=re.MULTILINE).group(1))
+    num_refused = int(re.search(r"^templates refused whole: (\d+)", masks, flags=re.MULTILINE).group(1))
+    assert f"| {num_templates - num_refused} of {num_templates}; the other {num_refused} are refused |" in page
+    assert re.search(r"^([\d,]+) kept, 0 wrong", masks, flags=re.MULTILINE).group(1) in page
+    soak = re.search(
+        r"^\| all \| (\d+) \|.* (\d+) \| 0 \| 0 \|$", (results / "soak.txt").read_text(), flags=re.MULTILINE
+    )
+    assert f"| {soak[2]} of {soak[2]} runs, {soak[1]} kills |" in page
 
 
 def test_every_metric_is_explained():
