@@ -1,4 +1,4 @@
-"""The options of data: rows, the data sets made from them, and what a run draws."""
+"""Data options: rows, tokenized data sets, and the samples that a run draws."""
 
 import os
 from dataclasses import dataclass, field
@@ -7,74 +7,72 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What it is trained on, and how much of that at a time."""
+    """Training data, and how much of it each step takes."""
 
     data_path: tuple[str, ...] = ()
-    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl. Or give rows, by --input-file,
+    """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl. For raw rows use --input-file,
     --input-dataset or --mock-data."""
     data_weights: tuple[float, ...] = ()
-    """Of several data sets, how much is drawn of each beside the others, such as 7 3; none: as much as they hold, so
-    that an epoch has every sample once."""
+    """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch has every sample
+    once."""
     data_weights_by: Literal["samples", "tokens"] = "samples"
-    """What the weights count: the samples that are drawn, or their tokens."""
+    """Unit of the weights: samples drawn, or their tokens."""
     batch_size: int = 128
     """Samples per optimizer step, over all ranks."""
     max_tokens_per_gpu: int | Literal["auto"] = 8192
-    """Most tokens in one micro-batch on one rank; sets the memory that activations need. auto: measured at the start,
-    the largest that leaves a margin."""
+    """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: measured at the start,
+    the largest value that leaves a margin."""
     drop_overlong: bool = False
-    """Drop (and count) samples longer than max-tokens-per-gpu instead of refusing to start."""
+    """Drop and count samples longer than --max-tokens-per-gpu, instead of refusing to start."""
     seed: int = 42
-    """Seed of the sample order and of dropout."""
+    """Random seed for the sample order and dropout."""
     subset: str | None = None
-    """Use only so many samples of each data set (10), or this share of them (1%), drawn at random; also of validation
-    sets."""
+    """Use a random subset of each data set, validation sets included: a number of samples (10) or a share (1%)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """Rows that are tokenized: where they are, what they hold, and how they become samples (docs/data.md)."""
+    """Rows to tokenize: location, content, and how they become samples (docs/data.md)."""
 
     input_file: tuple[str, ...] = ()
     """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
     input_dataset: str | None = None
-    """In place of files, a data set of the hub, NAME or NAME:CONFIG, read as it comes; or a local folder of the
-    datasets library."""
+    """Instead of files: a data set on the hub (NAME or NAME:CONFIG), streamed, or a local folder saved by the datasets
+    library."""
     split: str | None = None
-    """Of --input-dataset: which of its splits; train if not given."""
+    """Split of --input-dataset. Default: train."""
     revision: str | None = None
-    """Of --input-dataset on the hub: branch, tag or commit; its main branch if not given."""
+    """Branch, tag or commit of --input-dataset on the hub. Default: its main branch."""
     mock_data: int | None = None
-    """In place of rows, this many samples of random tokens, for trying how fast a model trains."""
+    """Instead of rows: this many samples of random tokens, to measure training speed."""
     mock_length: int | None = None
-    """Tokens of each of them; 2048 if not given."""
+    """Tokens in each sample of --mock-data. Default: 2048."""
     format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
-    """What the rows of every file are; None: each file's first row shows it, unless they are for classification."""
+    """Format of the rows. Default: detected from each file's first row, except classification."""
     messages_field: str | None = None
-    """Where a row has its messages, if not in messages: a column or key, with dots for one in another (chat.turns)."""
+    """Column or key of the messages; dots reach into nested ones (chat.turns). Default: messages."""
     prompt_field: str | None = None
-    """Where a row has its prompt, if not in prompt."""
+    """Column or key of the prompt. Default: prompt."""
     completion_field: str | None = None
-    """Where a row has its completion, if not in completion or generation."""
+    """Column or key of the completion. Default: completion or generation."""
     text_field: str | None = None
-    """The column or key of the text: of a document, or what is classified, there also the list of words or the
-    chat."""
+    """Column or key of the text: a document, or the text, words or chat to classify."""
     ignore_columns: tuple[str, ...] = ()
-    """Columns, or keys of messages (messages.KEY), to ignore although they change what should be learned, such as
-    score, label or rejected. Otherwise a file is refused if it has such a column and its format does not read it."""
+    """Columns, or keys of messages (messages.KEY), to ignore although they would change the training signal, such as
+    score, label or rejected. A file with such a column is refused if its format does not read the column."""
     images: bool = False
-    """Rows may have images: the model's own processor says how many tokens each one is (docs/vision.md). Needs the
-    package pillow; transformers' processors import torch where it is installed."""
+    """Rows may have images; the model's own processor determines the tokens of each (docs/vision.md). Needs the package
+    pillow; transformers' processors import torch where it is installed."""
     allow_downloads: bool = False
-    """With --images: fetch those whose rows give an address; the data set holds what was fetched."""
+    """With --images: download images given by URL and store them in the data set."""
     chat_template: str | None = None
-    """Template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
-    needs, in the tokenizer directory beside the output, which training uses."""
+    """Chat template to use instead of the model's: chatml, llama3, zephyr, or a Jinja file. Saved, with the tokens it
+    needs, in the tokenizer directory next to the output, which training uses."""
     add_special_tokens: tuple[str, ...] = ()
     """Special tokens to add to the vocabulary; saved in the same directory."""
     allow_missing_stop_token: bool = False
-    """Train even if fewer than half of the rows train a stop token, because the chat template writes none after a
-    conversation's last turn or after any turn. The model may not learn to stop."""
+    """Allow chat templates that write no stop token after the last turn, or after any turn, so that fewer than half of
+    the rows train one. The model may not learn to stop."""
     append_stop_token: bool = False
     """If the chat template writes no stop token after a conversation's last turn, append and train the one that ends
     earlier turns, or else the tokenizer's eos_token."""
@@ -83,82 +81,82 @@ class RowOptions:
     template renders rows; train-as-prompted trains the last answer of each row after the prompt's own words, beginning
     with the text that closes the reasoning."""
     strict_reasoning: bool = False
-    """Refuse rows in which the chat template leaves out the reasoning of a trained answer, instead of counting them."""
+    """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
     max_sample_num_tokens: int | None = None
-    """Drop (and count) samples with more tokens than this."""
+    """Drop and count samples with more tokens than this."""
     truncate: bool = False
-    """Classification: cut what is longer than --max-sample-num-tokens, and count it, instead of dropping it."""
+    """Classification: truncate and count samples longer than --max-sample-num-tokens, instead of dropping them."""
     text_pair_field: str | None = None
-    """Classification: the column or key of a second text; text_pair if not given, in rows that have it."""
+    """Classification: column or key of a second text. Default: text_pair, in rows that have it."""
     label_field: str | None = None
-    """Classification: the column or key of the label, or of the words' labels; label or labels if not given."""
+    """Classification: column or key of the label, or of the words' labels. Default: label or labels."""
     label_separator: str | None = None
-    """Classification: what stands between several labels in one text, such as ; in a table."""
+    """Classification: separator of several labels in one text, such as ; in a table."""
     label_type: Literal["single", "multi", "regression"] | None = None
-    """Classification: one label of several, several at once, or a number to predict; None: as the labels look."""
+    """Classification: one label, several labels, or numbers to predict. Default: inferred from the labels."""
     label_names: tuple[str, ...] = ()
-    """Classification: the labels, in the order of their classes; if not given, all that occur, sorted."""
+    """Classification: the labels, in class order. Default: all that occur, sorted."""
     labels_from: str | None = None
-    """Classification: a data set of this script, or its sidecar, whose labels these rows have, too, as a validation
-    set has its training set's."""
+    """Classification: tokenized data set, or its sidecar, whose labels to reuse, such as the training set's for a
+    validation set."""
     block_size: int | None = None
-    """Documents only: cut their stream into blocks of this many tokens."""
+    """Documents: cut their stream into blocks of this many tokens."""
     validation_share: float | None = None
-    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. A row's content alone decides
-    where it goes."""
+    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. A row's side depends on its
+    content alone."""
     skip_invalid: bool = False
-    """Write rows that cannot be used beside the output and go on, instead of stopping."""
+    """Skip rows that cannot be used and write them next to the output, instead of stopping."""
     num_proc: int = os.cpu_count() or 1
-    """Worker processes that tokenize."""
+    """Number of tokenizing processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions:
-    """Whether it learns: losses on data that it is not trained on (docs/validation.md)."""
+    """Validation on held-out data, early stopping (docs/validation.md)."""
 
     validation_data_path: tuple[str, ...] = ()
-    """Tokenized data sets to measure the model on, before the first step, after the last, and as the next two say."""
+    """Tokenized validation sets, scored before the first step, after the last, and as the next two options say."""
     validate_every_steps: int | None = None
-    """Measure each time this many steps have been taken."""
+    """Validate every this many steps."""
     validate_at_epoch: bool = False
-    """Measure at the first step that completes an epoch."""
+    """Validate at the end of each epoch."""
     validate_training_data: bool = False
-    """Measure on the training data, too."""
+    """Validate on the training data, too."""
     export_best: bool = True
-    """Export the model to hf_format/best whenever its validation is the best so far, by --best-metric."""
+    """Export the model to hf_format/best whenever a validation is the best so far by --best-metric."""
     best_metric: str = "loss"
-    """What tells the best model, and when to stop: loss, perplexity or token_accuracy; of classifiers loss, accuracy,
-    precision, recall, f1, f1_weighted or matthews; of regression loss, mse, mae, pearson or spearman."""
+    """Metric of the best model and of early stopping: loss, perplexity or token_accuracy; for classifiers loss,
+    accuracy, precision, recall, f1, f1_weighted or matthews; for regression loss, mse, mae, pearson or spearman."""
     write_predictions: bool = False
-    """Classifiers: write what each validation predicts to output-dir/predictions_samples_N.jsonl."""
+    """Classifiers: write each validation's predictions to OUTPUT_DIR/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None = None
-    """End the run when this many validations in a row have not been better than the best."""
+    """Stop after this many validations in a row without improvement."""
 
     @property
     def is_asked(self) -> bool:
-        """Whether the model is measured at all."""
+        """Whether there is anything to validate on."""
         return bool(self.validation_data_path) or self.validate_training_data
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessDataOptions:
-    """Tokenize chats, completions or documents for training; of chats only the assistant's tokens are trained."""
+    """Tokenize chats, completions, documents or labelled texts; in chats only the assistant's tokens are trained."""
 
     output_file: str
-    """Tokenized data set to write; the ending chooses the format: .arrow, .parquet or .jsonl."""
+    """Tokenized data set to write: .arrow, .parquet or .jsonl."""
     model_name_or_path: str
     """Model or tokenizer directory or hub name, for its tokenizer and chat template."""
     model_revision: str | None = None
-    """Of a model on the hub: branch, tag or commit; its main branch if not given."""
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
-    """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
     config: tuple[str, ...] = ()
-    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
-    is the environment's."""
+    """YAML files with any of these options; later files win over earlier ones, and flags over all. ${NAME} in a value
+    is read from the environment."""
     preview: int = 2
-    """Samples to print at the end, trained tokens in colour, or in brackets where there is no terminal."""
+    """Number of samples to print at the end, trained tokens in colour, or in brackets without a terminal."""
     preview_html: str | None = None
-    """Page to write, for a browser: the report, and samples to look through."""
+    """HTML page to write: the report, and samples to browse."""
     string_for_printing_masks: str | None = None
-    """In samples printed, put this for each run of masked tokens instead of their text."""
+    """Text to print for each run of masked tokens, instead of the tokens."""
     rows: RowOptions = field(default_factory=RowOptions)

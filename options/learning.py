@@ -1,4 +1,4 @@
-"""The options of what is learned, and how: model, objective, optimizer, method."""
+"""Learning options: model, objective, optimizer, method."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,56 +9,56 @@ SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is trained."""
+    """The model to train."""
 
     model_name_or_path: str
     """Model directory or hub name, Hugging Face format."""
     model_revision: str | None = None
-    """Of a model on the hub: branch, tag or commit; its main branch if not given."""
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
-    """Run the code that the model brings along. Of a model on the hub only with the commit as --model-revision."""
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationOptions:
-    """What is learned: language, or classes (docs/classification.md)."""
+    """The objective: language modelling or classification (docs/classification.md)."""
 
     objective: Literal["causal-lm", "sequence-classification", "token-classification"] = "causal-lm"
-    """What the model learns, on data that process_data.py made for it."""
+    """Training objective; the data must have been tokenized for it."""
     class_weights: tuple[str, ...] = ()
-    """Classifiers: what each class counts in the loss, a number for each in the order of the labels; balanced: the
-    rarer, the more."""
+    """Classifiers: weight of each class in the loss, in the order of the labels; balanced: inversely proportional to
+    its frequency."""
     label_smoothing: float = 0.0
-    """This share of each target is spread over all classes, of language models over the whole vocabulary. Their
-    validations measure without it."""
+    """Share of each target spread over all classes, or over the vocabulary for language models. Validations of language
+    models do not use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """Of data with images (docs/vision.md)."""
+    """Vision-language models (docs/vision.md)."""
 
     freeze: tuple[Literal["vision", "projector", "language", "nothing"], ...] = ("vision",)
-    """Parts of a model that sees which stay as they are; nothing: all of it trains."""
+    """Parts of a vision-language model to freeze; nothing: train all of it."""
     max_image_tokens_per_gpu: int | None = None
-    """Most patches of images in one micro-batch on one rank, counted as they enter the vision tower, whose memory they
-    set. None: as many as --max-tokens-per-gpu lets in."""
+    """Maximum number of image patches in a micro-batch on one rank, counted as they enter the vision tower; determines
+    its memory. Default: limited by --max-tokens-per-gpu alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationOptions:
-    """How gradients become weights."""
+    """Optimizer, learning rate schedule and regularization."""
 
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit: AdamW that keeps its moments in 8 bits, a quarter of their memory; slightly other steps."""
+    """adamw8bit: AdamW with 8-bit moments, which take a quarter of the memory; its steps differ slightly."""
     master_weights: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: hold weights, and gradients between micro-batches, in half the memory, and round every update up or
-    down at random so that small ones are not lost; noisier."""
+    """bfloat16: halve the memory of weights, and of gradients between micro-batches, with stochastic rounding of
+    updates, so that small ones are not lost; noisier."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     num_warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Number of linear warm-up steps."""
     warmup_ratio: float | None = None
-    """In place of a number, the share of the run's steps over which it rises."""
+    """Warm-up steps as a share of the run's, instead of a number."""
     lr_scheduler: Literal[
         "constant_with_warmup",
         "constant",
@@ -71,13 +71,13 @@ class OptimizationOptions:
     ] = "constant_with_warmup"
     """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
     num_cycles: int | None = None
-    """cosine_with_restarts only: how often it falls from the peak."""
+    """cosine_with_restarts only: number of cycles."""
     lr_power: float | None = None
-    """polynomial only: the power with which it falls; 1 (linear) if not given."""
+    """polynomial only: power of the decay. Default: 1 (linear)."""
     num_decay_steps: int | None = None
-    """wsd only: length of the final decay in steps; 10 % of the run if not given."""
+    """wsd only: length of the final decay in steps. Default: 10 % of the run."""
     min_lr_ratio: float | None = None
-    """Final learning rate as a share of the peak, for schedules that decay; 0 if not given."""
+    """Final learning rate as a share of the peak, for schedules that decay. Default: 0."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay; norms and biases are never decayed."""
     adam_beta1: float = 0.9
@@ -87,17 +87,17 @@ class OptimizationOptions:
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
     router_aux_loss: float | None = None
-    """Mixtures of experts: how much the loss that keeps experts evenly used counts (router_aux_loss_coef); None: as the
-    model's config says, which is 0 unless it has output_router_logits."""
+    """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
+    without output_router_logits."""
     neftune_alpha: float | None = None
-    """NEFTune: while training, add noise to each sample's embeddings, uniform up to this / sqrt(its tokens x hidden
-    size); 5 to 15 are usual."""
+    """NEFTune: add uniform noise of at most this / sqrt(tokens x hidden size) to each sample's embeddings in training;
+    5 to 15 are usual."""
     max_grad_norm: float | None = 1.0
-    """Clip the gradient's global norm to this; None: no clipping."""
+    """Maximum global gradient norm; None: no clipping."""
 
     @property
     def needs_end(self) -> bool:
-        """Whether the learning rate depends on how many steps the run has."""
+        """Whether the learning rate depends on the run's number of steps."""
         return self.lr_scheduler in SCHEDULES_WITH_END or self.warmup_ratio is not None
 
 
@@ -109,25 +109,25 @@ class OSFTOptions:
     """Orthogonal subspace fine-tuning: keep each weight's most important directions exactly, train the rest
     (docs/osft.md)."""
     osft_unfreeze_rank_ratio: float | None = None
-    """Share of each layer's directions that trains, from 0 to 1; the others are kept."""
+    """Share of each layer's directions to train, from 0 to 1; the others are kept."""
     osft_target_patterns: tuple[str, ...] = ()
-    """Parts of the names of the layers to constrain, such as q_proj or mlp; none: every linear layer of the blocks."""
+    """Layers to constrain, by parts of their names, such as q_proj or mlp. Default: all linear layers of the blocks."""
     osft_train_others: bool = False
-    """Train embeddings, norms, biases and head too. What the kept directions protect, these can still change."""
+    """Train embeddings, norms, biases and head too, which can still change what the kept directions protect."""
     osft_cache_dir: str = "~/.cache/mini_trainer/osft"
-    """Where decompositions are kept for the next start, by the weights' hash."""
+    """Cache directory for decompositions, by the hash of the weights."""
     osft_basis: Literal["weights", "activations"] = "weights"
-    """What tells the directions to keep: the weights' singular vectors, or the inputs that the layers see on the data
-    of earlier tasks."""
+    """Directions to keep: the weights' singular vectors, or the principal directions of the layers' inputs on earlier
+    tasks' data."""
     osft_calibration_data: str | None = None
-    """Tokenized data set of what must be remembered; a sample of it is read once."""
+    """Tokenized data set of earlier tasks; a sample of it is read once."""
     osft_statistics: str | None = None
-    """File of the earlier tasks' statistics, in place of their data; those of --osft-calibration-data are added."""
+    """File of the earlier tasks' statistics, instead of their data; those of --osft-calibration-data are added."""
     osft_keep_energy: float | None = None
-    """activations only: keep as many directions of each layer as carry this share of its inputs' energy, instead of
+    """activations only: keep the directions that carry this share of each layer's input energy, instead of
     --osft-unfreeze-rank-ratio."""
     osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
-    """importance: blocks that change their input less keep more, by the statistics; R is then the mean."""
+    """importance: blocks that change their input less keep more directions; the unfreeze ratio is then the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,26 +135,26 @@ class LoRAOptions:
     """Low-rank adapters (docs/lora.md)."""
 
     lora: bool = False
-    """Train low-rank adapters of linear layers beside weights that stay as they are (docs/lora.md)."""
+    """Train low-rank adapters of linear layers and freeze the model's weights (docs/lora.md)."""
     lora_rank: int | None = None
-    """Rank of the adapters; None: 16, or that of --lora-adapter."""
+    """Rank of the adapters. Default: 16, or that of --lora-adapter."""
     lora_alpha: float | None = None
-    """An adapter's product is multiplied by alpha / rank; None: twice the rank, or that of --lora-adapter."""
+    """Adapters are scaled by alpha / rank. Default: twice the rank, or that of --lora-adapter."""
     lora_dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in training."""
+    """Dropout of the adapters' inputs."""
     lora_target_modules: tuple[str, ...] = ()
-    """Layers with an adapter: names, their ends (q_proj), or patterns (layers.[0-3].*); none: every linear layer of
-    the blocks, experts too."""
+    """Layers to adapt: names, their endings (q_proj), or patterns (layers.[0-3].*). Default: all linear layers of the
+    blocks, experts included."""
     lora_use_rslora: bool = False
-    """Multiply by alpha / sqrt(rank), which suits high ranks."""
+    """Scale by alpha / sqrt(rank), which suits high ranks."""
     lora_use_dora: bool = False
-    """Train the length of each row of a weight beside its direction (DoRA)."""
+    """DoRA: also train the magnitude of each row of a weight."""
     lora_modules_to_save: tuple[str, ...] = ()
-    """Modules that train as a whole beside the adapters, such as embed_tokens or lm_head; saved with them."""
+    """Modules to train in full and save with the adapters, such as embed_tokens or lm_head."""
     lora_adapter: str | None = None
-    """Adapter's directory to go on from; it says rank, alpha, and which layers."""
+    """Directory of an adapter to continue from, which determines rank, alpha and layers."""
     lora_export: Literal["adapter", "merged", "both"] = "adapter"
-    """What an export holds: the adapter for peft and vLLM, the model with the adapter added to its weights, or both,
-    the adapter then in the folder adapter/ of the model's."""
+    """Content of an export: the adapter, for peft and vLLM; the model with the adapter merged into its weights; or
+    both, with the adapter in the subdirectory adapter/."""
     base_quantization: Literal["none", "nf4"] = "none"
     """nf4: hold the weights of the blocks' linear layers in 4 bits (QLoRA; pip install peft bitsandbytes)."""

@@ -25,17 +25,17 @@ class TrainOptions:
     """Fine-tune a causal language model or a classifier with FSDP2 on data written by process_data.py."""
 
     output_dir: str
-    """Directory for metrics, options, checkpoints and exported models: new, empty, or this run's own, to go on."""
+    """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
     config: tuple[str, ...] = ()
-    """YAML files with any of these options: of several, the later ones win, and flags win over all. ${NAME} in a value
-    is the environment's."""
+    """YAML files with any of these options; later files win over earlier ones, and flags over all. ${NAME} in a value
+    is read from the environment."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """What rank 0 prints; WARNING leaves out the step lines."""
+    """Log level of rank 0; WARNING leaves out the step lines."""
     preset: Literal["sanity", "toy", "full"] | None = None
-    """Values for options that are not given. sanity: 10 samples, 2 steps, a validation, an export that is loaded back;
-    toy: 1 % of the data, at most 100 steps; full: none, all of it."""
+    """Defaults for other options. sanity: 10 samples, 2 steps, a validation, an export that is loaded back; toy: 1 % of
+    the data, at most 100 steps; full: no changes."""
     data_cache_dir: str = "~/.cache/mini_trainer/data"
-    """Where rows are kept once they are tokenized, by their content, for the next start; every node must see it."""
+    """Cache directory for tokenized rows, by their content; every node must see it."""
     model: ModelOptions
     data: DataOptions = field(default_factory=DataOptions)
     rows: RowOptions = field(default_factory=RowOptions)
