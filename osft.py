@@ -171,13 +171,13 @@ class OSFT(Method):
             self.layers.append(layer)
 
     def count_kept_by_ratio(self, num_columns: dict[str, int]) -> dict[str, int]:
-        """Of each layer's directions those kept; rank 0's. ValueError if that is all of them."""
+        """Number of directions to keep in each layer; rank 0's. ValueError if that is all of them."""
         num_kept = {name: count_kept(columns, self.choose_ratio(name)) for name, columns in num_columns.items()}
         self.refuse_nothing(num_kept, num_columns, "--osft-unfreeze-rank-ratio")
         return num_kept
 
     def count_kept_by_energy(self, num_columns: dict[str, int], num_kept: dict[str, int]) -> dict[str, int]:
-        """As many as carry the energy asked for, where `num_kept` is empty; reports the energy left outside. Rank 0."""
+        """`num_kept`, or if it is empty the numbers that carry the energy asked for; reports the rest. Rank 0."""
         spectra = {name: read_subspace(self.subspace_files[name])["singular_values"].square() for name in num_columns}
         if (wanted := self.options.osft_keep_energy) is not None:
             shares = {name: spectrum.cumsum(0) / spectrum.sum() for name, spectrum in spectra.items()}
@@ -337,7 +337,7 @@ class OSFTLinear(nn.Module):
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """Of the weight of the layer that was replaced, as it stored it."""
+        """Shape of the replaced layer's weight, as it stored it."""
         shape = (self.num_rows, self.num_columns)
         return shape if self.on_input != self.is_conv1d else shape[::-1]
 
@@ -381,7 +381,7 @@ def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world:
     """U_high = A V_high / S_high, sharded by rows; zero where S is, since any direction would do there.
 
     Each rank computes its own rows in fp64. Directions whose singular values are small are not quite orthogonal after
-    the division, which the Cholesky factor of their Gram matrix mends.
+    the division, which the Cholesky factor of their Gram matrix corrects.
     """
     num_kept = V_high.shape[1]
     kept_values = singular_values[:num_kept]

@@ -225,7 +225,7 @@ def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:
                 if closed.is_set():
                     return
             put("end", None)
-        except BaseException as error:  # whatever it is, it belongs to the thread that trains
+        except BaseException as error:  # any error belongs to the training thread
             put("error", error)
 
     threading.Thread(target=produce, name="prefetch", daemon=True).start()

@@ -147,6 +147,6 @@ if __name__ == "__main__":
         options = tokenize_rows(options, world, control)
         code, message = train(options, world, control)
         dist.destroy_process_group()
-    except BaseException as error:  # whatever it is, the other ranks end with this one
+    except BaseException as error:  # after any error, the other ranks end with this one
         control.fail(error)
     control.finish(code, message)

@@ -47,7 +47,7 @@ def find_pad_position(model: PreTrainedModel) -> int | None:
 
 
 def find_position_table(model: PreTrainedModel) -> nn.Embedding | None:
-    """The learned vector of each position; None where positions are told otherwise (rotary embeddings)."""
+    """The learned vector of each position; None for positions of another kind (rotary embeddings)."""
     tables = [
         module
         for name, module in find_decoder(model).named_modules()

@@ -132,7 +132,7 @@ def check_hash(directory: Path, name: str, entry: dict[str, Any]) -> None:
 
 
 class TensorReader:
-    """Reads any part of a checkpoint's tensors, whatever number of ranks wrote them."""
+    """Reads any part of a checkpoint's tensors, written by any number of ranks."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         self.directory, self.manifest, self._files = directory, manifest, {}

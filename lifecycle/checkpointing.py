@@ -1,4 +1,4 @@
-"""Checkpoints, from which a run goes on exactly: written aside by all ranks, verified, read by any number of them."""
+"""Checkpoints, from which a run resumes exactly: written aside by all ranks, verified, read by any number of them."""
 
 import re
 import shutil

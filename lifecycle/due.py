@@ -15,7 +15,7 @@ class Due:
     validation: bool
     checkpoint: bool
     export: bool
-    stop: tuple[ExitCode, str] | None  # the exit code, and why; None: the run goes on, or has come to its end
+    stop: tuple[ExitCode, str] | None  # the exit code, and why; None: the run continues, or has ended
 
 
 def what_is_due(

@@ -123,7 +123,7 @@ class ExportWriter:
         return shell
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Writes some tensors. A write that failed is told by `commit`: now the other ranks are gathering."""
+        """Writes some tensors. Write errors surface in `commit`, since the other ranks are gathering now."""
         if self.error is None:
             try:
                 self.stream.add(tensors)

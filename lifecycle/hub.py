@@ -76,7 +76,7 @@ class Uploads:
             log.warning(f"warning: not on the hub: {len(left)} exports. To upload them:\n  {commands}")
 
     def tell(self, what: str, export_dir: Path | None = None, branch: str = MAIN) -> None:
-        """A warning, once: what comes after it is told at the end, together."""
+        """Warns once; later problems are reported together at the end."""
         if not self.has_told:
             self.has_told = True
             command = describe_command(self.repo_id, export_dir or Path("EXPORT"), branch)
@@ -97,7 +97,7 @@ class Uploads:
                 self.waiting.remove(upload)
 
     def _prepare(self) -> None:
-        """Makes the repository at the run's start, so that what is wrong is told before there is anything to upload."""
+        """Creates the repository at the start of the run, so that problems show before there is anything to upload."""
         try:
             from huggingface_hub.utils import disable_progress_bars
 

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Errors(list[ValueError | OSError]):
-    """What is wrong with a run, as far as it can be seen."""
+    """The errors found in a run's inputs."""
 
     def attempt(self, function: Callable[[], Result]) -> Result | None:
         """The function's result, or None and one error more."""
@@ -40,9 +40,9 @@ class Errors(list[ValueError | OSError]):
 
 @dataclass
 class RunInputs:
-    """What a run reads before anything large is loaded; None in the place of what cannot be read.
+    """The inputs of a run that are read before anything large is loaded; None for those that cannot be read.
 
-    Invariant: whatever is None, or does not fit, is told by `errors`. A run goes on only if there are none.
+    Invariant: `errors` names everything that is None or does not fit. A run starts only without errors.
     """
 
     family: Family  # complete once there is a tokenizer

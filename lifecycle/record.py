@@ -47,10 +47,10 @@ def identify_run(
     compute_dtype: torch.dtype,
     num_steps: int | None,
 ) -> dict[str, Any]:
-    """Whatever decides what a run computes: a checkpoint only fits a run that has the same.
+    """Everything that decides a run's numbers: a checkpoint only fits a run with the same identity.
 
-    `data_sources` is what the sidecars say of the files that the data was made from, `method_data` the digests of what
-    the method reads beside it; `num_steps` is None unless the learning rate depends on it.
+    `data_sources` is what the sidecars say of the files that the data was made from, `method_data` the digests of the
+    other files that the method reads; `num_steps` is None unless the learning rate depends on it.
     """
     values = flatten_options(options)
     digests = [
@@ -70,7 +70,7 @@ def identify_run(
 
 
 def to_json(value: Any) -> Any:
-    """As it will be when it has been written and read."""
+    """The value as JSON returns it."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -178,7 +178,7 @@ def name_in_identity(option: str) -> str:
 def record_start(output_dir: Path, options: TrainOptions, identity: dict[str, Any], start: dict[str, Any]) -> None:
     """Writes training_params.json: the options of this start, and each start.
 
-    `start` is what `describe_start` says of this one; where it goes on from nothing, earlier ones are not its run's.
+    `start` is what `describe_start` says of this one; without `resumed_from`, earlier starts belong to another run.
     """
     starts = []
     if start["resumed_from"] and (output_dir / PARAMS_FILE).exists():  # else the checkpoint is from another directory

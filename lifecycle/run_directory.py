@@ -42,7 +42,7 @@ class RunDirectory:
     """
 
     def __init__(self, options: TrainOptions, world: World, control: RunControl):
-        """Locks the directory and chooses the checkpoint to go on from; RunError or ValueError if it cannot be had."""
+        """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
         self.options, self.world, self.control = options, world, control
         self.path = Path(options.output_dir)
         call_on_rank0(world, lambda: control.lock(self.path))
@@ -98,7 +98,7 @@ class RunDirectory:
         call_on_rank0(self.world, lambda: record_start(self.path, self.options, self.identity, start))
 
     def open_log(self, *, num_steps: int | None, num_validations: int) -> TrainingLog:
-        """The sinks that are told of every step; none on the ranks other than 0."""
+        """The sinks of metrics; none on ranks other than 0."""
         if self.world.rank > 0:
             return TrainingLog([])
         first_step = self.start.step

@@ -112,7 +112,7 @@ def write_stored(path: Path, tensors: dict[str, Stored]) -> None:
 
 
 def write_copies(path: Path, tensors: list[StoredTensor]) -> None:
-    """A safetensors file of tensors of other files, whatever their types: bytes are copied, and not looked at."""
+    """A safetensors file of other files' tensors, of any type: their bytes are copied uninterpreted."""
     tensors = sorted(tensors, key=lambda tensor: (-tensor.alignment, tensor.name))
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0

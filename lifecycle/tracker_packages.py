@@ -34,7 +34,7 @@ class Wandb:
         import wandb
 
         run_id = run.known.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        run.keep({"id": run_id})  # before there is a run: whatever ends this start, the next one has the same
+        run.keep({"id": run_id})  # before there is a run: however this start ends, the next one has the same
         settings = {"console": "off"} if "WANDB_CONSOLE" not in os.environ else {}
         settings |= {"silent": True} if "WANDB_SILENT" not in os.environ else {}
         self.run = wandb.init(

@@ -1,6 +1,6 @@
-"""Trackers (wandb, TensorBoard, MLflow, trackio) as one sink: each has a thread and a bounded queue of its own.
+"""Experiment trackers (wandb, TensorBoard, MLflow, trackio) as one sink, each with its own thread and bounded queue.
 
-Whatever a tracker does, fail, hang or be slow, is told once, and training does not wait for it (docs/tracking.md).
+A tracker that fails, hangs or is slow is reported once; training does not wait for it (docs/tracking.md).
 """
 
 import hashlib
@@ -41,7 +41,7 @@ Entry = tuple[int, dict[str, float]]  # a step, and its numbers by their grouped
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run before its first metrics."""
+    """The run's description for trackers, before its first metrics."""
 
     name: str
     project: str | None  # None: as the tracker's own environment says, else `DEFAULT_PROJECT`
@@ -178,7 +178,7 @@ def name_step_metrics(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def name_validation_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    """As `name_step_metrics`, of a validation; each set by its name where there are several."""
+    """A validation's metrics by their names in trackers; several sets each by its own name."""
     named = name_parts("validation", {name: value for name, value in metrics.items() if name not in ("step", "sets")})
     sets = metrics.get("sets", {})
     for name, values in sets.items() if len(sets) > 1 else ():
@@ -236,7 +236,7 @@ def describe(error: BaseException) -> str:
 
 
 class KnownRuns:
-    """trackers.json: what each tracker needs to go on with its run. Written whole, by the trackers' threads in turn."""
+    """trackers.json: what each tracker needs to resume its run. Written whole, by the trackers' threads in turn."""
 
     def __init__(self, output_dir: Path):
         self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()

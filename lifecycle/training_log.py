@@ -20,14 +20,14 @@ SHOWN_OF_VALIDATION = {
 
 
 class Sink(Protocol):
-    """Somebody who is told of every step and every validation, on rank 0."""
+    """Receives the metrics of every step and validation, on rank 0."""
 
     def write(self, metrics: dict[str, Any]) -> None:
         """The metrics of one step, by name, all of them JSON."""
         ...
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
-        """Those of one validation, after the step that its `step` names, or before the first."""
+        """The metrics of one validation, after the step that its `step` names, or before the first."""
         ...
 
     def flush_to_disk(self) -> None:
@@ -182,7 +182,7 @@ def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per
 
 
 def list_shown(metrics: dict[str, Any]) -> list[str]:
-    """Those numbers of a validation that a line has room for, with their names."""
+    """The numbers of a validation that fit on a line, with their names."""
     found = {name: metrics.get(name) for name in SHOWN_OF_VALIDATION}
     return [
         f"{name.replace('_', ' ')} {value:{SHOWN_OF_VALIDATION[name]}}"

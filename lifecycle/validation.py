@@ -1,4 +1,4 @@
-"""Whether a run learns: the model measured on data that it is not trained on, and what that says of going on."""
+"""Validation: the model scored on held-out data, the best result so far, and early stopping."""
 
 import json
 import math
@@ -25,7 +25,7 @@ class Progress:
     """What the validations of a run have found so far; JSON, so that checkpoints hold it."""
 
     data: str  # the sets' digest: losses on other data cannot be compared
-    num_validations: int = 0  # of the whole run, on whatever data
+    num_validations: int = 0  # of the whole run, on any data
     last_step: int | None = None
     metric: str = "loss"  # that tells the best
     best_value: float | None = None  # of it, after at least one step

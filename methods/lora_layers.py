@@ -38,7 +38,7 @@ class Targets:
 
 
 def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> Targets:
-    """What gets an adapter, by options or by the config of the adapter to go on from.
+    """The layers that get an adapter, by options or by the config of the adapter to continue from.
 
     ValueError for a name that nothing has, and for what an adapter of experts cannot have.
     """

@@ -93,7 +93,7 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_subspace(matrix: Tensor, *, device: torch.device) -> dict[str, Tensor]:
-    """What the cache holds of a layer, whatever R is: `basis` (s, s), `singular_values` (s,), `left` (L, L) if square.
+    """The cached tensors of a layer, for any R: `basis` (s, s), `singular_values` (s,), `left` (L, L) if square.
 
     `matrix` is A (L, s), or in fp64 the covariance (s, s) of the layer's inputs, which gives the singular values and
     the basis of these inputs.

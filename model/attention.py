@@ -66,7 +66,7 @@ def register_backends() -> None:
 
 
 def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """`attend` behind the signature that transformers calls; refuses whatever the backend would drop."""
+    """`attend` behind the signature that transformers calls; refuses features that the backend would drop."""
 
     def attention(
         module: nn.Module,
@@ -207,7 +207,7 @@ def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list
 
 
 def split_blocks(blocks: Tensor | None, row: Row) -> list[Tensor | None]:
-    """Of each packed sequence the image that each of its tokens is of."""
+    """The images that the tokens of each packed sequence are of."""
     if blocks is None:
         return [None] * len(row.seq_lengths)
     return list(blocks.split(row.seq_lengths))

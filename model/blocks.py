@@ -1,4 +1,4 @@
-"""Where a model's transformer blocks are, and that their attention is told what is packed."""
+"""A model's transformer blocks, found, and given the micro-batch for their attention."""
 
 import dis
 import functools
@@ -65,10 +65,10 @@ def hand_micro_batch_on(base: nn.Module, blocks: nn.ModuleList, *, makes_masks: 
 def hold_call(
     row: HeldRow, makes_masks: bool, base: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Before a model's forward: holds its micro-batch, and leaves out what its forward does not take.
+    """Before a model's forward: holds its micro-batch, and drops arguments that its forward does not take.
 
-    A model that makes masks is told of as many keys as the longest sequence has, none of them padding: then its mask
-    (T, longest) begins with that of a sequence alone, whatever the positions in the row.
+    A model that makes masks gets a padding mask with as many keys as the longest sequence, none of them padding: then
+    its mask (T, longest) begins with that of a sequence alone, for any positions in the row.
     """
     row.micro_batch = kwargs.get("micro_batch")
     if row.micro_batch is not None:

@@ -45,7 +45,7 @@ def build_model(
     """The model, sharded over `world.mesh`, in train mode, with the layers that `method` puts into it.
 
     Only rank 0 reads the weights, block by block, and sends them to the other ranks. `weights_dtype` is the master
-    weights'. `progress` is told where a long start is.
+    weights'. `progress` hears of a long start.
     """
     meta = make_meta_model(source, compute, family=objective.family, method=method, device=world.device)
     if world.row_group is not None:

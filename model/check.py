@@ -27,7 +27,7 @@ from ranks.world import World
 def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, world: World) -> None:
     """Refuses a model whose packed sequences see each other or whose loss is not the model's own.
 
-    Layers with a state whose kernels are told of a row's borders are tried as they train and as they validate, since
+    Layers with a state whose kernels take a row's borders are tried as they train and as they validate, since
     transformers calls other kernels then. Where they do not keep to the borders, these layers run once a sequence.
     """
     blocks = find_blocks(packed_model.model)

@@ -47,7 +47,7 @@ def give_heads_back(output: Tensor, num_heads: int, row_group: RowGroup) -> Tens
 
 
 def choose_own(of_heads: Tensor, row_group: RowGroup) -> Tensor:  # (heads,)
-    """Of a number for each query head (Hq,), such as its sink, those of this rank's heads."""
+    """The numbers of this rank's heads, from one for each query head (Hq,), such as its sink."""
     return fill_heads(of_heads, row_group.size, dim=0).chunk(row_group.size)[row_group.rank]
 
 

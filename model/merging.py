@@ -85,7 +85,7 @@ def check_same_model(first: StoredModel, other: StoredModel) -> None:
 
 
 def check_same_tokenizer(first: StoredModel, other: StoredModel, *, is_base: bool) -> None:
-    """ValueError for other tokens; a chat template that differs is told of, unless it is the base's."""
+    """ValueError for other tokens; warns of a chat template that differs, unless it is the base's."""
     mine, its = (load_tokenizer(str(model.directory), flag="--model") for model in (first, other))
     if fingerprint_tokenizer(mine) != fingerprint_tokenizer(its):
         raise ValueError(f"{other.name}: cannot be mixed with {first.name}: their tokenizers differ")

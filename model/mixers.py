@@ -1,7 +1,7 @@
 """Which layers of a block run once for each sequence of a packed row (see model/by_sequence.py).
 
-Those with a state (Mamba, gated delta nets, short convolutions), which would go on from one sequence into the next, and
-attention that no backend of model/attention.py can take the place of.
+Layers with a state (Mamba, gated delta nets, short convolutions), which would leak from one sequence into the next, and
+attention that no backend of model/attention.py can replace.
 """
 
 import functools

@@ -69,7 +69,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def count_inputs(module: nn.Module) -> int | None:
-    """Of the module's forward; None if it takes any number of them."""
+    """The parameters of the module's forward; None if it takes any number of them."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     has_any = any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters)
     return None if has_any else len(parameters)
@@ -93,7 +93,7 @@ def run_in_tiles(forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:  # 
         return torch.cat([checkpoint(forward, *tile, use_reentrant=False) for tile in tiles], dim)
 
 
-is_inside_tiles = False  # where nothing is to be kept for backward, whatever a block keeps
+is_inside_tiles = False  # where nothing is kept for backward, unlike in the rest of a block
 
 
 @contextmanager

@@ -266,7 +266,7 @@ def describe_unused(unused: dict[str, Stored], *, are_kept: bool) -> str:
 
 
 def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
-    """As `plan_reading`, for any model that transformers can load, with all of it in memory.
+    """Does the work of `plan_reading` for any model that transformers can load, with all of it in memory.
 
     In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type.
     """

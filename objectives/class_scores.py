@@ -39,7 +39,7 @@ def predict_classes(task: Task, logits: np.ndarray) -> np.ndarray:  # (N, C) -> 
 
 
 def score_classes(task: Task, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:  # (N,) each
-    """As scikit-learn has them: means over classes are of those that are a target's or were predicted."""
+    """scikit-learn's scores; means over classes are over those that are a target or were predicted."""
     from sklearn import metrics
 
     labels = range(task.num_labels)

@@ -79,7 +79,7 @@ class HeadLoss(Loss):
         return losses.sum()
 
     def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
-        """Of each data set the summed loss and what it is divided by; of each target its place, it, and the logits."""
+        """Summed loss and divisor of each data set; place, value and logits of each target."""
         logits, targets, values = reader.classify(micro_batch), micro_batch.targets, micro_batch.targets.list_values()
         scores = torch.stack([self.of_target.measure(logits, values), self.of_target.weigh(values)], dim=1).double()
         sums, sources = scores.new_zeros(targets.num_sources, scores.shape[1]), targets.sources
@@ -118,7 +118,7 @@ class Classification(Objective):
         return self.family.of_tokens
 
     def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
-        """Of tokens the first `num_trained` have a class; a sequence has a target where that is not 0."""
+        """The first `num_trained` tokens get a class; a sequence gets a target unless that is 0."""
         token_ids, num_labels = sample["input_ids"], self.task.num_labels
         if self.of_tokens:
             labels = token_ids % num_labels

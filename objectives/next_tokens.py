@@ -81,7 +81,7 @@ class TokenLoss(Loss):
         return sum_token_loss(tokens, smoothing=self.smoothing, compiled=self.is_fused, by_source=by_source)
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
-        """Of each data set the summed loss, the number of targets that were most likely, and that of targets."""
+        """Summed loss, number of correct top-1 predictions, and number of targets of each data set."""
         scores, targets = score_tokens(self.predict(reader, micro_batch)), micro_batch.targets  # (N, 3)
         sums = scores.new_zeros(targets.num_sources, scores.shape[1])
         if targets.sources is None:

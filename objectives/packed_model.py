@@ -29,7 +29,7 @@ class PackedModel(nn.Module):
 
     @property
     def extra_losses(self) -> dict[str, Tensor]:
-        """Of the last micro-batch what counts in the loss beside its targets', by divisor; with gradients."""
+        """The last micro-batch's further loss terms, by divisor; with gradients."""
         return self.reader.extra_losses
 
     @property

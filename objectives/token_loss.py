@@ -44,7 +44,7 @@ def sum_token_loss(
 
     `smoothing`: this share of each target is spread over the whole vocabulary (transformers' LabelSmoother). Works with
     N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so the peak
-    memory is one chunk of logits plus the gradients themselves, whatever N is. `compiled`: all that is done with a
+    memory is one chunk of logits plus the gradients themselves, for any N. `compiled`: all that is done with a
     chunk's logits between the matrix products is fused by torch.compile. `by_source`: each token's source, and sums of
     their losses, to which they are added.
     """
@@ -129,7 +129,7 @@ def sum_chunk_loss(
 
 @torch.no_grad()
 def score_tokens(tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:  # (N, 3) fp64
-    """Of each token its (weighted) cross-entropy, whether the target was the most likely one, and 1."""
+    """(Weighted) cross-entropy of each token, whether its target was the most likely one, and 1."""
     hidden, weight, targets, softcap = tokens.hidden, tokens.weight, tokens.targets, tokens.softcap
     scores = torch.ones(len(targets), 3, dtype=torch.float64, device=hidden.device)
     num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))

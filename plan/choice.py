@@ -1,7 +1,7 @@
-"""How "auto" decides: the largest micro-batch that has room, and what of it has to be computed twice.
+"""Resolves "auto": the largest micro-batch that fits, and how much of it has to be recomputed.
 
-One decision for runs, which measure on the built model, and for plans, which simulate: whatever says what a micro-batch
-of some tokens needs is a `Measure`.
+One decision for runs, which measure on the built model, and for plans, which simulate: a `Measure` gives the memory of
+a micro-batch of some tokens.
 """
 
 from collections.abc import Callable, Sequence

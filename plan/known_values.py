@@ -75,7 +75,7 @@ class KnownValues(TorchDispatchMode):
 
 
 def list_tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Those among an operation's arguments or results, which may hold lists of them."""
+    """The tensors among an operation's arguments or results, which may hold lists of them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

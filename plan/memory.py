@@ -92,7 +92,7 @@ def describe_model(options: TrainOptions, model: PlannedModel, findings: Finding
 
 
 def simulated_compute(options: TrainOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
-    """The compute options for a simulation, which runs on a CPU whatever it stands for.
+    """The compute options for a simulation, which always runs on a CPU.
 
     A GPU's attention kernels keep what SDPA keeps; only eager attention holds more.
     """

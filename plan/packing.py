@@ -14,7 +14,7 @@ from sampler import RunPosition, draw_samples
 
 @dataclass(frozen=True)
 class Packing:
-    """Of the next global batches; all of them arrays (batches,)."""
+    """Measurements of the next global batches; all arrays (batches,)."""
 
     cap: int  # tokens of a row
     num_micro_batches: np.ndarray

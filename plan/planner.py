@@ -155,7 +155,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """As Checkpoint, but nothing of it has been verified."""
+    """A checkpoint that has not been verified."""
 
     path: Path
     state: dict[str, Any]
@@ -166,7 +166,7 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
-    """What --resume would most likely go on from."""
+    """The checkpoint that --resume would most likely use."""
     resume = options.checkpoints.resume
     is_path = resume not in ("auto", "strict")
     paths = [Path(resume)] if is_path else find_checkpoints(Path(options.output_dir) / "checkpoints")

@@ -42,7 +42,7 @@ from ranks.row_group import make_row_group
 from ranks.world import World, make_mesh
 
 SHARDED = ("weights", "frozen", "gradients", "optimizer")  # --cpu-offload takes these kinds of memory elsewhere
-# Where FSDP's code is entered from the model's and autograd's: whatever it allocates there is for its collectives.
+# Where FSDP's code is entered from the model's and autograd's: memory allocated there is for its collectives.
 FSDP_HOOKS = {
     FSDPState: ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
     FSDPParamGroup: ("post_backward",),

@@ -26,7 +26,7 @@ def find_model(
 ) -> str:
     """The model's directory, checked (see `check_model_dir`); of a model on the hub, all but the weights is downloaded.
 
-    Raises ValueError for what a user can mend.
+    Raises ValueError for errors that a user can fix.
     """
     check_model_path(model_name_or_path, flag=flag)
     if Path(model_name_or_path).is_dir():

@@ -2,11 +2,9 @@
 
 import ast
 import subprocess
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from program import ROOT, list_sources
 
 # Bottom up. A room is a folder, or a module of the root; those on one level do not know each other.
 LAYERS = [
@@ -30,41 +28,14 @@ SCRIPTS = {"train", "process_data", "generate", "evaluate_model", "data_process"
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms} | dict.fromkeys(
     SCRIPTS | {"tools"}, len(LAYERS)
 )
-ROOMS = {
-    "api",
-    "chat",
-    "corpus",
-    "evaluation",
-    "families",
-    "importers",
-    "inference",
-    "lifecycle",
-    "methods",
-    "model",
-    "objectives",
-    "optim",
-    "options",
-    "packers",
-    "pages",
-    "plan",
-    "plots",
-    "pretrained",
-    "ranks",
-    "scoring",
-    "tools",
-}
-
 MOST_PARAMETERS = 8
 
 Imports = dict[str, set[str]]  # name of a module -> full names of what it imports, ours and others'
 
 
 def list_modules() -> dict[str, str]:
-    """Name and source of every module of the package that git knows and that is there."""
-    done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = [Path(line) for line in done.stdout.splitlines()]
-    ours = [path for path in paths if (len(path.parts) == 1 or path.parts[0] in ROOMS) and (ROOT / path).exists()]
-    return {".".join(path.with_suffix("").parts): (ROOT / path).read_text() for path in ours}
+    """Name and source of every module of the package."""
+    return {path.removesuffix(".py").replace("/", "."): source for path, source in list_sources().items()}
 
 
 def read_imports(name: str, source: str, modules: set[str]) -> set[str]:
