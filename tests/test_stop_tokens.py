@@ -172,7 +172,7 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
 
 def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(models["none"])
-    with pytest.raises(ValueError, match="add --allow-missing-stop-token"):
+    with pytest.raises(ValueError, match="pass --allow-missing-stop-token"):
         prepare(models["none"], rows_of(ASK, ANSWER), tmp_path)
     samples, sidecar = prepare(models["none"], rows_of(ASK, ANSWER, count=3), tmp_path, append_stop_token=True)
     rendered = tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False)
