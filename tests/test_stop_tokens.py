@@ -164,7 +164,7 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
     bare = [{key: message[key] for key in ("role", "content")} for message in inner]
     assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(bare, tokenize=False)
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 0}
-    assert "--append-stop-token has appended nothing" in capsys.readouterr().out
+    assert "--append-stop-token had no effect" in capsys.readouterr().out
     # A weight is the stop token's, too.
     ((sample,), _) = prepare(model, rows_of(ASK, ANSWER | {"weight": 0.25}), tmp_path, append_stop_token=True)
     assert sample["loss_weights"][-1] == 0.25 and sample["labels"][-1] == tokenizer.eos_token_id

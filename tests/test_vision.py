@@ -369,13 +369,13 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
         (ask(show(3), words), "an image is 3, expected a path"),
         (ask(show(""), words), "an image is '', expected a path"),
         (ask({"type": "image"}, words), "more places for images than there are images"),
-        (ask(words, images=["fine.png"]), "1 images, and the texts have places for 0"),
+        (ask(words, images=["fine.png"]), "1 images, but the texts have places for 0"),
         (ask(show("fine.png"), {"type": "text", "text": "<image> too"}), "1 images, but the rendered .* 2 times"),
         (ask({"type": "text", "text": "an <image>"}), "0 images, but the rendered conversation has .* 1 times"),
         (ask({"type": "video", "video": "a.mp4"}, words), "has the content part"),
         (ask(words, answer=[show("fine.png"), words]), "a trained message of the assistant has an image"),
         (ask(words, show("fine.png"), words, unmask=True), "a trained message of the user has an image"),
-        ({"text": "a document", "images": ["fine.png"]}, "has images and no messages"),
+        ({"text": "a document", "images": ["fine.png"]}, "has images but no messages"),
     ]
     fine = [ask(show(name), words) for name in ("fine.png", "cmyk.jpg", "turned.jpg")]
     data = tokenize(fine + [row for row, _ in cases], models["llava"], tmp_path, skip_invalid=True)
