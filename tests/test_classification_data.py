@@ -439,9 +439,7 @@ def test_what_is_broken_is_named_with_its_line(name, encoder, tmp_path):
 def test_a_quote_that_is_not_closed_does_not_fill_memory(tmp_path, encoder, monkeypatch):
     monkeypatch.setattr("corpus.tables.MAX_ROW_BYTES", 1 << 10)
     (tmp_path / "a.csv").write_bytes(TABLE + b'"x,pos\n' + b"good film,pos\n" * 1000)
-    with pytest.raises(
-        ValueError, match="the row that begins in line 4 is longer than 1,024 bytes: perhaps it has an unclosed quote"
-    ):
+    with pytest.raises(ValueError, match="begins in line 4 is longer than 1,024 bytes: perhaps it has an"):
         prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
 
 
