@@ -16,11 +16,11 @@ from packers.texts import assign_bins
 
 
 class ImageLoad(NamedTuple):
-    """What the images of samples are to the tower that sees them."""
+    """The load of samples' images on the vision tower."""
 
-    patches: np.ndarray  # (n,) int64 that enter the tower, of all images of a sample
-    costs: np.ndarray  # (n,) float64: through the tower, in the unit of a sample's own cost
-    cap: int | None = None  # patches of a micro-batch; None: any number
+    patches: np.ndarray  # (n,) int64: patches of all images of a sample
+    costs: np.ndarray  # (n,) float64: cost of the tower, in the unit of a sample's own cost
+    cap: int | None = None  # most patches of a micro-batch; None: no limit
 
 
 def pack_batch(
@@ -30,13 +30,13 @@ def pack_batch(
     attention_cost: float = 0.0,
     images: ImageLoad | None = None,
 ) -> list[list[list[int]]]:
-    """Returns `micro_batches[k][rank]`, lists of indices into `lengths`; `[]` where a rank idles.
+    """Returns `micro_batches[k][rank]`, lists of indices into `lengths`; `[]` if a rank idles.
 
     `lengths` are tokens per sample (n,). A micro-batch costs the sum of L + attention_cost * L**2 over its
-    samples, and what their `images` cost. Each sample is in exactly one micro-batch, none exceeds
+    samples, plus the cost of their `images`. Each sample is in exactly one micro-batch, none exceeds
     `max_tokens_per_gpu` or the images' own cap, and every rank has the same number. The costliest step comes
     first, so a run that lacks memory fails at once. Never needs more steps than first-fit decreasing. Raises
-    ValueError for what cannot be packed.
+    ValueError for samples that cannot be packed.
     """
     lengths = _check_lengths(lengths, max_tokens_per_gpu)
     if num_ranks < 1:
@@ -61,14 +61,14 @@ def pack_batch(
     starts = [0, *ends]
     table = [indices[start:end] for start, end in zip(starts, ends, strict=False)]
     steps = [table[first : first + num_ranks] for first in range(0, len(table), num_ranks)]
-    # Bins come costliest first: turning every other step round spares rank 0 from always being the slowest.
+    # Bins are sorted costliest first: reversing every other step keeps rank 0 from always being the slowest.
     return [step[::-1] if k % 2 else step for k, step in enumerate(steps)]
 
 
 def batch_lengths_to_minibatches_lpt(
     batch_lengths: Sequence[int], max_tokens_per_rank: int, num_ranks: int, rank: int
 ) -> list[list[int]]:
-    """Returns one rank's column of `pack_batch` at attention_cost 0, `[-1]` where the rank idles."""
+    """Returns one rank's column of `pack_batch` at attention_cost 0, `[-1]` if the rank idles."""
     table = pack_batch(batch_lengths, max_tokens_per_rank, num_ranks)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}; with num_ranks={num_ranks} it must be in 0..{num_ranks - 1}")
@@ -76,7 +76,7 @@ def batch_lengths_to_minibatches_lpt(
 
 
 def cost_samples(lengths: np.ndarray, attention_cost: float, images: ImageLoad | None = None) -> np.ndarray:
-    """Returns L + attention_cost * L**2 per sample, and what its images cost, float64 (n,)."""
+    """Returns L + attention_cost * L**2 plus the cost of its images per sample, float64 (n,)."""
     tokens = lengths.astype(np.float64)
     costs = tokens + attention_cost * tokens * tokens
     return costs if images is None else costs + images.costs
@@ -88,7 +88,7 @@ def sum_step_costs(
     attention_cost: float = 0.0,
     images: ImageLoad | None = None,
 ) -> float:
-    """Returns the sum over steps of the costliest micro-batch: what `pack_batch` makes small."""
+    """Returns the sum over steps of the costliest micro-batch, which `pack_batch` minimizes."""
     costs = cost_samples(np.asarray(lengths, np.int64), attention_cost, images).tolist()
     return float(sum(max(sum(costs[i] for i in indices) for indices in step) for step in micro_batches))
 
@@ -114,7 +114,7 @@ def _check_lengths(lengths: Sequence[int], max_tokens_per_gpu: int) -> np.ndarra
 
 
 def _check_images(lengths: np.ndarray, images: ImageLoad, cap: int) -> tuple[np.ndarray, np.ndarray]:
-    """The two sizes of each sample, (n, 2), and their two caps; ValueError for a sample beyond that of patches."""
+    """The two sizes of each sample, (n, 2), and their two caps; ValueError for a sample over the cap of patches."""
     patches = images.patches.astype(np.int64)
     total = int(patches.sum())
     if images.cap is not None and patches.max() > images.cap:

@@ -482,7 +482,7 @@ def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
     try:
         assert process.stdout.readline() == f"curves: http://127.0.0.1:{port}/ (Ctrl-C ends this)\n"
         second = run(command)
-        assert second.returncode == 2 and f"--port {port}: cannot be had" in second.stderr
+        assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
