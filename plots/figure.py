@@ -1,4 +1,4 @@
-"""Draws the curves of runs as a picture for papers: loss and validation large, learning rate and gradient norm small."""
+"""Draws curves of runs as a picture for papers: loss and validation large, learning rate and gradient norm small."""
 
 import warnings
 from pathlib import Path
