@@ -110,7 +110,7 @@ def report(
     ]
     verdicts = write_results(folder, measured, identities, num_resamples=options.num_resamples)
     say("\n".join(verdicts))
-    say(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
+    say(f"results: {folder / 'results.json'}\nresults page: {(folder / 'results.html').absolute().as_uri()}")
 
 
 if __name__ == "__main__":

@@ -376,7 +376,7 @@ def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:
         where = " and ".join(tokenizers)
         say(f"tokenizer, which training uses: {where}; added to its vocabulary: {added or 'nothing'}")
     if outputs.page is not None:
-        say(f"page to look at: {outputs.page}")
+        say(f"preview page: {outputs.page}")
 
 
 def raise_interrupt(*_: object) -> NoReturn:

@@ -145,7 +145,7 @@ def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
     rows = [{"messages": WEATHER, "id": i, "source": "x", "prompt": "twice"} for i in range(5)]
     rows[0] |= {"notes": None, "topic": "weather"}
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows))
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "unread" in line]
     assert note == "note: unread columns: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out

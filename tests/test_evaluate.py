@@ -266,7 +266,7 @@ def test_two_processes_find_what_one_finds(results, root, files):
     )  # fmt: skip
     done = run_forked(2, "evaluate_model.py", *words)
     assert done.returncode == 0, done.stderr
-    assert "page to look at: file://" in done.stdout and "* " in done.stdout
+    assert "results page: file://" in done.stdout and "* " in done.stdout
     two = json.loads((root / "two" / "results.json").read_text())
     for one, other in zip(results["sets"], two["sets"], strict=True):
         for metric, its in zip(one["metrics"], other["metrics"], strict=True):
