@@ -35,13 +35,13 @@ def pack_batch(
     attention_cost: float = 0.0,
     load: SampleLoad | None = None,
 ) -> list[list[list[int]]]:
-    """Returns `micro_batches[k][rank]`, lists of indices into `lengths`; `[]` where a rank idles.
+    """Returns `micro_batches[k][rank]`, lists of indices into `lengths`; `[]` if a rank idles.
 
     `lengths` are tokens per sample (n,). A micro-batch costs the sum of L + attention_cost * L**2 over its
     samples, and what their `load` adds. Each sample is in exactly one micro-batch, none exceeds
     `max_tokens_per_gpu` or the images' own cap, and every rank has the same number. The costliest step comes
     first, so a run that lacks memory fails at once. Never needs more steps than first-fit decreasing. Raises
-    ValueError for what cannot be packed.
+    ValueError for samples that cannot be packed.
     """
     lengths = _check_lengths(lengths, max_tokens_per_gpu)
     if num_ranks < 1:
@@ -66,14 +66,14 @@ def pack_batch(
     starts = [0, *ends]
     table = [indices[start:end] for start, end in zip(starts, ends, strict=False)]
     steps = [table[first : first + num_ranks] for first in range(0, len(table), num_ranks)]
-    # Bins come costliest first: turning every other step round spares rank 0 from always being the slowest.
+    # Bins are sorted costliest first: reversing every other step keeps rank 0 from always being the slowest.
     return [step[::-1] if k % 2 else step for k, step in enumerate(steps)]
 
 
 def batch_lengths_to_minibatches_lpt(
     batch_lengths: Sequence[int], max_tokens_per_rank: int, num_ranks: int, rank: int
 ) -> list[list[int]]:
-    """Returns one rank's column of `pack_batch` at attention_cost 0, `[-1]` where the rank idles."""
+    """Returns one rank's column of `pack_batch` at attention_cost 0, `[-1]` if the rank idles."""
     table = pack_batch(batch_lengths, max_tokens_per_rank, num_ranks)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}; with num_ranks={num_ranks} it must be in 0..{num_ranks - 1}")

@@ -7,7 +7,7 @@ from .api.launch import process_data
 
 
 def main(args: DataProcessArgs) -> Path:
-    """Tokenizes as `process_data` does; returns the data set's file, in `data_output_path`."""
+    """Tokenizes with `process_data`; returns the data set's file, in `data_output_path`."""
     if isinstance(args.data_output_path, str) and not Path(args.data_output_path).suffix:
         Path(args.data_output_path).mkdir(parents=True, exist_ok=True)
     return process_data(args)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside and renamed, hashed, removed by their name first."""
+"""Atomic files: written aside and renamed when complete, hashed, renamed before they are removed."""
 
 import ctypes
 import errno
@@ -14,13 +14,13 @@ from typing import Any
 
 ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
 JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
-SPARE_BYTES = 64 << 20  # to leave free on the disk
+SPARE_BYTES = 64 << 20  # left free on the disk
 
 
 @contextmanager
 def written_aside(*targets: Path) -> Iterator[list[Path]]:
-    """Hidden names beside `targets` to write to. They take the targets' places, in order, when the block ends well;
-    a target that was not written is removed, as it would belong to an older run. Otherwise nothing is left.
+    """Hidden paths next to `targets` to write to. They replace the targets, in order, if the block succeeds; a target
+    that was not written is removed, because it would belong to an older run. On failure nothing is left.
 
     Parts of the same targets from killed processes are removed first.
     """
@@ -40,7 +40,7 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
 
 
 def remove_parts(target: Path) -> None:
-    """Removes parts of `target` that ended processes of this machine have left, as `written_aside` names them."""
+    """Removes parts of `target` that `written_aside` left in processes of this machine that have ended."""
     for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
         pid = part.name.removeprefix(f".{target.name}.").removesuffix(".part")
         if pid.isascii() and pid.isdecimal() and not is_running(int(pid)):
@@ -59,7 +59,7 @@ def is_running(pid: int) -> bool:
 
 
 def identify_file(path: Path) -> tuple[int, int] | None:
-    """Tells a file from another one that is later put in its place."""
+    """An identity that changes if another file replaces this one; None if it does not exist."""
     if not path.exists():
         return None
     stat = path.stat()
@@ -67,7 +67,7 @@ def identify_file(path: Path) -> tuple[int, int] | None:
 
 
 def remove(path: Path) -> None:
-    """A file or a directory, if it is there."""
+    """Removes a file or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -78,7 +78,7 @@ MADE: set[Path] = set()  # directories that this process has begun to write in
 
 
 def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
-    """An empty hidden directory beside `target`, the new `what`, to write it in; OSError if the disk has no room.
+    """Creates an empty hidden directory next to `target`, to write the new `what` in; OSError if the disk is too full.
 
     Makes the directory of `target` once, and none above it: one that is missing later was moved or removed.
     """
@@ -102,14 +102,14 @@ def make_aside(target: Path, needed_bytes: int, *, what: str) -> Path:
 
 
 def commit(aside: Path, target: Path) -> None:
-    """Makes `aside` the directory `target`: after this, and not before, it is there and whole."""
+    """Renames the complete directory `aside` to `target`: it exists only from then on."""
     sync_dir(aside)
     os.rename(aside, target)
     sync_dir(target.parent)
 
 
 def put_in_place(aside: Path, target: Path) -> None:
-    """`commit`, also where there is a directory `target` already, which then goes: on Linux in one step."""
+    """`commit` that replaces an existing directory `target`, on Linux in one step."""
     if not target.exists():
         return commit(aside, target)
     sync_dir(aside)
@@ -121,7 +121,7 @@ def put_in_place(aside: Path, target: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Lets two directories change names in one step; False where the system cannot."""
+    """Exchanges the names of two directories in one step; False if the system cannot."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError):
@@ -142,7 +142,7 @@ def sync_dir(directory: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Removes a checkpoint or an export; its name goes first, so that no half of it can be taken for one."""
+    """Removes a checkpoint or an export, renaming it first so that a partial one is never taken for complete."""
     aside = directory.parent / f"{ASIDE[1]}{directory.name}"
     remove_quietly(aside)
     os.rename(directory, aside)
@@ -150,7 +150,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Removes a directory, as far as possible; or a link to one, but not the directory, which may be someone else's."""
+    """Removes a directory as far as possible; of a link only the link, as the directory may be someone else's."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -158,7 +158,7 @@ def remove_quietly(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes what a run killed while it wrote or removed something has left in `directory`."""
+    """Removes leftovers in `directory` of runs killed while they wrote or removed something."""
     if directory.is_dir():
         for path in directory.iterdir():
             if path.name.startswith(ASIDE):
@@ -178,7 +178,7 @@ def hash_json(value: Any) -> str:
 def read_json(path: Path) -> Any:
     """A JSON file; ValueError naming it if it is missing or damaged."""
     if not path.is_file():
-        raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file")
+        raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is not a regular file")
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -199,7 +199,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int) -> str:
-    """The message for a write that the disk refused, before the part in `aside` is removed."""
+    """The message for a failed write, before the part in `aside` is removed."""
     try:
         free = f"; it needs {needed_bytes:,} bytes, the disk has {shutil.disk_usage(aside.parent).free:,} free"
     except OSError:

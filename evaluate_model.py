@@ -4,8 +4,8 @@
     python evaluate_model.py --model base tuned --data held_out.arrow --output-dir compared
     torchrun --nproc-per-node=8 evaluate_model.py --model base tuned --task questions.jsonl --output-dir compared
 
-Writes results.json, what each model said to each sample, and results.html, a page that lays them side by side. What is
-there already is not computed again: a killed evaluation goes on, and one more model costs that model.
+Writes results.json, each model's answers to each sample, and results.html, a page that shows them side by side.
+Existing results are reused: a killed evaluation resumes, and adding a model computes only that model.
 """
 
 from command_line import parse_options
@@ -46,20 +46,20 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     data_sets = {names[path]: open_set(path) for path in options.data}
     check_harness(options.lm_eval)
     if world.world_size > 1 and (options.engines.engine != "hf" or options.lm_eval):
-        raise ValueError("--lm-eval, and engines other than hf, run in one process, and torchrun has started several")
+        raise ValueError("--lm-eval, and engines other than hf, run in one process, but torchrun has started several")
     found = [find_model(model, options) for model in models]
     for one in found:
         if one is not None and (tasks or options.lm_eval):
             check_answering(one)
         for data in data_sets.values():
             check_set(data, one)
-    # One model after the other, on all sets; what they found, side by side.
+    # Measures one model after the other on all sets, then collects the results side by side.
     outcomes = []
     for model, own in zip(models, found, strict=True):
         if world.rank == 0:
             say(f"{model.label}: {model.name}")
         outcomes.append(measure(model, own, options, tasks, data_sets, world=world))
-        gc.collect()  # a model is gone before the next one comes
+        gc.collect()  # frees the model before the next one is loaded
     if world.rank == 0:
         measured = [collect_task(task, [own[task.name] for own in outcomes]) for task in tasks]
         measured += [
@@ -70,7 +70,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
 
 
 def find_model(model: Named, options: EvaluateOptions) -> FoundModel | None:
-    """None for a server's."""
+    """Finds the model's files; None for a server's model."""
     if options.engines.engine == "openai":
         return None
     revision = None if Path(model.name).is_dir() else options.model_revision
@@ -86,7 +86,7 @@ def measure(
     *,
     world: World,
 ) -> dict[str, Any]:
-    """What one model does on every set, by the set's name."""
+    """One model's results on every set, by the set's name."""
     folder = Path(options.output_dir) / "samples" / model.label
     folder.mkdir(parents=True, exist_ok=True)
     engine = open_engine(found, model.name, options.engines, options.sampling, device=world.device)
@@ -104,7 +104,7 @@ def measure(
 def report(
     options: EvaluateOptions, models: list[Named], found: list[FoundModel | None], measured: list[Measured]
 ) -> None:
-    """Writes the results, and says which model is the best."""
+    """Writes the results, and prints the comparison."""
     folder = Path(options.output_dir)
     identities = [
         {"label": model.label, "name": model.name} | ({} if own is None else own.identify())
@@ -112,7 +112,7 @@ def report(
     ]
     verdicts = write_results(folder, measured, identities, num_resamples=options.num_resamples)
     say("\n".join(verdicts))
-    say(f"results: {folder / 'results.json'}\npage to look at: {(folder / 'results.html').absolute().as_uri()}")
+    say(f"results: {folder / 'results.json'}\nresults page: {(folder / 'results.html').absolute().as_uri()}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Chats, completions or documents in, tokenized and label-masked data set out, with a report and samples to look at.
+"""Tokenizes chats, completions or documents to a data set with a loss mask, with a report and a preview of samples.
 
     python process_data.py --input-file chats.jsonl --output-file chats.arrow --model-name-or-path M
     python process_data.py --format classification --input-file reviews.csv --output-file reviews.arrow ...
 
 Rows stream through: files are read in chunks, worker processes tokenize and mask them, and results are written in the
 input's order, so memory stays flat and the output does not depend on the number of processes. Everything is written
-aside and renamed when whole; the sidecar OUTPUT.meta.json says what the data was made from, for which tokenizer.
+aside and renamed when complete; the sidecar OUTPUT.meta.json records the data's sources and tokenizer.
 """
 
 import json
@@ -68,7 +68,7 @@ from pretrained.files import find_model
 from ranks.ending import ExitCode, exit_with_message
 from ranks.messages import say
 
-BYTES_PER_WORKER = 1 << 20  # with less input, one more process takes longer than it saves
+BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
 NUM_REASONS_SHOWN = 10
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
@@ -108,7 +108,7 @@ def process_data(options: ProcessDataOptions) -> None:
         preparation = choose_preparation(masker, sources, options)
         stop_token_id, open_turns = masker.find_stop_token(), masker.open_turns
     task = preparation.task
-    # Everything is written under hidden names, which become the outputs' names when all of it is there.
+    # Everything is written under hidden names, which are renamed to the outputs' names when all of it is complete.
     start = time.perf_counter()
     with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
@@ -148,7 +148,7 @@ def process_data(options: ProcessDataOptions) -> None:
             title = sources[0].name if len(sources) == 1 else describe_sources(sources)
             directory = Path(options.output_file).resolve().parent
             write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title, directory=directory)
-    # What was made of the rows is said last, below anything that libraries may print.
+    # The report comes last, below anything that libraries may print.
     print_report(totals, task, seconds=time.perf_counter() - start, sources=sources)
     if outputs.is_split:
         print_sides(dict(zip(SIDES, sides, strict=True)), task)
@@ -159,7 +159,7 @@ def process_data(options: ProcessDataOptions) -> None:
 
 
 def open_sources(options: RowOptions) -> list[Source]:
-    """What the rows are read from."""
+    """The sources of the rows."""
     if options.mock_data is not None:
         return [make_random_source(options)]
     if options.input_dataset is not None:
@@ -168,7 +168,7 @@ def open_sources(options: RowOptions) -> list[Source]:
 
 
 def choose_paths(options: RowOptions) -> FieldPaths:
-    """Where rows have what is tokenized; those of classifiers have a reader of their own."""
+    """Paths to the tokenized values of rows; rows for classifiers have a reader of their own."""
     if options.format == CLASSIFICATION:
         return OWN_NAMES
     fields = (options.messages_field, options.prompt_field, options.completion_field, options.text_field)
@@ -180,7 +180,7 @@ def changes_tokenizer(options: ProcessDataOptions) -> bool:
 
 
 def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any, dict[str, int]]:
-    """The model's tokenizer, changed as the options say, and the entries its vocabulary did not have."""
+    """The model's tokenizer, changed according to the options, and the new entries of its vocabulary."""
     tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
     if not changes_tokenizer(options):
         return tokenizer, {}
@@ -191,7 +191,7 @@ def prepare_tokenizer(options: ProcessDataOptions, model_dir: str) -> tuple[Any,
 
 
 def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander | None:
-    """Where rows may have images: what puts them in their places."""
+    """The expander of images if rows may have them."""
     if not options.rows.images:
         return None
     processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
@@ -206,7 +206,7 @@ def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: P
         return prepare_chats(masker, paths, format_is_given=is_given)
     directories = {source.name: source.path.resolve().parent for source in sources}
     if len(directories) < len(sources):
-        raise ValueError("--images: two files of rows have one name: give the directory that both are in")
+        raise ValueError("--images: two input files have the same name: pass their common directory instead")
     return prepare_pictured(
         masker,
         paths,
@@ -219,7 +219,7 @@ def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: P
 def prepare_classification(
     tokenizer: Any, sources: Sequence[Source], options: RowOptions
 ) -> tuple[Preparation, list[str]]:
-    """Reads all rows for their labels; how rows become samples, and what there is to know about them."""
+    """Reads all rows for their labels; returns the preparation of rows, and notes on them."""
     names = (options.text_field, options.text_pair_field, options.label_field, options.label_separator)
     fields = FieldNames(*names, ignored=options.ignore_columns)
     survey = survey_rows(sources, fields, options, num_workers=count_workers(sources, options))
@@ -235,7 +235,7 @@ def prepare_classification(
 
 
 def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
-    """What there is to know about the template. Without one, what is no chat can still be tokenized."""
+    """Notes on the template. Without one, rows other than chats can still be tokenized."""
     if masker.tokenizer.chat_template is not None:
         given = options.rows.chat_template
         return masker.check_template("the model's chat template" if given is None else f"--chat-template {given}")
@@ -260,7 +260,7 @@ def write_companions(
     tokenizer: Any,
     describe: Callable[[Totals], dict[str, Any]],
 ) -> None:
-    """Writes each data set's sidecar, which `describe` begins, and, if it is not the model's own, the tokenizer."""
+    """Writes each data set's sidecar, from `describe`, and the tokenizer if it differs from the model's."""
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
         if changes_tokenizer(options):
             tokenizer.save_pretrained(aside[files.tokenizer])
@@ -280,8 +280,8 @@ def write_data(
     options: ProcessDataOptions,
     rejected_rows: BinaryIO,
 ) -> tuple[list[Totals], list[str]]:
-    """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's sums, and the
-    first reasons why rows are rejected."""
+    """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's totals, and
+    the first reasons of rejected rows."""
     # Workers read, tokenize and mask; the files are read, and the samples written, here.
     ending = Path(options.output_file).suffix
     process = partial(
@@ -324,12 +324,12 @@ def write_data(
 
 def count_workers(sources: Sequence[Source], options: RowOptions) -> int:
     if any(source.num_bytes == 0 and source.read is not None for source in sources):
-        return options.num_proc  # of how much there is to read, nothing is known
+        return options.num_proc  # the size of the input is not known
     return min(options.num_proc, 1 + sum(source.num_bytes for source in sources) // BYTES_PER_WORKER)
 
 
 def make_cutter(side: str, *, eos_token_id: int | None, block_size: int | None) -> BlockCutter | None:
-    """A side's own, where documents are cut into blocks."""
+    """A side's cutter; None unless documents are cut into blocks."""
     if block_size is None:
         return None
     return BlockCutter(block_size, eos_token_id, name=mark_place("block {:,}", side))
@@ -340,13 +340,13 @@ def num_samples_shown(options: ProcessDataOptions) -> int:
 
 
 def check_totals(totals: Totals, reasons: list[str], *, sources: Sequence[Source], skip_invalid: bool) -> None:
-    """Refuses invalid rows, shown with their lines, unless they are to be skipped; and a data set without samples."""
+    """Refuses invalid rows, listing the first, unless they are to be skipped; and a data set without samples."""
     shown, where = "".join(f"\n  {reason}" for reason in reasons), describe_sources(sources)
     if reasons and not skip_invalid:
         more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
         raise ValueError(
             f"{totals.rows['invalid']:,} of {totals.rows['in']:,} rows cannot be used{more}:{shown}\n"
-            "mend them, or add --skip-invalid to go on without them"
+            "fix them, or pass --skip-invalid to skip them"
         )
     if totals.rows["in"] == 0:
         raise ValueError(f"{where}: has no rows")
@@ -361,8 +361,8 @@ def check_sides(sides: Sequence[Totals], *, share: float) -> None:
     for name, totals, change in zip(SIDES, sides, ("smaller", "larger"), strict=True):
         if totals.rows["kept"] == 0:
             raise ValueError(
-                f"--validation-share {share}: of {num_kept:,} rows that are kept, none is left for {name}; give a"
-                f" {change} share, or more rows (rows that say the same always fall on the same side)"
+                f"--validation-share {share}: of {num_kept:,} kept rows, none is left for {name}; use a {change} share,"
+                " or more rows (rows with the same text always fall on the same side)"
             )
 
 
@@ -379,7 +379,7 @@ def print_outputs(outputs: Outputs, *, added_tokens: dict[str, int]) -> None:
         where = " and ".join(tokenizers)
         say(f"tokenizer, which training uses: {where}; added to its vocabulary: {added or 'nothing'}")
     if outputs.page is not None:
-        say(f"page to look at: {outputs.page}")
+        say(f"preview page: {outputs.page}")
 
 
 def raise_interrupt(*_: object) -> NoReturn:
@@ -388,14 +388,14 @@ def raise_interrupt(*_: object) -> NoReturn:
 
 
 def check_interrupt() -> None:
-    """Raises what a signal's handler raised in vain: in a finalizer or another callback, Python only prints it."""
+    """Raises KeyboardInterrupt again if a signal handler raised it in a callback, where Python only prints it."""
     if interrupted.is_set():
         raise KeyboardInterrupt
 
 
 def main() -> None:
     options = parse_options(ProcessDataOptions)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --num-proc says how many cores are used
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --num-proc sets the number of cores
     signal.signal(signal.SIGINT, raise_interrupt)
     signal.signal(signal.SIGTERM, raise_interrupt)
     sys.stdout.reconfigure(errors="backslashreplace")  # samples can hold what the terminal cannot show
@@ -404,9 +404,9 @@ def main() -> None:
     except ValueError as error:
         exit_with_message(str(error))
     except OSError as error:
-        exit_with_message(f"--output-file {options.output_file}: cannot be written whole, nothing is left: {error}")
+        exit_with_message(f"--output-file {options.output_file}: cannot be written, nothing is left: {error}")
     except KeyboardInterrupt:
-        exit_with_message("interrupted; what was unfinished is removed", code=ExitCode.INTERRUPTED)
+        exit_with_message("interrupted; unfinished files are removed", code=ExitCode.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""From a tokenized data set to this rank's micro-batches: the infinite order, the global batch, prefetch.
+"""Samples this rank's micro-batches from a tokenized data set: the infinite order, the global batch, prefetch.
 
 Everything about a step is a pure function of (data, seed, step): every rank plans the same global batch and the same
-table of micro-batches without talking to the others, and then reads its own rows only.
+table of micro-batches without communication, and then reads only its own rows.
 """
 
 import bisect
@@ -28,14 +28,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class RunPosition:
-    """How far a run has come: steps taken, and samples and tokens trained in them."""
+    """Progress of a run: steps taken, and samples and tokens trained in them."""
 
     step: int = 0
     num_samples: int = 0  # also the position in the stream
     num_tokens: int = 0
 
     def after(self, batch: "Batch") -> "RunPosition":
-        """Where the run is once it has trained `batch`."""
+        """The position after training `batch`."""
         return RunPosition(
             step=batch.step + 1,
             num_samples=self.num_samples + len(batch.sample_ids),
@@ -48,16 +48,16 @@ class RunPosition:
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step: what all ranks train together, and this rank's part of it."""
+    """One optimizer step: the global batch of all ranks, and this rank's part of it."""
 
     step: int
     sample_ids: np.ndarray  # (batch_size,) rows of the data set
     lengths: np.ndarray  # (batch_size,) tokens
     num_loss_tokens: int  # trained targets, over all ranks
     divisors: dict[str, float]  # of sums over the global batch, by name (see `Objective.weigh`)
-    table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids; table[k][group] where ranks share rows
+    table: list[list[list[int]]]  # table[k][rank]: indices into sample_ids; table[k][group] if ranks share rows
     micro_batches: list[MicroBatch]  # this rank's column of the table
-    data: Mixture  # whose rows they are
+    data: Mixture  # source of the rows
     num_sharing: int = 1  # ranks that share each packed row
 
 
@@ -84,12 +84,12 @@ def draw_from(kept: np.ndarray, *, seed: tuple[int, ...], start: int, count: int
 
 
 def stream_seeds(data: Mixture, seed: int) -> list[tuple[int, ...]]:
-    """What each data set's permutations are drawn from."""
+    """Seeds of each data set's permutations."""
     return [(seed,)] if len(data.sources) == 1 else [(seed, i) for i in range(len(data.sources))]
 
 
 def draw_samples(data: Mixture, *, seed: int, start: int, count: int) -> np.ndarray:  # (count,)
-    """Rows at positions [start, start + count) of the infinite stream, which takes its turns through the data sets."""
+    """Rows at positions [start, start + count) of the infinite stream, which interleaves the data sets."""
     sources, before = interleave(data.shares, start=start, count=count)
     rows = np.empty(count, dtype=data.kept.dtype)
     for i, source_seed in enumerate(stream_seeds(data, seed)):
@@ -99,12 +99,12 @@ def draw_samples(data: Mixture, *, seed: int, start: int, count: int) -> np.ndar
 
 
 def count_drawn(data: Mixture, num_samples: int) -> np.ndarray:  # (sources,)
-    """How many of the first `num_samples` of the stream are each data set's."""
+    """Number of samples from each data set among the first `num_samples` of the stream."""
     return interleave(data.shares, start=num_samples, count=0)[1]
 
 
 def count_tokens(data: Mixture, num_samples: int, *, seed: int) -> int:
-    """Tokens of the first `num_samples` of the stream."""
+    """Number of tokens of the first `num_samples` of the stream."""
     total = 0
     for kept, drawn, source_seed in zip(
         data.kept_of, count_drawn(data, num_samples).tolist(), stream_seeds(data, seed), strict=True
@@ -129,7 +129,7 @@ def find_position(data: Mixture, num_tokens: int, *, seed: int) -> int:
 def count_steps(
     data: Mixture, options: DataOptions, end: EndOptions, *, start: RunPosition = RunPosition()
 ) -> int | None:
-    """The run's steps, those before `start` included, until it reaches the first given end; None if none is given."""
+    """The run's number of steps, including those before `start`, up to the first given end; None without an end."""
     epoch_length = len(data.kept)
     num_samples = [n for n in (end.max_samples, None if end.max_epochs is None else end.max_epochs * epoch_length) if n]
     if end.max_tokens is not None:
@@ -140,7 +140,7 @@ def count_steps(
 
 
 def derive_seed(seed: int, step: int, rank: int) -> int:
-    """One seed for each (seed, step, rank), so that there is no generator state to keep."""
+    """A seed for each (seed, step, rank), so that no generator state has to be kept."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
 
 
@@ -154,7 +154,7 @@ def iterate_batches(
     attention_cost: float,
     world: World | Place,
 ) -> Iterator[Batch]:
-    """The global batches from `start` up to `num_steps` (None: without end), each with this rank's micro-batches."""
+    """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches."""
     step, num_drawn, num_sharing = start.step, start.num_samples, count_sharing(world.row_group)
     cap, own = options.max_tokens_per_gpu * num_sharing, world.rank // num_sharing
     num_rows = world.world_size // num_sharing
@@ -185,9 +185,9 @@ def read_micro_batch(
     draws: list[int] | None = None,
     by_sample: bool = False,
 ) -> MicroBatch:
-    """The rows packed; of several data sets with the one that each is from. Without rows, an idle micro-batch.
+    """The packed rows, with their sources if there are several data sets; an idle micro-batch without rows.
 
-    `draws`: the rows' positions in the stream that a run draws from. `by_sample`: every row is a source of its own.
+    `draws`: the rows' positions in a run's stream. `by_sample`: every row is a source of its own.
     """
     sources, num_sources = None, len(data.sources)
     if len(rows) and by_sample:
@@ -201,13 +201,13 @@ def read_micro_batch(
 
 
 def pin_memory(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """`batches`, with their micro-batches in memory from which copies to a GPU need not be waited for."""
+    """Yields `batches` with micro-batches in pinned memory, for asynchronous copies to a GPU."""
     for batch in batches:
         yield replace(batch, micro_batches=[micro_batch.pin_memory() for micro_batch in batch.micro_batches])
 
 
 def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:
-    """`items`, made up to `depth` ahead by a background thread; its exceptions are raised here."""
+    """Yields `items`, made up to `depth` ahead by a background thread; its exceptions are raised here."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
     closed = threading.Event()
 
@@ -242,10 +242,10 @@ def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:
 
 
 def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Iterator[Item]:
-    """`items`, with Python's garbage collector running only before each `every`-th of them.
+    """Yields `items`, with Python's garbage collector running only before each `every`-th of them.
 
-    Left alone it runs in the middle of some step, on another rank each time, and all others wait. What there is at
-    the start is never looked through again, after the last of them neither: what follows is the end.
+    Otherwise it runs in the middle of some step, on another rank each time, and all others wait. Objects that exist at
+    the start are never scanned again, not even after the last item, as the run ends then.
     """
     gc.collect()
     gc.freeze()

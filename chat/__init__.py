@@ -1,1 +1,1 @@
-"""Messages and a chat template -> token ids, and which of them are trained."""
+"""Converts messages and a chat template to token ids and a loss mask."""

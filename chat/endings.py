@@ -1,7 +1,7 @@
 """The stop token after a conversation's last turn, where the chat template writes it only if another turn follows.
 
-It is learned from known conversations: the end of an earlier turn, less what the same turn already has where the
-conversation ends with it.
+It is learned from known conversations: the end of an earlier turn, minus the text that the same turn already has as
+the last turn.
 """
 
 from collections.abc import Callable, Collection
@@ -26,8 +26,8 @@ class Weighted(Protocol):
 class StopAppender:
     """Appends the missing stop token after the last turn of conversations, for one chat template.
 
-    `locate` renders a conversation and finds what is trained; `stop_token_ids` end turns. If the template ends no turn
-    with a stop token, the tokenizer's eos token is appended.
+    `locate` renders a conversation and finds the trained passages; `stop_token_ids` end turns. If the template ends no
+    turn with a stop token, the tokenizer's eos token is appended.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class StopAppender:
         self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
     def append(self, located: Located, chat: Weighted) -> Located:
-        """The rendered conversation, with a trained stop token if its last turn is the assistant's, is trained, and
-        lacks one."""
+        """The rendered conversation, plus a trained stop token if its last turn is a trained assistant turn that lacks
+        one."""
         if chat.messages[-1]["role"] != ASSISTANT or chat.weights[-1] == 0 or not located.passages:
             return located
         last = located.passages[-1]
@@ -54,14 +54,14 @@ class StopAppender:
             raise ValueError(f"the chat template writes {after!r} after the last turn: no stop token can be appended")
         ending = self.after_calls if has_calls(chat.messages[-1]) else self.after_text
         if ending is None:
-            raise ValueError("ends with tool calls, and no stop token is known to end them, so none can be appended")
+            raise ValueError("ends with tool calls, and no stop token is known to end those, so none can be appended")
         text = located.text + ending
         passages = [*located.passages[:-1], replace(last, end=len(text))]
         return replace(located, text=text, passages=passages, is_stop_appended=True)
 
 
 def learn_ending(locate: Callable[[Chat], Located], stops: Stops, probe: Chat) -> str | None:
-    """The text that ends the probe's first assistant turn, and is missing where the conversation ends there."""
+    """The text that ends the probe's first assistant turn and is missing if the conversation ends there."""
     whole = catch_error(locate, probe)
     cut = catch_error(locate, replace(probe, messages=probe.messages[:2]))
     if isinstance(whole, ValueError) or not whole.passages:
@@ -82,8 +82,8 @@ def find_last_stop(text: str, stops: Stops) -> str | None:
 
 
 def describe_open_turns(open_turns: Collection[str], name: str, *, appended: str | None) -> list[str]:
-    """Notes on a template whose turns (inner or last ones) lack a stop token, for a user who allows that or has
-    `appended` added to the last ones. ValueError for a template without such turns."""
+    """Notes on a template whose inner or last turns lack a stop token, for a user who allows that or has `appended`
+    added to last turns. Raises ValueError if the template has no such turns."""
     flag = "--allow-missing-stop-token" if appended is None else "--append-stop-token"
     if not open_turns:
         raise ValueError(f"{flag} has no effect: {name} writes a stop token")

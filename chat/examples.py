@@ -1,4 +1,4 @@
-"""What is tokenized: chats, texts to be gone on with, documents."""
+"""Training examples: chats, prompts with completions, documents."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +12,18 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. Messages may say `train` (true or false) or `weight` (0 to 1) for themselves; otherwise the
-    assistant's are trained, and with `unmask` all roles' but system's."""
+    """A conversation. A message may set `train` (true or false) or `weight` (0 to 1); by default the assistant's
+    messages are trained, with `unmask` all messages but the system's."""
 
     messages: list[Message]
     unmask: bool = False
     tools: list[dict[str, Any]] | None = None
-    images: tuple[str, ...] = ()  # of each image part in turn the path or the data: URL
+    images: tuple[str, ...] = ()  # path or data: URL of each image part, in order
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A text to be gone on with, without a chat template: only what follows the prompt is trained."""
+    """A prompt and its completion, without a chat template: only the completion is trained."""
 
     prompt: str
     completion: str

@@ -1,11 +1,11 @@
-"""What makes tokenizers and chat templates the same, and which tokens end generation."""
+"""Fingerprints of tokenizers and chat templates, and the tokens that end generation."""
 
 import hashlib
 import json
 from typing import Any
 
 # Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
-# byte-order mark, code: where pre-tokenizers and normalizers differ although the vocabularies are the same.
+# byte-order mark, code: pre-tokenizers and normalizers with the same vocabulary differ on these.
 FINGERPRINT_TEXT = (
     " a  b\t\tc\n\nd\r\n    e 0123456789 1,234.50 It's DON'T na\u00efve nai\u0308ve \u00a0\u2003\ufeff"
     " Stra\u00dfe \ufb01 \u00bd \u4f60\u597d\uff0c \u0417\u0434\u0440 \u0645\u0631\u062d \u0928\u092e"
@@ -14,7 +14,7 @@ FINGERPRINT_TEXT = (
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:
-    """sha256 of what makes tokenizers the same: every token with its id, and how a fixed text is split.
+    """sha256 of every token with its id and of the split of a fixed text.
 
     Independent of padding, truncation, chat template and library version.
     """
@@ -24,14 +24,14 @@ def fingerprint_tokenizer(tokenizer: Any) -> str:
 
 
 def fingerprint_chat_template(tokenizer: Any) -> str | None:
-    """sha256 of the chat template (of all, where there are several by name); None without one."""
+    """sha256 of the chat template (of all named ones, if there are several); None without one."""
     if tokenizer.chat_template is None:
         return None
     return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
 
 def load_stop_token_ids(model_dir: str) -> list[int]:
-    """The tokens that end generation by the model's generation_config.json; none if it has no such file."""
+    """Token ids that end generation according to the model's generation_config.json; empty if there is no such file."""
     from transformers import GenerationConfig  # seconds to import
 
     try:

@@ -1,3 +1,3 @@
-"""How the tokens of a row say whether they are trained."""
+"""The label of untrained tokens."""
 
 IGNORED = -100  # label of a token that is not trained

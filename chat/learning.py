@@ -1,4 +1,4 @@
-"""Learns the skeleton of an outline: what the template writes around its leaves, and where turns begin and end."""
+"""Learns the skeleton of an outline: the template's text around its leaves, and where turns begin and end."""
 
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +12,8 @@ from chat.turns import Stops, TurnLearner, TurnMemory
 
 @dataclass(frozen=True)
 class SkeletonLearner:
-    """Learns skeletons of one template, for conversations with tools or for those without. What it learns of parts of
-    conversations it remembers."""
+    """Learns skeletons of one template, for conversations with or without tools. Remembers the parts of conversations
+    that it has learned."""
 
     stops: Stops
     slots: SlotMemory = field(default_factory=SlotMemory)
@@ -21,11 +21,11 @@ class SkeletonLearner:
     places: PlaceMemory = field(default_factory=PlaceMemory)
 
     def learn(self, outline: Outline, *, unmasked: set[int], render: Render) -> Skeleton:
-        """Renders `outline`, and what leads up to and ends each of the turns that can be trained: the assistant's, and
-        the messages in `unmasked`.
+        """The skeleton of `outline`, with the turns that can be trained: the assistant's, and the messages in
+        `unmasked`.
 
-        Raises ValueError if the template leaves out, repeats or displaces what is said, writes it in an unknown way,
-        or if an assistant's turn does not begin with the generation prompt or has no end-of-turn token.
+        Raises ValueError if the template leaves out, repeats or displaces a text, writes it in an unknown way, or if
+        an assistant's turn does not begin with the generation prompt or has no end-of-turn token.
         """
         text, skeleton = self.start(outline, render)
         divided = divide_turns(outline, [slot.leaf for slot in skeleton.slots])
@@ -37,7 +37,7 @@ class SkeletonLearner:
         (divided_text,) = render([divided_outline.messages])
         if divided_text != text:
             raise ValueError(
-                "the chat template writes what others say within an assistant's turn: give the content a message of"
+                "the chat template writes other messages within an assistant's turn: move the content to a message of"
                 " its own, after the results of the calls"
             )
         parts = {i for i, message in enumerate(original) if message in unmasked}
@@ -52,17 +52,17 @@ class SkeletonLearner:
         try:
             (text,) = render([outline.messages])
         except ValueError as error:
-            raise ValueError(f"{error}; tried with other texts and names, to see where it writes them") from None
+            raise ValueError(f"{error}; tried with placeholder texts and names, to locate them") from None
         order, literals = split_at_placeholders(text)
         if any(leaf >= len(outline.leaves) for leaf in order):
-            raise ValueError("the chat template writes what looks like a placeholder used for masking")
+            raise ValueError("the chat template writes text that looks like a placeholder used for masking")
         named_by_id = check_completeness(outline, order, render)
 
         def pad() -> list[str]:
             padded_order, gaps = split_at_placeholders(render([pad_outline(outline)])[0])
             if order != padded_order:
                 raise ValueError(
-                    "the chat template writes other texts, or in another order, where whitespace surrounds them"
+                    "the chat template writes different texts, or in a different order, if whitespace surrounds them"
                 )
             return gaps
 
@@ -72,7 +72,7 @@ class SkeletonLearner:
     def learn_turns(
         self, outline: Outline, skeleton: Skeleton, text: str, *, unmasked: set[int], render: Render
     ) -> None:
-        """Adds the turns to the skeleton, and checks that everything stands where it should."""
+        """Adds the turns to the skeleton, and checks that every text is in the right turn."""
         learner = TurnLearner(outline, skeleton, render, self.stops, self.turns)
         for i, message in enumerate(outline.messages):
             if message["role"] == ASSISTANT:
@@ -83,18 +83,18 @@ class SkeletonLearner:
         self.places.check_arguments(outline, skeleton, render, text)
 
     def learn_marked(self, outline: Outline, marked: list[tuple[int, int]], text: str, *, render: Render) -> Skeleton:
-        """The skeleton of an outline whose turns are what the template marks as generated: the passages `marked` of
-        `text`, its rendering; but for what the generation prompt writes of them."""
+        """The skeleton of an outline whose turns are the passages `marked` of its rendering `text`, which the template
+        marks as generated, without their part in the generation prompt."""
         rendered, skeleton = self.start(outline, render)
         if rendered != text:
-            raise ValueError("the chat template writes other texts where it marks what is generated")
+            raise ValueError("the chat template writes different text when it marks generated passages")
         assistants = [i for i, message in enumerate(outline.messages) if message["role"] == ASSISTANT]
         learner = TurnLearner(outline, skeleton, render, self.stops, self.turns)
         for i, (first, last) in zip(assistants, marked, strict=True):
             mark, end = locate(text, first), locate(text, self.stops.trim(text, first, last))
             try:
                 start, rests, prompt = learner.learn_start(i)
-            except ValueError:  # there may be no generation prompt: the marks say all there is to know
+            except ValueError:  # there may be no generation prompt; the marks alone bound the turn then
                 start, rests, prompt = mark, (), None
             header, start = start, max(mark, start)
             num_skipped = start[1] - mark[1] if start[0] == mark[0] else None
@@ -106,7 +106,7 @@ class SkeletonLearner:
 
 
 def locate(text: str, at: int) -> tuple[int, int]:
-    """The literal that holds this character of an outline's rendering, and how far into it."""
+    """The literal that holds character `at` of an outline's rendering, and the offset into it."""
     start, k = 0, 0
     for k, placeholder in enumerate(PLACEHOLDER.finditer(text)):
         if at <= placeholder.start():
@@ -118,12 +118,12 @@ def locate(text: str, at: int) -> tuple[int, int]:
 
 
 def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]] | None:
-    """Where the results of an assistant's calls stand before its content (Gemma 4): the conversation in which the
-    content is a message of its own, after the results; and which message each message was. None where nothing does."""
+    """The conversation with each content that follows the results of its message's calls (Gemma 4) as a message of its
+    own, after the results; and the original index of each message. None if there is no such content."""
     divided = find_divided(outline, order)
     if not divided:
         return None
-    contents_at = {}  # which message's content follows before which message
+    contents_at = {}  # index of a message -> the message whose content comes before it
     for i in divided:
         j = i + 1
         while j < len(outline.messages) and outline.messages[j]["role"] == "tool":
@@ -151,9 +151,9 @@ def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]
 
 
 def find_divided(outline: Outline, order: list[int]) -> set[int]:
-    """The messages with calls whose content stands after what somebody else says."""
-    called: dict[int, int] = {}  # message -> where its first call stands
-    latest: list[tuple[int, int]] = []  # the two messages that spoke last, and where
+    """The messages with calls whose content follows another message's text."""
+    called: dict[int, int] = {}  # message -> slot of its first call
+    latest: list[tuple[int, int]] = []  # the last two messages with a text, and its slot
     divided = set()
     for k, leaf in enumerate(order):
         message, kind = outline.leaves[leaf].message, outline.leaves[leaf].kind

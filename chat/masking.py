@@ -1,13 +1,12 @@
-"""Messages + chat template -> token ids, and which of them are trained.
+"""Converts messages and a chat template to token ids and a loss mask.
 
-Nothing here searches rendered text for role markers, because a user can write them too. A conversation's *outline*
-(chat/placeholders.py) is rendered with placeholders for all that is said, once for all conversations with the same
-outline, which shows what the template itself writes around each text (chat/skeletons.py), where turns begin and end
-(chat/turns.py), and that what the assistant said stands in its turns and nothing else does (chat/placing.py). A real
-conversation is rendered by the tokenizer, unaltered, and must equal, character by character, its texts set into that
-skeleton. So where each turn begins and ends is known, never guessed; a conversation that differs is refused. The
-price is one rendering per row. Where a template marks itself what is generated ({% generation %}), its marks bound
-the turns, but for what the generation prompt writes.
+Rendered text is never searched for role markers, because a user can write them too. A conversation's *outline*
+(chat/placeholders.py) is rendered with placeholders for all texts, once for all conversations with the same outline.
+This shows the template's own text around each text (chat/skeletons.py), where turns begin and end (chat/turns.py), and
+that the assistant's texts, and nothing else, are in its turns (chat/placing.py). A real conversation is rendered by the
+tokenizer, unaltered, and must equal, character by character, its texts put into that skeleton. So the bounds of each
+turn are known, never guessed; a conversation that differs is refused. The price is one rendering per row. If a template
+itself marks generated text ({% generation %}), its marks bound the turns, minus the text of the generation prompt.
 """
 
 import json
@@ -57,7 +56,7 @@ GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text, and what the template's generation markers enclose (None: it has none)."""
+    """A conversation's text, and the passages that the template marks as generated (None: it has no markers)."""
 
     text: str
     marked: list[tuple[int, int]] | None = None
@@ -66,11 +65,11 @@ class Rendered:
 class ChatMasker:
     """Renders, tokenizes and masks with one tokenizer. Invariant: its skeletons were learned from its template.
 
-    `stop_token_ids`: which tokens end generation besides the tokenizer's eos token (see `load_stop_token_ids`).
-    `allow_missing_stop_token`: where the template writes none after the assistant's turns, train their contents alone.
-    `append_stop_token`: append one after a conversation's last turn where the template writes none there.
-    `expander`: of conversations with images.
-    `thinking_prefix`: "train-as-prompted" puts the generation prompt's words before the last answer (see
+    `stop_token_ids`: tokens that end generation in addition to the tokenizer's eos token (see `load_stop_token_ids`).
+    `allow_missing_stop_token`: train assistant turns without a stop token, up to the end of their content.
+    `append_stop_token`: append one after a conversation's last turn if the template writes none there.
+    `expander`: puts images into conversations.
+    `thinking_prefix`: "train-as-prompted" puts the generation prompt's text before the last answer (see
     chat/prompting.py).
     `strict_reasoning`: refuse answers whose reasoning the template leaves out.
     """
@@ -88,7 +87,7 @@ class ChatMasker:
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not tell which characters a token covers, so masks cannot be"
+                f"{type(tokenizer).__name__} does not report which characters a token covers, so masks cannot be"
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.expander = tokenizer, expander
@@ -100,13 +99,13 @@ class ChatMasker:
         self.matcher = PromptMatcher(self.encode_text, template, as_prompted=THINKING_PREFIXES[thinking_prefix])
         self.patience = Patience()
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
-        self.num_slots = 0  # that skeletons learned since there were none have
-        self.written_tools: set[tuple[Any, ...]] = set()  # with the roles of a chat in which the template writes them
-        self.open_turns: set[str] = set()  # turns that no special token ends (inner, last); set by `check_template`
+        self.num_slots = 0  # total over `skeletons`
+        self.written_tools: set[tuple[Any, ...]] = set()  # tools, with the roles of a chat, that the template writes
+        self.open_turns: set[str] = set()  # turns without a stop token ("inner", "last"); set by `check_template`
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
     def let_stops_be_missing(self) -> None:
-        """From now on, turns without a stop token are accepted, and their contents are trained."""
+        """Accepts turns without a stop token from now on; their contents are trained."""
         self.stops = replace(self.stops, may_be_missing=True)
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
         self.skeletons.clear()
@@ -117,9 +116,9 @@ class ChatMasker:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
 
     def mask(self, rows: Sequence[Example]) -> list[TokenizedChat | ValueError]:
-        """Each row's token ids and labels, or why it cannot be used.
+        """Each row's token ids and labels, or the error that makes it unusable.
 
-        Raises ValueError where none could be used: no chat template, or no end-of-text token.
+        Raises ValueError if no row is usable: no chat template, or no end-of-text token.
         """
         results: dict[int, TokenizedChat | ValueError] = {}
         mask_chats = partial(self.mask_chats, appends_stop=self.appends_stop)
@@ -130,7 +129,7 @@ class ChatMasker:
         return [results[i] for i in range(len(rows))]
 
     def mask_texts(self, rows: Sequence[Completion | Document]) -> list[TokenizedChat | ValueError]:
-        """Rows without a template: tokenized as one text, and ended once by the tokenizer's eos token."""
+        """Tokenizes rows without a template as one text each, ended by one eos token."""
         eos_token_id = self.tokenizer.eos_token_id
         if eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
@@ -140,7 +139,7 @@ class ChatMasker:
         return [catch_error(label, encoding, found) for encoding, found in zip(encodings, located, strict=True)]
 
     def mask_chats(self, chats: Sequence[Chat], *, appends_stop: bool = False) -> list[TokenizedChat | ValueError]:
-        """Chats: token ids as `apply_chat_template` gives them, labels by what the template wrote where.
+        """Token ids of chats, as `apply_chat_template` returns them, and labels by the position of each turn.
 
         Raises ValueError if the template takes too long for several of them.
         """
@@ -164,7 +163,7 @@ class ChatMasker:
 
     @cached_property
     def appender(self) -> StopAppender:
-        """Appends stop tokens, for --append-stop-token. ValueError if there is no token to append."""
+        """Appends stop tokens (--append-stop-token). Raises ValueError if there is no token to append."""
 
         def locate(chat: Chat) -> Located:
             return self.locate(self.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
@@ -172,7 +171,7 @@ class ChatMasker:
         return StopAppender(locate, self.make_checker(), self.stop_token_ids)
 
     def mask_as_rendered(self, chats: Sequence[Chat]) -> list[TokenizedChat | ValueError]:
-        """`mask_chats` with texts as the template renders them."""
+        """`mask_chats` without --thinking-prefix."""
         matcher, self.matcher = self.matcher, replace(self.matcher, as_prompted=False)
         try:
             return self.mask_chats(chats)
@@ -180,16 +179,16 @@ class ChatMasker:
             self.matcher = matcher
 
     def put_images(self, located: Located, chat: PreparedChat) -> Located:
-        """The row with what the model's processor makes of its images."""
+        """The row with its image placeholders expanded by the model's processor."""
         if self.expander is not None:
             return self.expander.expand(located, chat.images)
         return located
 
     def locate(self, rendered: Rendered, chat: PreparedChat) -> Located:
-        """A rendered chat and what of it is trained."""
+        """A rendered chat and its trained passages."""
         located = catch_error(self.locate_now, rendered, chat)
         if isinstance(located, ValueError) and self.template_tells_time:
-            for key in (chat.key, ("marked", *chat.key)):  # they, or the text, can be of yesterday
+            for key in (chat.key, ("marked", *chat.key)):  # skeleton or text may have yesterday's date
                 self.skeletons.pop(key, None)
             return self.locate_now(self.render_one(chat.messages, tools=chat.tools), chat)
         if isinstance(located, ValueError):
@@ -215,8 +214,8 @@ class ChatMasker:
         return Located(text, passages, is_weighted, remarks=tuple(remarks))
 
     def match_prompts(self, text: str, spans: list[Span], chat: PreparedChat) -> tuple[str, list[Span], list[Remark]]:
-        """The row with its spans, its last turn put after the generation prompt's words if asked for; and remarks on
-        how turns differ from what prompts for them."""
+        """The row and its spans, with the generation prompt's text before the last turn if asked for; and remarks on
+        turns that differ from their prompt."""
         render = partial(self.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
         trained = [weight > 0 for weight in chat.weights]
@@ -228,7 +227,7 @@ class ChatMasker:
         return text, spans, remarks + unread
 
     def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
-        """Whose turn stands where in a rendered chat."""
+        """The spans of the turns in a rendered chat."""
         render = partial(self.render, tools=chat.tools)
         skeleton = self.find_skeleton(chat, render)
         spans = skeleton.find_spans(text, chat.values)
@@ -241,8 +240,8 @@ class ChatMasker:
         return spans
 
     def find_spans_alone(self, text: str, chat: PreparedChat, render: Render, error: ValueError) -> list[Span]:
-        """With a skeleton for this row alone, because what others than the assistant say changes what the template
-        writes elsewhere. Raises `error` if that does not help."""
+        """`find_spans` with a skeleton for this row alone, for templates that write other parts differently depending
+        on the texts of roles other than the assistant. Raises `error` if that does not help."""
         outline = make_outline(chat.messages, only=ASSISTANT)
         if chat.unmasked or outline.text == chat.outline.text:
             raise error
@@ -253,7 +252,7 @@ class ChatMasker:
             raise error from None
 
     def find_skeleton(self, chat: PreparedChat, render: Render) -> Skeleton:
-        """Learned once per outline."""
+        """The chat's skeleton, learned once per outline."""
         key = chat.key
         if key not in self.skeletons:
             self.check_tools_are_written(chat, render)
@@ -269,7 +268,8 @@ class ChatMasker:
         self.num_slots += len(skeleton.slots)
 
     def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
-        """Refuses a template that leaves them out. That depends on which roles there are, first and last."""
+        """Refuses a template that leaves out the tools, which can depend on the set of roles, the first and the last
+        role."""
         if not chat.tools:
             return
         roles = [message["role"] for message in chat.messages]
@@ -284,8 +284,8 @@ class ChatMasker:
         self.written_tools.add(key)
 
     def find_marked_spans(self, text: str, marked: list[tuple[int, int]], chat: PreparedChat) -> list[Span]:
-        """Whose turn each passage is that the template's markers enclose. What the generation prompt already says,
-        and whitespace after the stop token, are left out."""
+        """The turns of the passages that the template marks as generated, without the text of the generation prompt
+        and without whitespace after the stop token."""
         skeleton = self.find_marked_skeleton(chat)
         if skeleton.named_by_id:
             check_names(skeleton, chat.values, chat.outline)
@@ -296,7 +296,7 @@ class ChatMasker:
         spans = []
         for turn, (start, end) in zip(skeleton.turns, marked, strict=True):
             if turn.num_skipped is None:
-                raise ValueError("the chat template marks as generated what others say")
+                raise ValueError("the chat template marks other roles' texts as generated")
             start += turn.num_skipped
             opens = start if turn.beginning is None else start - (turn.start[1] - turn.beginning.place[1])
             start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
@@ -304,7 +304,7 @@ class ChatMasker:
         return spans
 
     def find_marked_skeleton(self, chat: PreparedChat) -> Skeleton:
-        """Learned once per outline, with the marks of the outline's rendering."""
+        """The chat's skeleton with the turns that the template marks, learned once per outline."""
         key = ("marked", *chat.key)
         if key not in self.skeletons:
             render = partial(self.render, tools=chat.tools)
@@ -317,7 +317,7 @@ class ChatMasker:
         return self.skeletons[key]
 
     def render_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Rendered | ValueError]:
-        """All of the same tools at once, which is faster, unless one of them fails: then each alone, to find out
+        """Renders all chats with the same tools at once, which is faster; if one fails, each alone, to find out
         which."""
         results: list[Any] = list(chats)
         by_tools: dict[str, list[int]] = {}
@@ -334,13 +334,13 @@ class ChatMasker:
         return results
 
     def explain(self, rendered: Rendered | ValueError, chat: PreparedChat) -> Rendered | ValueError:
-        """Says so if a template fails on a content that is null or missing, but not on one that is empty."""
+        """Adds a hint to an error that occurs if a content is null or missing, but not if it is empty."""
         if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
             return rendered
         filled = [{**message, "content": message.get("content") or ""} for message in chat.messages]
         if isinstance(catch_error(self.render_one, filled, tools=chat.tools), ValueError):
             return rendered
-        return ValueError(f'{rendered}; it takes messages with calls whose content is "", not null or missing')
+        return ValueError(f'{rendered}; it accepts messages with calls if their content is "", not null or missing')
 
     def render_one(self, messages: list[Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
         (rendered,) = self.render_marked([messages], tools=tools)
@@ -349,7 +349,7 @@ class ChatMasker:
     def render_marked(
         self, conversations: Sequence[list[Message]], *, tools: list[dict[str, Any]] | None
     ) -> list[Rendered]:
-        """The texts, and what the template marks as generated if it marks something."""
+        """The texts, and the passages that the template marks as generated if it has markers."""
         template = self.tokenizer.get_chat_template(None, tools)
         if GENERATION_MARKER.search(template) is None:
             return [Rendered(text) for text in self.render(conversations, tools=tools)]
@@ -386,7 +386,7 @@ class ChatMasker:
         return encoding.ids
 
     def encode(self, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
-        """Tokenizes the texts in one call; errors among them stay where they are."""
+        """Tokenizes the texts in one call; errors among them keep their places."""
         usable = [text for text in texts if isinstance(text, str)]
         encodings = iter(self.encoder.encode(usable, add_special_tokens=add_special_tokens))
         return [next(encodings) if isinstance(text, str) else text for text in texts]
@@ -403,20 +403,20 @@ class ChatMasker:
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
-        """All tokens that end turns: those that end generation, and those that the template writes after a turn."""
+        """All tokens that end turns: stop tokens of generation, and tokens that the template writes after a turn."""
         ids = {self.tokenizer.convert_tokens_to_ids(token) for token in self.stops.known}
         if self.tokenizer.chat_template is not None:
             ids |= self.make_checker().list_stop_tokens()
         return frozenset(ids)
 
     def check_template(self, name: str = "the model's chat template") -> list[str]:
-        """Raises ValueError, with the template's name, for one that cannot be masked with certainty, by known
-        conversations. Returns what there is to know about one that can.
+        """Notes on the template, tried on known conversations. Raises ValueError, with the template's name, if it
+        cannot be masked with certainty.
 
-        What a template raises itself (no system role, say) is its right: rows of that kind will be refused.
+        Errors that the template itself raises (no system role, say) are accepted: rows of that kind will be refused.
         """
         if self.appends_stop and isinstance(catch_error(self.make_checker().check, name), ValueError):
-            self.let_stops_be_missing()  # a template that writes none at all; if that is not the reason, it fails again
+            self.let_stops_be_missing()  # the template may write none at all; if that is not the cause, it fails again
         checker = self.make_checker()
         notes = checker.check(name)
         self.open_turns = checker.open_turns
@@ -438,7 +438,7 @@ def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Messa
 
 
 def locate_text(row: Completion | Document) -> Located:
-    """The text of a row without a template, and what of it is trained."""
+    """The text of a row without a template, and its trained passage."""
     if isinstance(row, Document):
         return Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
     text = check_unicode(row.prompt + row.completion)
@@ -450,7 +450,7 @@ def text_of(found: Located | ValueError) -> str | ValueError:
 
 
 def check_unicode(text: str) -> str:
-    """`text`, which can be written as UTF-8."""
+    """`text`; ValueError if it cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

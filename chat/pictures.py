@@ -1,7 +1,7 @@
-"""Images in conversations: read with care, and what of a text the model's own processor puts in their place.
+"""Images in conversations: safe reading, and expansion of their placeholders by the model's own processor.
 
-Pillow and transformers' processors are imported where an image is asked for. transformers' own code for images imports
-torch where it is installed; nothing here does.
+Pillow and transformers' processors are imported only when an image is used. transformers' own code for images imports
+torch if it is installed; nothing here does.
 """
 
 import base64
@@ -23,20 +23,20 @@ from ranks.messages import hide_secrets
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 89_478_485  # above which Pillow itself warns of decompression bombs
+MAX_PIXELS = 89_478_485  # Pillow warns of decompression bombs above this
 NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install pillow"
-SHOWN_CHARS = 60  # of a reference, in messages
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow has others that start programs (EPS)
-PHOTO = "MPO"  # a phone's photo: a JPEG with further ones behind it, such as a preview or a depth map
+SHOWN_CHARS = 60  # characters of a reference in messages
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow's start programs (EPS)
+PHOTO = "MPO"  # a phone's photo: a JPEG followed by others, such as a preview or a depth map
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")  # Pillow's modes with a known black and white
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # two tags of TIFF, and a value of the second
-TRIED_SIZE = (64, 48)  # of the image that a processor is tried with
+TRIED_SIZE = (64, 48)  # width and height of the image used to test a processor
 SECONDS_TO_DOWNLOAD = 30
-LIMIT_OF_BYTES = 1 << 28  # of a file or a download
+LIMIT_OF_BYTES = 1 << 28  # largest file or download
 
 
 def name_reference(reference: str) -> str:
-    """A reference as messages say it."""
+    """The reference as shown in messages."""
     if reference.startswith("data:"):
         return "a data: URL"
     reference = hide_secrets(reference)
@@ -44,12 +44,12 @@ def name_reference(reference: str) -> str:
 
 
 def as_data_url(data: bytes) -> str:
-    """An image as a text, whose kind Pillow sees in its bytes."""
+    """The image as a data: URL without a subtype; Pillow detects the format from the bytes."""
     return f"data:image;base64,{base64.b64encode(data).decode()}"
 
 
 def read_reference(reference: str, *, directory: Path) -> bytes:
-    """The bytes of an image: those of a file, whose path is from `directory`, or those in a data: URL."""
+    """The bytes of an image, from a file (relative to `directory`) or a data: URL."""
     if reference.startswith("data:"):
         head, comma, data = reference.partition(",")
         if not comma or not head.endswith(";base64"):
@@ -61,18 +61,18 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
     try:
         return read_regular_file(directory / reference)
     except FileNotFoundError:
-        raise ValueError(f"{name_reference(reference)}: there is no such file") from None
+        raise ValueError(f"{name_reference(reference)}: no such file") from None
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{name_reference(reference)}: cannot be read: {reason}") from None
 
 
 def read_regular_file(path: Path) -> bytes:
-    """A file's bytes. OSError for devices, pipes and sockets, which may have no end, and for files over the limit."""
+    """A file's bytes. OSError for devices, pipes and sockets, which may be endless, and for files over the limit."""
     with open(path, "rb", opener=open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("not a regular file")
-        data = file.read(LIMIT_OF_BYTES + 1)  # the size in the file's status may be wrong, as under /proc
+        data = file.read(LIMIT_OF_BYTES + 1)  # the size that fstat reports may be wrong, as under /proc
     if len(data) > LIMIT_OF_BYTES:
         raise OSError(f"larger than {LIMIT_OF_BYTES:,} bytes")
     return data
@@ -84,11 +84,11 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 def download(url: str, *, may_download: bool) -> bytes:
-    """What lies at an address, if that is allowed."""
+    """The bytes at `url`; ValueError if downloads are not allowed."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{name_reference(url)}: allowed are paths of files, data: URLs, http:// and https://")
+        raise ValueError(f"{name_reference(url)}: allowed: file paths, data: URLs, http:// and https:// URLs")
     if not may_download:
-        raise ValueError(f"{name_reference(url)}: is fetched from the network only with --allow-downloads")
+        raise ValueError(f"{name_reference(url)}: downloads need --allow-downloads")
     try:
         with urllib.request.urlopen(url, timeout=SECONDS_TO_DOWNLOAD) as response:
             data = response.read(LIMIT_OF_BYTES + 1)
@@ -135,23 +135,23 @@ def decode_image(data: bytes) -> "Image":
 
 @contextlib.contextmanager
 def decoding_errors() -> Iterator[None]:
-    """Raises what Pillow raises for a file as a ValueError of one line."""
+    """Converts errors of Pillow to ValueErrors of one line."""
     import PIL.Image
 
     try:
         yield
     except PIL.Image.DecompressionBombError:
-        raise ValueError(f"more pixels than the {MAX_PIXELS:,} that are allowed") from None
+        raise ValueError(f"more than {MAX_PIXELS:,} pixels") from None
     except PIL.UnidentifiedImageError:
         raise ValueError(f"not an image in a known format ({', '.join(FORMATS)})") from None
-    except Exception as error:  # decoders raise anything for a file that is cut off or damaged
+    except Exception as error:  # decoders raise any error for truncated or damaged files
         raise ValueError(f"is broken: {one_line(error) or type(error).__name__}") from None
 
 
 def narrow(image: "Image", *, tags: Mapping[int, Any]) -> "Image":
-    """Grey of 16 bits, or of 12 in a TIFF, as its upper 8 bits, which Pillow itself keeps of 16-bit colours.
+    """The upper 8 bits of a 16-bit (in TIFF also 12-bit) greyscale image, as Pillow itself keeps of 16-bit colours.
 
-    tags: those of a TIFF file; empty for others.
+    tags: a TIFF file's; empty for other formats.
     """
     import numpy as np
     import PIL.Image
@@ -162,9 +162,9 @@ def narrow(image: "Image", *, tags: Mapping[int, Any]) -> "Image":
 
 
 def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
-    """The model's processor, which resizes by numpy and Pillow, also where that of its videos cannot be loaded.
+    """The model's processor, resizing with numpy and Pillow, even if its video processor cannot be loaded.
 
-    The same on every machine, whatever is installed there: one image is as many tokens in training as it was here.
+    It is the same on every machine, so an image is as many tokens in training as it was here.
     """
     try:
         import PIL.Image  # noqa: F401
@@ -174,7 +174,7 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
     from transformers.processing_utils import ProcessorMixin
 
-    where = f"--model-name-or-path {model_dir}: no processor of images"
+    where = f"--model-name-or-path {model_dir}: no image processor"
     try:
         settings, _ = ProcessorMixin.get_processor_dict(model_dir)
         images = AutoImageProcessor.from_pretrained(model_dir, backend="pil", trust_remote_code=trust_remote_code)
@@ -193,20 +193,20 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def accept_absent(processor: Any, name: str, argument: Any) -> Any:
-    """In the place of a processor's check of its parts: that of videos may be missing."""
+    """Replaces a processor's check of its parts: the video processor may be missing."""
     return type(argument)
 
 
 class ImageExpander:
-    """Puts into rendered conversations what the processor makes of their images.
+    """Expands the image placeholders of rendered conversations.
 
-    Invariant: `processor` has one placeholder for an image, `image_token`, which the chat template writes.
+    Invariant: `processor` has one placeholder token for an image, `image_token`, which the chat template writes.
     """
 
     def __init__(self, processor: Any, *, directory: Path, may_download: bool = False):
-        """`directory`: that paths of images are from."""
+        """`directory`: base of relative image paths."""
         if getattr(processor, "image_token", None) is None:
-            raise ValueError(f"{type(processor).__name__} has no image_token: where an image stands is not known")
+            raise ValueError(f"{type(processor).__name__} has no image_token, so images cannot be located in the text")
         self.processor, self.directory, self.may_download = processor, directory, may_download
         self.placeholder = processor.image_token
         known = (token for token in processor.image_token_ids if token is not None)  # None: not in the vocabulary
@@ -215,19 +215,19 @@ class ImageExpander:
 
         if "text_replacement_offsets" not in self.process(self.placeholder, [PIL.Image.new("RGB", TRIED_SIZE)]):
             raise ValueError(
-                f"{type(processor).__name__} does not say what it puts in the place of an image, so that nobody knows"
-                " what of its tokens is trained: models of its type cannot be trained on images"
+                f"{type(processor).__name__} does not report the text that replaces an image, so its tokens cannot be"
+                " masked: models of its type cannot be trained on images"
             )
 
     def expand(self, located: Located, references: Sequence[str]) -> Located:
-        """The row with what the processor puts in each placeholder's place, nothing of which may be trained."""
+        """The row with its placeholders replaced by the processor's text, which is never trained."""
         if located.is_weighted:
-            raise ValueError("a message has a 'weight', which data with images has no place for: use 'train' alone")
+            raise ValueError("a message has a 'weight', which data with images cannot store: use 'train' alone")
         num_found = located.text.count(self.placeholder)
         if num_found != len(references):
             raise ValueError(
-                f"{len(references)} images, and the rendered conversation has {num_found} times {self.placeholder!r},"
-                " which stands for one: nobody may write it in a text, and the chat template has to write it for each"
+                f"{len(references)} images, but the rendered conversation has {self.placeholder!r} {num_found} times:"
+                " texts must not contain it, and the chat template has to write it once per image"
             )
         if not references:
             return located
@@ -257,7 +257,8 @@ class ImageExpander:
         )
 
     def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """Of the images, whose placeholders stand in `replacements`: tokens [start, end) from first to last."""
+        """The tokens [start, end) of each image, from its first image token to its last; `replacements`: the
+        processor's text for each."""
         names = self.processor.tokenizer.convert_ids_to_tokens(sorted(self.image_token_ids))
         places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
         spans, first = [], 0
@@ -268,17 +269,17 @@ class ImageExpander:
         return tuple(spans)
 
     def process(self, text: str, images: Sequence["Image"]) -> Any:
-        """The processor's own answer."""
+        """The processor's output."""
         try:
             return self.processor(
                 text=[text], images=[list(images)], add_special_tokens=False, return_text_replacement_offsets=True
             )
-        except Exception as error:  # processors may raise anything for an image that they cannot resize
+        except Exception as error:  # processors may raise any error for an image that they cannot resize
             raise ValueError(f"the model's processor cannot take its images: {one_line(error)}") from None
 
 
 def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
-    """`text`, in which every placeholder is replaced."""
+    """`text` with every placeholder replaced."""
     parts, last = [], 0
     for place in replaced:
         start, end = place["span"]
@@ -288,12 +289,12 @@ def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
 
 
 def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:
-    """Where a passage stands afterwards. ValueError if an image is in it."""
+    """The passage at its place after the replacements. ValueError if an image is in it."""
     moved = 0
     for place in replaced:
         start, end = place["span"]
         if start < passage.end and end > passage.start:
-            raise ValueError(f"an image stands in what the {passage.role} says, which is trained: images are never")
+            raise ValueError(f"a trained message of the {passage.role} has an image: images cannot be trained")
         if end <= passage.start:
             moved += len(place["replacement"]) - (end - start)
     return replace(passage, start=passage.start + moved, end=passage.end + moved)

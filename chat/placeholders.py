@@ -1,9 +1,9 @@
-"""Placeholders for what is said in a conversation, so that a rendering shows where the template writes what.
+"""Placeholders for the texts of a conversation, so that a rendering shows where the template writes each of them.
 
 The *leaves* of a conversation are the texts, names, numbers and ids in it: contents, reasoning, the names of calls,
-the values of their arguments. Its *outline* is the conversation with a numbered placeholder for each leaf. Of calls'
-arguments no placeholder can stand for a key, a boolean, null, "", {} or []: those are *constants*, which the outline
-keeps, and whose places are found by changing them (see chat/placing.py).
+the values of their arguments. Its *outline* is the conversation with a numbered placeholder for each leaf. In calls'
+arguments, keys, booleans, null, "", {} and [] cannot have a placeholder: these *constants* stay in the outline, and
+are located by changing them (see chat/placing.py).
 """
 
 import re
@@ -16,14 +16,14 @@ from chat.examples import ASSISTANT, Message
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 
-# Templates test their input: a text is letters and digits, as long as the ids that Mistral's templates accept; a
-# number is a number.
-IMAGE_PART = {"type": "image"}  # in a content that is a list: which image it is, is kept apart
+IMAGE_PART = {"type": "image"}  # in a content that is a list; its path or URL is kept separately
+# Templates test their input: a text's placeholder is letters and digits, as long as the ids that Mistral's templates
+# accept; a number's is a number.
 PLACEHOLDER = re.compile(r"xQ(\d{5})Qx|7391(\d{5})1937")
 MAX_NUM_LEAVES = 99_990
-STAND_IN = "xQ99999Qx"  # content of an assistant turn that only has content
-OTHER_STAND_IN = "xQ99998Qx"  # content of a user turn
-ANOTHER_TEXT = "xQuite"  # what constants are changed to
+STAND_IN = "xQ99999Qx"  # content of a stand-in assistant turn
+OTHER_STAND_IN = "xQ99998Qx"  # content of a stand-in user turn
+ANOTHER_TEXT = "xQuite"  # replaces constants to locate them
 
 ECHOED = ("id", "name")  # kinds of leaves that templates also write with the call's result
 
@@ -40,7 +40,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Outline:
-    """A conversation with placeholders, and what they stand for."""
+    """A conversation with placeholders, and the leaves they stand for."""
 
     messages: list[Message]
     leaves: list[Leaf]
@@ -57,22 +57,22 @@ class Outline:
 
 
 def make_outline(messages: list[Message], *, only: str | None = None) -> Outline:
-    """Placeholders for what is said in all messages, or `only` in those with this role. Empty texts stay as they are,
-    because templates treat them like none."""
+    """The outline of a conversation, with placeholders in all messages or `only` in those with this role. Empty texts
+    stay as they are, because templates treat them as missing."""
     holder = LeafHolder()
     held = [
         holder.hold_message(message, i, holds_texts=only is None or message["role"] == only)
         for i, message in enumerate(messages)
     ]
     if len(holder.leaves) > MAX_NUM_LEAVES:
-        raise ValueError(f"has {len(holder.leaves):,} texts, at most {MAX_NUM_LEAVES:,} can be told apart")
+        raise ValueError(f"has {len(holder.leaves):,} texts, allowed: at most {MAX_NUM_LEAVES:,}")
     return Outline(held, holder.leaves)
 
 
 @dataclass
 class LeafHolder:
-    """Puts placeholders in place of leaves, and keeps the leaves. A result has the placeholders of the latest call
-    with its id and its name, so the same id can come again in each round."""
+    """Replaces leaves by placeholders and collects the leaves. A result shares the placeholders of the latest call
+    with its id and name, so the same id can occur again in each round."""
 
     leaves: list[Leaf] = field(default_factory=list)
     ids: dict[str, str] = field(default_factory=dict)
@@ -144,18 +144,18 @@ def is_text(value: Any) -> bool:
 
 
 def list_parts(message: Message) -> list[Any]:
-    """A content that is a list."""
+    """The parts of a message's content; empty if it is not a list."""
     content = message.get("content")
     return content if isinstance(content, list) else []
 
 
 def is_text_part(part: Any) -> bool:
-    """Whether this part of a content that is a list is {"type": "text", "text": ...}."""
+    """Whether this part of a content is {"type": "text", "text": ...}."""
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def replace_placeholders(value: Any, exchange: Callable[[int, Any], Any]) -> Any:
-    """`value`, in which exchange(leaf, placeholder) stands for each placeholder."""
+    """`value` with each placeholder replaced by exchange(leaf, placeholder)."""
     if isinstance(value, dict):
         return {key: replace_placeholders(item, exchange) for key, item in value.items()}
     if isinstance(value, list):
@@ -166,13 +166,13 @@ def replace_placeholders(value: Any, exchange: Callable[[int, Any], Any]) -> Any
 
 
 def split_at_placeholders(text: str) -> tuple[list[int], list[str]]:
-    """The leaves that stand in `text`, in order, and the text before, between and after them."""
+    """The leaves in `text`, in order, and the text before, between and after them."""
     parts = PLACEHOLDER.split(text)  # literal, text's number, number's number, literal, ...
     return [int(a or b) for a, b in zip(parts[1::3], parts[2::3], strict=True)], parts[::3]
 
 
 def replace_arguments(call: Any, exchange: Callable[[Any], Any]) -> Any:
-    """The call, in which exchange(arguments) stands for its arguments if they are no text."""
+    """The call with its arguments replaced by exchange(arguments) if they are a dictionary."""
     if not isinstance(call, dict):
         return call
     changed = dict(call)
@@ -193,8 +193,8 @@ def has_calls(message: Message) -> bool:
 
 
 def mark_keys(call: Any, first: int) -> tuple[Any, list[str]]:
-    """The call with a placeholder before each key of its arguments, numbered from `first` in the order of the keys, so
-    that templates that sort them write them in the same order; and the keys by number."""
+    """The call with a placeholder before each key of its arguments, and the keys by number. Placeholders are numbered
+    from `first` in the order of the keys, so that templates that sort keys do not reorder them."""
     keys: list[str] = []
 
     def mark(value: Any) -> Any:
@@ -217,7 +217,7 @@ def list_keys(message: Message) -> set[str]:
 
 
 def list_constants(call: Any) -> Iterator[tuple[Any, Any]]:
-    """Each constant of the call's arguments, with the call in which it alone is changed."""
+    """Each constant of the call's arguments, with the call in which only that one is changed."""
     counter = ConstantChanger(-1)
     replace_arguments(call, counter.change)
     for wanted in range(counter.num_seen):
@@ -228,7 +228,7 @@ def list_constants(call: Any) -> Iterator[tuple[Any, Any]]:
 
 @dataclass
 class ConstantChanger:
-    """Changes one constant of those that it comes across: the one of this number."""
+    """Changes one constant: number `wanted` of those visited."""
 
     wanted: int
     num_seen: int = 0

@@ -1,7 +1,7 @@
-"""The rule of masks: what the assistant said stands in its turn, all of it, and what others said stands outside.
+"""The rule of masks: all of an assistant message's text is in its turn, and all other text is outside.
 
-Leaves have placeholders, so a skeleton shows where they are. Keys and constants of calls' arguments are found by
-changing them. What stands elsewhere, or is not written, refuses the conversation.
+Leaves have placeholders, so a skeleton shows where they are. Keys and constants of calls' arguments are located by
+changing them. A conversation with a text in another place, or without it, is refused.
 """
 
 import json
@@ -30,25 +30,25 @@ from chat.turns import Stops
 
 
 def check_rest(outline: Outline, stops: Stops) -> None:
-    """Refuses what is no leaf, and yet looks like one or like a token that ends a turn."""
+    """Refuses text outside of leaves that looks like a placeholder or like a special token."""
     counts = Counter(int(a or b) for a, b in PLACEHOLDER.findall(outline.text))
     if len(counts) != len(outline.leaves) or any(
         counts[i] != 1 for i in range(len(outline.leaves)) if not outline.is_echoed(i)
     ):
-        raise ValueError("contains what looks like a placeholder used for masking")
+        raise ValueError("contains text that looks like a placeholder used for masking")
     calls = [message["tool_calls"] for message in outline.messages if message.get("tool_calls")]
     if calls and (found := stops.special.search(json.dumps(calls, ensure_ascii=False, default=repr))):
         raise ValueError(f"has the special token {found[0]!r} in the name of a tool or argument")
     if calls and ANOTHER_TEXT in outline.text:
-        raise ValueError("contains what looks like a text used for masking")
+        raise ValueError(f"contains {ANOTHER_TEXT!r}, which is reserved for masking")
 
 
 def check_completeness(outline: Outline, order: list[int], render: Render) -> list[tuple[int, int]]:
-    """Refuses a template that repeats what is said, or leaves out what it would not leave out of the last turn.
-    Returns the names of calls that are only written as a part of the call's id, with that id."""
+    """The names of calls that are only written as a part of the call's id, with that id. Refuses a template that
+    repeats a text, or leaves out one that it would write in the last turn."""
     counts, cuts = Counter(order), {}
     named_by_id = []
-    # the first id of each call that is written
+    # the first written id of each call
     ids = {leaf.call: i for i, leaf in reversed([*enumerate(outline.leaves)]) if leaf.kind == "id" and counts[i]}
     for i, leaf in enumerate(outline.leaves):
         count, message = counts[i], outline.messages[leaf.message]
@@ -61,7 +61,7 @@ def check_completeness(outline: Outline, order: list[int], render: Render) -> li
                 named_by_id.append((i, ids[leaf.call]))
             continue
         is_earlier = message["role"] == ASSISTANT and leaf.message < len(outline.messages) - 1
-        if count == 0 and is_earlier and leaf.kind == "content":  # of earlier turns some need not be remembered
+        if count == 0 and is_earlier and leaf.kind == "content":  # templates may drop contents of earlier turns
             if leaf.message not in cuts:
                 cuts[leaf.message] = Counter(
                     split_at_placeholders(render([outline.messages[: leaf.message + 1]])[0])[0]
@@ -87,7 +87,7 @@ def has_name(call: Any) -> bool:
 
 
 def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> None:
-    """Refuses calls whose names are not in their ids, where the template writes nothing but the ids."""
+    """Refuses calls whose names are not in their ids if the template writes only the ids."""
     for name, id in skeleton.named_by_id:
         if values[name] not in values[id]:
             raise ValueError(
@@ -98,7 +98,7 @@ def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> 
 
 
 def check_places(outline: Outline, skeleton: Skeleton) -> None:
-    """Refuses a skeleton in which somebody's words stand in another's turn, or the assistant's outside of its own."""
+    """Refuses a skeleton with a message's text in another's turn, or the assistant's outside of its own."""
     turns = sorted(skeleton.turns, key=lambda turn: turn.start)
     starts = [turn.start[0] for turn in turns]
     placed = set()
@@ -120,24 +120,24 @@ def check_places(outline: Outline, skeleton: Skeleton) -> None:
         is_list = isinstance(outline.messages[leaf.message].get("content"), list) and leaf.kind == "content"
         if is_list and LIST_AS_IT_STANDS.search(skeleton.literals[k]):
             raise ValueError(
-                f"the chat template knows no contents that are lists of parts, and writes that of message"
-                f" {leaf.message + 1} as it stands: write the content as text"
+                f"the chat template does not support contents that are lists of parts, and prints that of message"
+                f" {leaf.message + 1} as a list: write the content as text"
             )
     by_id = dict(skeleton.named_by_id)
     for i, leaf in enumerate(outline.leaves):
         if leaf.kind == "name" and outline.is_assistants(i) and by_id.get(i, i) not in placed:
             raise ValueError(
-                f"the chat template writes the name of a call of message {leaf.message + 1} elsewhere only"
+                f"the chat template writes the name of a call of message {leaf.message + 1} only outside of its turn"
             )
 
 
-Call = tuple[int, int]  # the message that has it, and which of the message's calls it is
+Call = tuple[int, int]  # index of its message, and its index in the message's calls
 Place = tuple[int, int]  # characters [start, end) of an outline's rendering
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a turn in an outline's rendering, and what the template writes there between the leaves."""
+    """A part of a turn in an outline's rendering, and the template's text between its leaves."""
 
     place: Place
     literals: list[str]
@@ -149,14 +149,14 @@ class Stretch:
 
 @dataclass
 class PlaceMemory:
-    """The calls, as they stand in outlines, and what the template writes where they are, whose keys and constants are
-    known to stand there."""
+    """Calls of outlines, each with the template's text around it, whose keys and constants are known to be in their
+    turn."""
 
     known: set[tuple[str, ...]] = field(default_factory=set)
 
     def check_arguments(self, outline: Outline, skeleton: Skeleton, render: Render, text: str) -> None:
-        """Refuses a conversation in whose calls a key or a constant is not written, or not in the message's turn.
-        `text` is the outline's rendering."""
+        """Refuses a conversation with a key or constant of a call not written, or not in the message's turn. `text`:
+        the outline's rendering."""
         forms = {}
         for call, stretches in find_stretches(outline, skeleton, text).items():
             description = describe_call(outline.messages[call[0]]["tool_calls"][call[1]])
@@ -175,13 +175,13 @@ class PlaceMemory:
 
 
 def describe_call(call: Any) -> str:
-    """The call with placeholders that say nothing of its place in the conversation."""
+    """The call with placeholders that do not depend on its place in the conversation."""
     return PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", repr(call))
 
 
 def find_stretches(outline: Outline, skeleton: Skeleton, text: str) -> dict[Call, list[Stretch]]:
-    """Where each call stands in its message's turn: from its first leaf to the next leaf that is not its own, and from
-    the leaf before. None for calls without leaves."""
+    """The place of each call in its message's turn, twice: from its first leaf, and from the leaf before, each to the
+    next leaf that is not its own. Empty for calls without leaves."""
     starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
     calls = [(i, number) for i, message in enumerate(outline.messages) for number in range(len(list_calls(message)))]
     turned = {turn.message for turn in skeleton.turns}
@@ -199,7 +199,7 @@ def find_stretches(outline: Outline, skeleton: Skeleton, text: str) -> dict[Call
 
 
 def cut_stretch(skeleton: Skeleton, turn: Turn, first: int, last: int, starts: list[int]) -> Stretch:
-    """The literals `first` to `last`, as far as they are in the turn. `starts`: of the literals, as characters."""
+    """The literals `first` to `last`, as far as they are in the turn. `starts`: the first character of each literal."""
     literals = skeleton.literals[first : last + 1]
     start = turn.start[1] if first == turn.start[0] else 0
     end = turn.end[1] if last == turn.end[0] else len(literals[-1])
@@ -209,7 +209,7 @@ def cut_stretch(skeleton: Skeleton, turn: Turn, first: int, last: int, starts: l
 
 
 def find_bounds(skeleton: Skeleton, text: str) -> list[tuple[int, int, int]]:
-    """Of each turn: (start, end, message), as characters of `text`, the outline's rendering."""
+    """(start, end, message) of each turn, as characters of `text`, the outline's rendering."""
     starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
     return sorted(
         (starts[turn.start[0]] + turn.start[1], starts[turn.end[0]] + turn.end[1], turn.message)
@@ -219,8 +219,8 @@ def find_bounds(skeleton: Skeleton, text: str) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class ArgumentProber:
-    """Changes keys and constants of an outline, and looks at what changes in its rendering, `text`. `bounds`: of the
-    turns in it. `places`: where those of each call stand that were looked at."""
+    """Changes keys and constants of an outline to locate them in its rendering, `text`. `bounds`: the turns in it.
+    `places`: the located keys and constants of each call."""
 
     outline: Outline
     render: Render
@@ -229,7 +229,7 @@ class ArgumentProber:
     places: defaultdict[Call, list[Place]] = field(default_factory=lambda: defaultdict(list))
 
     def find_owner(self, start: int, end: int) -> int | None:
-        """The message in whose turn the characters stand."""
+        """The message in whose turn the characters are; None outside of turns."""
         at = bisect_right(self.bounds, (start, len(self.text) + 1, 0)) - 1
         if at < 0 or end > self.bounds[at][1]:
             return None
@@ -250,7 +250,7 @@ class ArgumentProber:
             return ValueError(f"a call of message {min(changed)[0] + 1} cannot be tried with other arguments: {error}")
 
     def check_keys(self, calls: Sequence[Call]) -> None:
-        """All at once, or, if that does not work, the calls one by one."""
+        """Checks the keys of all calls at once, or, if that fails, call by call."""
         marked, first = {}, len(self.outline.leaves)
         owners: list[tuple[Call, str]] = []
         for call in calls:
@@ -261,7 +261,7 @@ class ArgumentProber:
         if not marked:
             return
         if first + len(owners) > MAX_NUM_LEAVES:
-            raise ValueError(f"has more than {MAX_NUM_LEAVES:,} texts and arguments to be told apart")
+            raise ValueError(f"has too many texts and arguments, allowed: at most {MAX_NUM_LEAVES:,}")
         problem = self.find_problem_of_keys(marked, first, owners)
         if problem is not None and len(marked) > 1:
             for call in marked:
@@ -285,7 +285,7 @@ class ArgumentProber:
                 at = match.end()
         if "".join([*unmarked, rendered[at:]]) != self.text:
             return ValueError(
-                f"the chat template writes the call of message {min(marked)[0] + 1} otherwise for other keys"
+                f"the chat template writes the call of message {min(marked)[0] + 1} differently with other keys"
             )
         for number, (call, key) in enumerate(owners):
             problem = self.judge(call, f"the key {key!r}", [(place, place + 1) for place in places.get(number, [])])
@@ -303,7 +303,7 @@ class ArgumentProber:
         return None
 
     def check_constants(self, calls: Sequence[Call]) -> None:
-        """One of each message at a time; where that does not work, each alone."""
+        """Checks one constant of each message at a time; if that fails, each alone."""
         by_message = defaultdict(list)
         for call in calls:
             by_message[call[0]] += [(call, *constant) for constant in list_constants(self.get_call(call))]
@@ -322,7 +322,7 @@ class ArgumentProber:
         places = find_differences(self.text, rendered)
         if places is None:
             which = f"message {changes[0][0][0] + 1}"
-            return ValueError(f"the chat template writes a call of {which} otherwise where its arguments differ")
+            return ValueError(f"the chat template writes a call of {which} differently with other arguments")
         for call, value, _ in changes:
             own = [place for place in places if len(changes) == 1 or self.find_owner(*place) == call[0]]
             problem = self.judge(call, f"the argument {json.dumps(value)}", own)
@@ -335,7 +335,7 @@ class ArgumentProber:
 
 
 def find_differences(text: str, other: str) -> list[Place] | None:
-    """The parts [start, end) of `text` that differ in `other`: of each literal one; None where placeholders differ."""
+    """The parts [start, end) of `text` that differ in `other`, one per literal; None if the placeholders differ."""
     order, literals = split_at_placeholders(text)
     other_order, other_literals = split_at_placeholders(other)
     if order != other_order:

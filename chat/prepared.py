@@ -1,4 +1,4 @@
-"""Conversations as masking takes them: messages as the template sees them, and how much each counts in the loss."""
+"""Conversations prepared for masking: messages as the template sees them, and the loss weight of each."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +14,7 @@ ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates neve
 class PreparedChat:
     """A conversation without the fields that are only for masking, and the weight of each message.
 
-    `is_plain`: each message has a role and a text, and nothing else; so its outline follows from its roles, and is
-    not made for every row.
+    `is_plain`: each message has only a role and a text, so the outline follows from the roles and need not be made.
     """
 
     messages: list[Message]
@@ -26,7 +25,7 @@ class PreparedChat:
 
     @property
     def unmasked(self) -> set[int]:
-        """The trained messages of other roles than the assistant."""
+        """The trained messages of roles other than the assistant."""
         pairs = enumerate(zip(self.messages, self.weights, strict=True))
         return {i for i, (message, weight) in pairs if weight > 0 and message["role"] != ASSISTANT}
 
@@ -43,7 +42,7 @@ class PreparedChat:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A key that conversations of the same outline share."""
+        """A key shared by conversations with the same outline."""
         texts = [(*message, message["role"]) for message in self.messages] if self.is_plain else [self.outline.text]
         return (*sorted(self.unmasked), *texts, repr(self.tools))
 
@@ -60,7 +59,7 @@ def prepare_chat(chat: Chat) -> PreparedChat:
         is_bare = message.keys().isdisjoint(ONLY_FOR_MASKING)
         messages.append(message if is_bare else {key: message[key] for key in message if key not in ONLY_FOR_MASKING})
     if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
-        raise ValueError("'tools' contain what looks like a placeholder used for masking")
+        raise ValueError("'tools' contain text that looks like a placeholder used for masking")
     num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
     if num_images != len(chat.images):
         raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")

@@ -1,10 +1,10 @@
-"""The beginnings of answers in rows, compared with the generation prompt after which the model begins its answers.
+"""Compares the beginnings of answers in rows with the generation prompt.
 
-Some templates prompt with more than they write into a row: R1's distills open `<think>`, and a row without reasoning
-has none. The model is then never trained after the words that prompt it. Such rows are counted, or changed
-(`--thinking-prefix train-as-prompted`): the prompt's own words go before the last answer as context, and the text that
-closes the reasoning, as the template closes it, is trained with the answer. Both are the template's constants; the
-row's mask is found before they are put in.
+Some templates prompt with more than they write into a row: R1's distills open `<think>`, but a row without reasoning
+has none. The model is then never trained on answers after its actual prompt. Such rows are counted, or changed
+(`--thinking-prefix train-as-prompted`): the prompt's text goes before the last answer as context, and the template's
+text that closes the reasoning is trained with the answer. Both are constants of the template, inserted after the row's
+mask is found.
 """
 
 import re
@@ -17,7 +17,7 @@ from chat.rendering import catch_error
 from chat.skeletons import Beginning, Render, Skeleton, Span, Turn
 from chat.token_spans import Remark
 
-TAGS = (  # that open and close reasoning
+TAGS = (  # open and close reasoning
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
     ("<|think|>", "<|/think|>"),
@@ -29,8 +29,8 @@ ANY_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
 OPENINGS = {opening: closing for opening, closing in TAGS}
 NO_REASONING = re.compile("|".join(rf"(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for a, b in TAGS))
 INLINE_REASONING = re.compile("|".join(rf"\s*{re.escape(a)}(.+?){re.escape(b)}" for a, b in TAGS), re.DOTALL)
-THOUGHT = "xQ99997Qx"  # reasoning of a turn that stands in for another
-NUM_SHOWN = 80  # characters of a prompt's end that a remark shows
+THOUGHT = "xQ99997Qx"  # reasoning of a stand-in assistant turn
+NUM_SHOWN = 80  # last characters of a prompt shown in remarks
 
 AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
 EARLIER, UNREAD_KEY = "earlier turn", "unread key"
@@ -39,8 +39,7 @@ READ_OF_RESULTS = {"tool_call_id", "name"}
 
 
 def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
-    """Adds to the skeleton's assistant turns how they and their prompts begin, and whether their reasoning is left
-    out."""
+    """Sets `beginning` and `lacks_reasoning` of the skeleton's assistant turns."""
     written = {slot.leaf for slot in skeleton.slots}
     lacking = find_lacking(outline.leaves, written)
     skeleton.turns[:] = [
@@ -52,7 +51,7 @@ def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
 
 
 def find_lacking(leaves: Sequence[Leaf], written: set[int]) -> set[int]:
-    """The messages with reasoning that is not written, under any of its names."""
+    """The messages whose reasoning is not written, under any of its keys."""
     by_message: dict[int, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.kind == "reasoning":
@@ -61,7 +60,7 @@ def find_lacking(leaves: Sequence[Leaf], written: set[int]) -> set[int]:
 
 
 def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Beginning | None:
-    """The turn's beginning; None if its prompt has no more than the row has, or if it has no prompt."""
+    """The turn's beginning; None if its prompt writes no more than the row, or if it has no prompt."""
     index, offset = turn.header or turn.start
     literal = skeleton.literals[index]
     if turn.prompt is None or turn.prompt == literal[:offset] or index != turn.start[0]:
@@ -76,7 +75,7 @@ def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Begi
 
 @dataclass
 class PromptMatcher:
-    """Compares beginnings, and changes the last one with `as_prompted`. Remembers how the template closes reasoning."""
+    """Compares beginnings, and changes the last one if `as_prompted`. Remembers how the template closes reasoning."""
 
     encode: Callable[[str], list[int]]
     template: str
@@ -93,7 +92,7 @@ class PromptMatcher:
         render: Render,
         has_tools: bool,
     ) -> tuple[str, list[Span], list[Remark]]:
-        """The row with its spans, changed with `as_prompted`, and remarks on its trained turns."""
+        """The row and its spans, changed if `as_prompted`, and remarks on its trained turns."""
         own = [span for span in spans if messages[span.message]["role"] == ASSISTANT]
         last = max(own, key=lambda span: span.start, default=None)
         remarks = []
@@ -113,7 +112,7 @@ class PromptMatcher:
         return text, spans, remarks
 
     def find_closing(self, beginning: Beginning, render: Render, has_tools: bool) -> str | None:
-        """The text that has to follow the prompt before an answer without reasoning. None if it is not known."""
+        """The text between the prompt and an answer without reasoning; None if it is not known."""
         if beginning.prompted is None:
             return None
         key = (beginning.header, beginning.prompted, has_tools)
@@ -130,8 +129,7 @@ class PromptMatcher:
 
 
 def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> Remark:
-    """A remark on a turn that begins differently from its prompt. `closing`: the turn is changed, and begins with
-    that."""
+    """A remark on a turn that begins differently from its prompt. `closing`: the beginning of a changed turn."""
     beginning = span.turn.beginning
     if closing is not None:
         return Remark(AS_PROMPTED, shorten(beginning.prompt), closing)
@@ -148,7 +146,7 @@ def is_prompted(text: str, span: Span) -> bool:
 
 
 def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
-    """Whether the turn lacks the reasoning that its message has under a key of its own or in the content."""
+    """Whether the turn lacks its message's reasoning, which may have a key of its own or be in the content."""
     if span.turn.lacks_reasoning:
         return True
     said = message.get("content") or ""
@@ -158,7 +156,7 @@ def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
 
 
 def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> list[Remark]:
-    """Remarks on keys of messages without which the template writes the same `text`."""
+    """Remarks on message keys that the template does not read: without them it writes the same `text`."""
     others = sorted({(message["role"], key) for message in messages for key in message.keys() - list_checked(message)})
     if not others:
         return []
@@ -184,8 +182,8 @@ def refuse_untrained_reasoning(remarks: Sequence[Remark]) -> None:
 
 
 def find_closing(prompted: str, template: str, render: Render) -> str | None:
-    """The text that closes the reasoning which `prompted` leaves open: the template's own after reasoning, or, if it
-    only knows the closing tag, an empty line and that tag. "" if nothing is open, None if it is not known."""
+    """The text that closes the reasoning left open by `prompted`: the template's own, or, if it only contains the
+    closing tag, an empty line and that tag. "" if no reasoning is open, None if the text is not known."""
     tags = ANY_TAG.findall(prompted)
     if not tags:
         return None
@@ -200,7 +198,7 @@ def find_closing(prompted: str, template: str, render: Render) -> str | None:
 
 
 def render_reasoning(render: Render) -> tuple[str, str | None]:
-    """The template's text before an answer's reasoning, and between that and the content (None: it writes none)."""
+    """The template's text before an answer's reasoning, and between reasoning and content (None: not written)."""
     answer = {"role": ASSISTANT, "content": STAND_IN, "reasoning_content": THOUGHT}
     texts = catch_error(render, [[{"role": "user", "content": OTHER_STAND_IN}, answer]])
     if isinstance(texts, ValueError):
@@ -211,7 +209,7 @@ def render_reasoning(render: Render) -> tuple[str, str | None]:
 
 
 def can_begin_so(text: str, span: Span) -> bool:
-    """Whether the turn begins with the template's text for answers without reasoning, and has none itself."""
+    """Whether the turn begins with the template's text for answers without reasoning, and its content has none."""
     written = span.turn.beginning.written
     if written is None or not text.startswith(written, span.opens):
         return False
@@ -225,7 +223,7 @@ def skip_empty_reasoning(written: str) -> int:
 
 
 def begin_as_prompted(text: str, spans: list[Span], span: Span, closing: str) -> tuple[str, list[Span]]:
-    """The row with this turn after its prompt's words, and all spans, the later ones moved."""
+    """The row with the prompt's text before this turn, and all spans, the later ones moved."""
     beginning = span.turn.beginning
     rest = span.opens + skip_empty_reasoning(beginning.written)
     words = beginning.prompted + closing

@@ -1,6 +1,6 @@
-"""What chat templates are given, and limits for them, which are other people's programs: errors, time, memory.
+"""Input of chat templates, and limits on their errors, time and memory, because they are third-party programs.
 
-transformers runs them in jinja's sandbox, which keeps them from files and processes, but not from running for ever.
+transformers runs them in jinja's sandbox, which keeps them from files and processes, but not from running forever.
 """
 
 import multiprocessing
@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from chat.examples import ASSISTANT, Message
 from chat.placeholders import REASONING_KEYS, is_text_part
 
-RENDER_SECONDS = 20.0  # for one call: a thousand ordinary chats take less than one
-RENDER_BYTES = 4 << 30  # of memory, for one call
-RENDER_CHARACTERS = 128 << 20  # of one conversation; the longest row that is read has half as many
-MAX_NUM_SLOW = 3  # conversations longer than RENDER_SECONDS, after which no more are rendered
-LONGEST_REASON = 400  # characters of an error that are told
+RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one second
+RENDER_BYTES = 4 << 30  # of memory, per call
+RENDER_CHARACTERS = 128 << 20  # per conversation, twice the longest row that is read
+MAX_NUM_SLOW = 3  # conversations over RENDER_SECONDS before rendering is given up
+LONGEST_REASON = 400  # characters of an error that are shown
 TOO_MUCH_MEMORY = 3  # exit code
 
-LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # before a text in a list that is printed as such
+LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # precedes a text in a printed list
 EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class TemplateTooSlow(ValueError):
 
 @contextmanager
 def template_errors() -> Iterator[None]:
-    """A template is someone else's program, and can fail in any way: what it raises becomes a ValueError."""
+    """Converts any error of a template, which is a third-party program, to a ValueError."""
     try:
         with time_limit(RENDER_SECONDS), memory_limit(RENDER_BYTES):
             yield
@@ -57,11 +57,11 @@ def template_errors() -> Iterator[None]:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted,
-    which is where worker processes work; elsewhere there is no limit.
+    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted, and
+    workers run there; elsewhere there is no limit.
 
-    A single operation on huge values cannot be interrupted. If it exceeds the limit by as much CPU time again, the
-    kernel ends the process with SIGVTALRM, unless the program handles that signal.
+    A single operation on huge values cannot be interrupted. After twice the limit of CPU time the kernel ends the
+    process with SIGVTALRM, unless the program handles that signal.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -87,7 +87,7 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    import resource  # not everywhere
+    import resource  # Unix only
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = measure_memory() + num_bytes
@@ -106,8 +106,8 @@ def measure_memory() -> int:
 
 @dataclass
 class Patience:
-    """Renders rows within the limits. A row that exceeds the time is refused; after MAX_NUM_SLOW such rows all are,
-    since a file full of them would take days."""
+    """Renders rows within the limits. A row that exceeds the time is refused; after MAX_NUM_SLOW such rows all rows
+    are, because a file full of them would take days."""
 
     num_slow: int = 0
 
@@ -139,8 +139,8 @@ def check_length(text: str) -> str:
 
 
 def check_in_child(function: Callable[[], object]) -> None:
-    """Calls `function` in a process that can be ended, whatever it does: one operation on huge numbers or texts cannot
-    be interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
+    """Calls `function` in a child process that can be killed, because one operation on huge numbers or texts cannot be
+    interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
     if sys.platform != "linux":
         return
 
@@ -166,8 +166,8 @@ def check_in_child(function: Callable[[], object]) -> None:
 
 
 def prepare_messages(messages: Sequence[Message]) -> list[Message]:
-    """As `apply_chat_template` does, of late: templates see missing fields, not nulls, and reasoning whatever it is
-    called, since gpt-oss reads "thinking" and others "reasoning_content"."""
+    """The messages without null fields, as recent versions of `apply_chat_template` pass them, and with reasoning under
+    both of its keys, because gpt-oss reads "thinking" and others "reasoning_content"."""
     prepared = []
     for message in messages:
         reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
@@ -177,8 +177,8 @@ def prepare_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """The messages in the form that the tokenizer's chat template reads. Rows and prompts both go through here, so that
-    a model is prompted with the text that it was trained on."""
+    """The messages in the form that the tokenizer's chat template reads. Used for rows and prompts, so that a model is
+    prompted with the text that it was trained on."""
     prepared = prepare_messages(messages)
     if takes_parts(tokenizer):
         return [as_parts(message) for message in prepared]
@@ -209,7 +209,7 @@ def writes_parts(tokenizer: Any, role: str, _template: str) -> bool:
 
 
 def takes_parts(tokenizer: Any) -> bool:
-    """Whether the template writes contents only if they are lists of parts, as for some multi-modal models."""
+    """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
     template = tokenizer.chat_template
     return find_form(tokenizer, template if isinstance(template, str) else repr(template))
 
@@ -230,20 +230,20 @@ def find_form(tokenizer: Any, _template: str) -> bool:
 
 
 def as_parts(message: Message) -> Message:
-    """The message with its text as a list of one part, the only way in which some multi-modal templates write it."""
+    """The message with its text as a list of one part, the only form that some multi-modal templates write."""
     content = message.get("content")
     is_text = isinstance(content, str) and content != ""
     return {**message, "content": [{"type": "text", "text": content}]} if is_text else message
 
 
 def has_text_parts(message: Message) -> bool:
-    """Whether the content is a list of text parts alone."""
+    """Whether the content is a list of text parts only."""
     parts = message.get("content")
     return isinstance(parts, list) and parts != [] and all(map(is_text_part, parts))
 
 
 def as_text(message: Message, number: int) -> Message:
-    """The message with its only part as a text. Several parts are refused, as they could be joined in several ways."""
+    """The message with its only part as a text. Several parts are refused: they could be joined in several ways."""
     parts = message["content"]
     if len(parts) > 1:
         raise UnreadableContent(
@@ -254,7 +254,7 @@ def as_text(message: Message, number: int) -> Message:
 
 
 def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: Any) -> T | ValueError:
-    """function(value, *args, **options), or the ValueError that it raised or that an argument already is."""
+    """function(value, *args, **options), or the ValueError that it raised or that is among the arguments."""
     for argument in (value, *args):
         if isinstance(argument, ValueError):
             return argument
@@ -265,6 +265,6 @@ def catch_error(function: Callable[..., T], value: Any, *args: Any, **options: A
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, on one line and not too long: templates and libraries can say pages."""
+    """The error's message on one line, shortened: templates and libraries can raise pages of text."""
     text = " ".join(str(error).split())
     return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."

@@ -1,8 +1,8 @@
-"""What a chat template writes around the leaves of a conversation: the conversation's *skeleton*.
+"""The *skeleton* of a conversation: the chat template's text around its leaves.
 
-Rendering an outline (chat/placeholders.py) shows the template's own text between the placeholders. Laying out the
-real texts in the skeleton has to give the real rendering, character by character; then it is known, not guessed,
-which of its characters the model generates.
+Rendering an outline (chat/placeholders.py) shows the template's own text between the placeholders. The real texts laid
+out in the skeleton must give the real rendering, character by character; then the characters that the model generates
+are known, not guessed.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any, Protocol
 from chat.examples import ASSISTANT, Message
 from chat.placeholders import Outline, replace_placeholders
 
-STRIPS = ("", "\n", None)  # what templates strip from a text's ends: nothing, newlines, all whitespace
-PADDING = "\n \n"  # tells apart what each of STRIPS leaves of it
-LETTER = "\u00e9"  # tells apart how a text is written
-MAX_NUM_REMEMBERED = 20_000  # bounds memory where every conversation is written in its own way
+STRIPS = ("", "\n", None)  # templates strip nothing, newlines or all whitespace from a text's ends
+PADDING = "\n \n"  # each of STRIPS leaves a different part of it
+LETTER = "\u00e9"  # looks different in each of WAYS_TO_WRITE
+MAX_NUM_REMEMBERED = 20_000  # bounds memory if every conversation is written in its own way
 
 
 class Render(Protocol):
-    """Conversations -> their texts, by the chat template; raises ValueError where the template fails."""
+    """Renders conversations with the chat template; raises ValueError if the template fails."""
 
     def __call__(self, conversations: Sequence[list[Message]], *, generation_prompt: bool = False) -> list[str]: ...
 
@@ -32,7 +32,7 @@ class Render(Protocol):
 class Writing:
     """How the template writes a leaf."""
 
-    left: str | None = ""  # what is stripped, each of STRIPS
+    left: str | None = ""  # stripped characters, one of STRIPS
     right: str | None = ""
     write: Callable[[str], str] = str
 
@@ -44,7 +44,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a leaf goes in a skeleton."""
+    """The place of a leaf in a skeleton."""
 
     leaf: int
     writing: Writing
@@ -52,8 +52,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The beginning of a turn after its `header`, which ends at `place`: `written`, up to the turn's first text (None:
-    that is reasoning). The generation prompt is `prompt`: the same header and `prompted`, or another header (None)."""
+    """The beginning of a turn after its `header`, which ends at `place`: `written`, up to the turn's first text (None
+    if that is reasoning). The generation prompt `prompt` is the same header and `prompted` (None: another header)."""
 
     place: tuple[int, int]  # literal, offset into it
     header: str
@@ -64,18 +64,18 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Turn:
-    """A message's part of a skeleton: (literal, offset into it) where it begins, and where it ends."""
+    """A message's part of a skeleton. Places are (literal, offset into it)."""
 
     message: int
     start: tuple[int, int]
     end: tuple[int, int]
-    prompted: tuple[str, ...] = ()  # with what the generation prompt may already begin it; the first that fits counts
+    prompted: tuple[str, ...] = ()  # beginnings that the generation prompt may already write; the first match counts
     prompt: str | None = None  # the generation prompt's text after the last text before the turn
     has_stop: bool = True
-    num_skipped: int | None = 0  # of a marked turn: characters from its mark's beginning; None where text is between
-    header: tuple[int, int] | None = None  # where the header ends, if the turn begins later
-    beginning: Beginning | None = None  # None where the prompt has nothing after the header
-    lacks_reasoning: bool = False  # its message has some that the template leaves out
+    num_skipped: int | None = 0  # characters from the mark's beginning to the turn; None if a text is in between
+    header: tuple[int, int] | None = None  # end of the header, if the turn begins later
+    beginning: Beginning | None = None  # None if the prompt has nothing after the header
+    lacks_reasoning: bool = False  # the template leaves out the message's reasoning
 
     def covers(self, slot: int) -> bool:
         return self.start[0] <= slot < self.end[0]
@@ -83,7 +83,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Span:
-    """Characters [start, end) of a rendered chat that belong to a turn, and could be trained. The header before them
+    """Characters [start, end) of a rendered chat that belong to a turn and could be trained. The header before them
     ends at `opens`."""
 
     start: int
@@ -98,17 +98,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What the template writes for an outline: literals[0], slot 0, literals[1], ..., slot n-1, literals[n]."""
+    """The template's text for an outline: literals[0], slot 0, literals[1], ..., slot n-1, literals[n]."""
 
     literals: list[str]
     slots: list[Slot]
     turns: list[Turn]
-    named_by_id: list[tuple[int, int]] = field(default_factory=list)  # leaves: a name that only stands in the id
+    named_by_id: list[tuple[int, int]] = field(default_factory=list)  # (name, id) leaves: name only written in the id
 
     def lay_out(self, values: Sequence[Any], bodies: dict[tuple[int, int], str]) -> tuple[str, list[int]]:
-        """The text with `values` in the slots, and where each of its pieces begins: literals and slots in turn.
+        """The text with `values` in the slots, and the start of each of its pieces, alternating literals and slots.
 
-        `bodies`: for some turns, by where they start, what stands from there to the literal that ends them.
+        `bodies`: start of a turn -> its text from there to the literal that ends it, for some turns.
         """
         pieces = [""] * (2 * len(self.slots) + 1)
         pieces[::2] = self.literals
@@ -121,12 +121,12 @@ class Skeleton:
         return "".join(pieces), list(accumulate(map(len, pieces), initial=0))
 
     def find_spans(self, text: str, values: Sequence[Any]) -> list[Span] | None:
-        """Where the turns stand in `text`; None unless it is what the skeleton has with `values` in the slots."""
+        """The spans of the turns in `text`; None unless it equals the skeleton with `values` in the slots."""
         expected, positions = self.lay_out(values, {})
         return [self.span(turn, text, positions) for turn in self.turns] if text == expected else None
 
     def span(self, turn: Turn, text: str, positions: list[int]) -> Span:
-        """Where in `text`, which was laid out with `positions`, the turn stands, without the generation prompt."""
+        """The span of the turn in `text`, laid out with `positions`, without the generation prompt."""
         start, end = (positions[2 * literal] + offset for literal, offset in (turn.start, turn.end))
         place = turn.start if turn.beginning is None else turn.beginning.place
         opens = positions[2 * place[0]] + place[1]
@@ -142,19 +142,19 @@ def dump_ascii_json(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-WAYS_TO_WRITE = (str, dump_json, dump_ascii_json)  # as it is, or what stands between the quotes of a JSON string
+WAYS_TO_WRITE = (str, dump_json, dump_ascii_json)  # unchanged, or as the inside of a JSON string
 
 
 @dataclass
 class SlotMemory:
-    """How slots are written, by what stands around them, so that it need not be learned for every conversation."""
+    """Writings of slots by their surroundings, so that they need not be learned for every conversation."""
 
     known: dict[tuple[str, str, str, str], Writing] = field(default_factory=dict)
 
     def learn_slots(
         self, outline: Outline, order: list[int], literals: list[str], pad: Callable[[], list[str]]
     ) -> list[Slot]:
-        """How the template writes each leaf. pad() gives the literals where texts are padded."""
+        """The slot of each leaf. pad() returns the literals with padded texts."""
         leaves = outline.leaves
         keys = [
             (leaves[leaf].kind, outline.messages[leaves[leaf].message]["role"], literals[k], literals[k + 1])
@@ -168,13 +168,13 @@ class SlotMemory:
         return [Slot(leaf, self.known[key]) for key, leaf in zip(keys, order, strict=True)]
 
 
-Written = tuple[str, Writing]  # a leaf's kind, and how it is written
-NOTHING = ("", Writing())  # stands before a conversation's first leaf, and after its last
+Written = tuple[str, Writing]  # a leaf's kind and writing
+NOTHING = ("", Writing())  # before a conversation's first leaf, and after its last
 
 
 def fit_writings(kinds: list[str], literals: list[str], gaps: list[str]) -> list[Writing]:
-    """How the template writes leaves of these kinds. `gaps` are the literals where texts are padded: with what is left
-    of it."""
+    """How the template writes leaves of these kinds. `gaps`: the literals, with the remaining padding of padded
+    texts."""
     written = [NOTHING, *((kind, Writing()) for kind in kinds), NOTHING]
     for k, (literal, gap) in enumerate(zip(literals, gaps, strict=True)):
         before, after = written[k], written[k + 1]
@@ -186,11 +186,11 @@ def fit_writings(kinds: list[str], literals: list[str], gaps: list[str]) -> list
 
 
 def fit_gap(literal: str, gap: str, before: Written, after: Written) -> tuple[Writing, Writing] | None:
-    """`before` with its right end and `after` with its left end and its way of writing, so that padding explains how
-    `literal` became `gap`. None if nothing does.
+    """`before` with its right end, and `after` with its left end and way of writing, such that padding explains how
+    `literal` became `gap`; None if there are none.
 
-    What the template puts around some arguments only (CDATA, say) is left open: a turn that has it is read as what
-    stands between what surrounds it.
+    Text that the template puts only around some arguments (CDATA, say) is left open: a turn with it is read as the
+    text between its surroundings.
     """
     first_candidates, second_candidates = list_ends(*before), list_beginnings(*after)
     for first, left_of_gap in first_candidates:
@@ -213,7 +213,7 @@ def is_padded(kind: str) -> bool:
 
 @cache
 def list_ends(kind: str, writing: Writing) -> list[tuple[Writing, str]]:
-    """What may be left of a leaf's padding at its end."""
+    """Possible remainders of a leaf's padding at its end, each with its writing."""
     if not is_padded(kind):
         return [(writing, "")]
     return [(replace(writing, right=chars), writing.write((LETTER + PADDING).rstrip(chars))) for chars in STRIPS]
@@ -221,7 +221,7 @@ def list_ends(kind: str, writing: Writing) -> list[tuple[Writing, str]]:
 
 @cache
 def list_beginnings(kind: str, writing: Writing) -> list[tuple[Writing, str]]:
-    """What may be left of a leaf's padding at its beginning, however it is written."""
+    """Possible remainders of a leaf's padding at its beginning, each with its writing."""
     if not is_padded(kind):
         return [(writing, "")]
     return [
@@ -232,7 +232,7 @@ def list_beginnings(kind: str, writing: Writing) -> list[tuple[Writing, str]]:
 
 
 def pad_outline(outline: Outline) -> list[Message]:
-    """The outline's messages, where whitespace and a letter surround each text."""
+    """The outline's messages with whitespace and a letter around each text."""
 
     def pad(i: int, placeholder: Any) -> Any:
         if not is_padded(outline.leaves[i].kind):
@@ -243,17 +243,17 @@ def pad_outline(outline: Outline) -> list[Message]:
 
 
 def common_length(a: str, b: str) -> int:
-    """Of what both begin with."""
+    """Length of the common prefix."""
     shorter = min(len(a), len(b))
     return next((i for i in range(shorter) if a[i] != b[i]), shorter)
 
 
 def match_text(text: str, outline: Outline, skeleton: Skeleton, *, render: Render) -> list[Span]:
-    """Where the skeleton's turns stand in `text`, the rendered conversation.
+    """The spans of the skeleton's turns in `text`, the rendered conversation.
 
-    Where the template changes what an assistant says (by taking reasoning out of a content), each turn's text is what
-    stands between what surrounds it; if the same could stand inside, it is read from a rendering with placeholders
-    for all other messages. Raises ValueError unless the whole then fits exactly.
+    If the template changes an assistant's text (by taking reasoning out of a content), each turn is the text between
+    its surroundings; if a turn could contain these, it is read from a rendering with placeholders for all other
+    messages. Raises ValueError unless the whole then fits exactly.
     """
     values = [leaf.value for leaf in outline.leaves]
     if (spans := skeleton.find_spans(text, values)) is not None:
@@ -264,13 +264,13 @@ def match_text(text: str, outline: Outline, skeleton: Skeleton, *, render: Rende
     expected, _ = skeleton.lay_out(values, {})
     at = common_length(text, expected)
     raise ValueError(
-        "the chat template changes the contents, so it is not certain what is trained: it writes"
-        f" {text[at : at + 40]!r} where {expected[at : at + 40]!r} would follow"
+        "the chat template changes the contents, so the row cannot be masked with certainty: it writes"
+        f" {text[at : at + 40]!r}, expected: {expected[at : at + 40]!r}"
     )
 
 
 def read_bodies(text: str, outline: Outline, skeleton: Skeleton, render: Render) -> dict[tuple[int, int], str]:
-    """What the template makes of each assistant turn that has texts."""
+    """Start -> rendered text of each assistant turn that has texts."""
     turns = [
         turn
         for turn in sorted(skeleton.turns, key=lambda turn: turn.start)
@@ -283,8 +283,8 @@ def read_bodies(text: str, outline: Outline, skeleton: Skeleton, render: Render)
 
 
 def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) -> list[str] | None:
-    """`text` without what the skeleton has around the turns; None if it has something else there, or has the same
-    inside turns, so that it is not certain where they end."""
+    """The texts of the turns in `text`; None if the text around them differs from the skeleton's, or also occurs inside
+    turns, so that their ends are not certain."""
     around, positions = skeleton.lay_out(values, {})
     starts = [positions[2 * turn.start[0]] + turn.start[1] for turn in turns]
     ends = [positions[2 * turn.end[0]] for turn in turns]
@@ -305,7 +305,7 @@ def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) ->
 
 
 def count_overlapping(text: str, part: str) -> int:
-    """How often `part` occurs in `text`, also where it overlaps itself."""
+    """Number of occurrences of `part` in `text`, including overlapping ones."""
     count, at = 0, text.find(part)
     while at >= 0:
         count, at = count + 1, text.find(part, at + 1)
@@ -313,7 +313,7 @@ def count_overlapping(text: str, part: str) -> int:
 
 
 def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) -> str | None:
-    """What the template makes of one turn where all other messages hold placeholders."""
+    """The rendered text of one turn, with placeholders in all other messages; None if it cannot be cut out."""
 
     def reveal(i: int, placeholder: Any) -> Any:
         leaf = outline.leaves[i]

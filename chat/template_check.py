@@ -40,23 +40,22 @@ PROBES = [
     Chat([QUESTION, THOUGHT, *MORE]),
     Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
 ]
-NUM_REQUIRED_PROBES = 2  # the others a template can refuse
+NUM_REQUIRED_PROBES = 2  # a template may refuse the others
 
 
 @dataclass(frozen=True)
 class TemplateChecker:
-    """Masks known conversations and judges the tokens, without a look at skeletons and offsets."""
+    """Masks known conversations and judges the tokens, independently of skeletons and offsets."""
 
     tokenizer: Any
     stops: Stops
     mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
     render: Render
     notes: list[str] = field(default_factory=list)
-    open_turns: set[str] = field(default_factory=set)  # turns that no special token ends: inner ones, last ones
+    open_turns: set[str] = field(default_factory=set)  # turns without a stop token: "inner", "last"
 
     def check(self, name: str) -> list[str]:
-        """Raises ValueError, with the template's name, if it cannot be masked with certainty. Returns what there is to
-        know about it if it can."""
+        """Notes on the template. Raises ValueError, with the template's name, if it cannot be masked with certainty."""
         try:
             check_in_child(self.render_probes)
         except ValueError as error:
@@ -75,11 +74,11 @@ class TemplateChecker:
                 " turn follows"
             )
         if takes_parts(self.tokenizer):
-            self.notes.append("the chat template takes contents as lists of parts, so it is given texts as such")
+            self.notes.append("the chat template takes contents as lists of parts, so texts are passed as such lists")
         return list(dict.fromkeys(self.notes))
 
     def choose_probes(self) -> list[Chat]:
-        """With tools if the template fails without."""
+        """The probes, all with tools if the template fails without."""
         (plain,) = self.mask(PROBES[:1])
         if not isinstance(plain, ValueError):
             return PROBES
@@ -90,8 +89,8 @@ class TemplateChecker:
         return with_tools
 
     def find_stop_token(self) -> int | None:
-        """The token at which generation has to stop: what ends a conversation's last turn, or, if nothing does, an
-        earlier turn."""
+        """The token at which generation has to stop: the one that ends a conversation's last turn, or else an earlier
+        turn."""
         (tokenized,) = self.mask([self.choose_probes()[1]])
         if isinstance(tokenized, ValueError):
             return None
@@ -106,19 +105,19 @@ class TemplateChecker:
         return {ids[-1] for ids, is_trained in stretches if is_trained and self.ends_with_special_token(ids)}
 
     def render_probes(self) -> None:
-        """Raises MemoryError if the template needs too much; other errors are left to be found again."""
+        """Raises MemoryError if the template needs too much; other errors are ignored here, as `check` finds them."""
         for chat in PROBES:
             error = catch_error(self.render, [chat.messages], tools=chat.tools)
             if isinstance(error, ValueError) and isinstance(error.__context__, MemoryError):
                 raise error.__context__
 
     def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
-        """What is wrong with a probe's token ids or labels. Adds to the notes what is as the template wants it, and
-        yet not as one would expect."""
+        """The problem with a probe's token ids or labels. Adds notes on properties of the template that are allowed but
+        unexpected."""
         messages = prepare_for(self.tokenizer, chat.messages)
         expected = self.tokenizer.apply_chat_template(messages, tools=chat.tools, return_dict=True)["input_ids"]
         if tokenized.input_ids != expected:
-            return "apply_chat_template gives other token ids"
+            return "apply_chat_template returns other token ids"
         stretches = split_by_training(tokenized.input_ids, tokenized.labels)
         before = [[], *(ids for ids, _ in stretches)]
         trained = [(ids, earlier) for earlier, (ids, is_trained) in zip(before, stretches, strict=False) if is_trained]
@@ -140,8 +139,8 @@ class TemplateChecker:
         return None
 
     def compare_prompt(self, tokenized: TokenizedChat, chat: Chat) -> None:
-        """Adds a note if the prompt differs from what stands before the row's last answer, unless one of the row's
-        remarks says so."""
+        """Adds a note if the prompt differs from the text before the row's last answer, unless one of the row's remarks
+        says so."""
         before = tokenized.input_ids[: tokenized.spans[-1].start]
         prompt = self.encode_prompt(chat)
         if prompt == before or ONE_TOKEN in self.notes or any(remark.prompted for remark in tokenized.remarks):
@@ -175,15 +174,15 @@ class TemplateChecker:
                 raise ValueError(f"{flag}: {name} cannot be used: {problem}; tried with {chat.messages}")
         if not num_changed:
             raise ValueError(
-                f"{flag} has no effect: with {name} answers already follow the generation prompt's words, or it is not"
-                " known how the template closes the reasoning that these open"
+                f"{flag} has no effect: with {name} answers already follow the text of the generation prompt, or it is"
+                " not known how the template closes the reasoning that the prompt opens"
             )
 
     def ends_with_special_token(self, ids: list[int]) -> bool:
         return self.stops.special.fullmatch(self.tokenizer.convert_ids_to_tokens(ids[-1])) is not None
 
     def find_problem_of_turn(self, ids: list[int], earlier: list[int], message: Message) -> str | None:
-        """What is wrong with the trained tokens of a probe's turn, which follow the tokens `earlier`."""
+        """The problem with the trained tokens of a probe's turn, which follow the tokens `earlier`; None if none."""
         decoded, with_one_before = self.decode(ids), self.decode([*earlier[-1:], *ids])
         call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
         for text in (message["content"], call):
@@ -200,5 +199,5 @@ class TemplateChecker:
 
 
 def squeeze(text: str) -> str:
-    """Without whitespace, which decoders add and drop."""
+    """`text` without whitespace, which decoders add and drop."""
     return "".join(text.split())

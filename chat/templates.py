@@ -1,4 +1,4 @@
-"""The model's tokenizer, and what makes one of a base model able to chat: a template and special tokens."""
+"""The model's tokenizer, and a base model's additions for chats: a template and special tokens."""
 
 import json
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ class NamedTemplate:
     """A template that can be chosen by name."""
 
     text: str
-    special_tokens: tuple[str, ...] = ()  # added where the vocabulary has none of that name
-    eos_token: str | None = None  # what ends a turn becomes the tokenizer's end of text; None: it is that already
+    special_tokens: tuple[str, ...] = ()  # added if missing from the vocabulary
+    eos_token: str | None = None  # end-of-turn token, becomes the tokenizer's eos token; None: already the same
 
 
 CHATML = (
@@ -46,7 +46,7 @@ NAMED_TEMPLATES = {
 
 
 def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str = "--model-name-or-path") -> Any:
-    """The tokenizer of a directory that `find_model` found, as transformers loads it."""
+    """Loads the tokenizer from a directory that `find_model` found."""
     from transformers import AutoTokenizer  # seconds to import, which --help and mistyped flags do not need
 
     try:
@@ -54,14 +54,14 @@ def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False, flag: str
     except Exception as error:  # reads files of any origin, and the network
         raise ValueError(f"{flag} {model_dir}: no usable tokenizer: {one_line(error)}") from None
     if not trust_remote_code:
-        tokenizer.init_kwargs.pop("auto_map", None)  # what is saved would ask for code that is not there
+        tokenizer.init_kwargs.pop("auto_map", None)  # the saved tokenizer would ask for code that is not there
     if tokenizer.chat_template is None:
         tokenizer.chat_template = read_processors_template(Path(model_dir))
     return tokenizer
 
 
 def read_processors_template(model_dir: Path) -> str | None:
-    """The chat template that a multi-modal model's processor has in a file of its own, where the tokenizer has none."""
+    """The chat template in a file of a multi-modal model's processor, for tokenizers without one."""
     for name in ("chat_template.json", "processor_config.json"):
         try:
             template = json.loads((model_dir / name).read_text(encoding="utf-8")).get("chat_template")
@@ -73,7 +73,7 @@ def read_processors_template(model_dir: Path) -> str | None:
 
 
 def find_template(name_or_file: str) -> NamedTemplate:
-    """The template of that name, or in that file."""
+    """The template with that name or in that file."""
     if name_or_file in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name_or_file]
     try:
@@ -84,9 +84,9 @@ def find_template(name_or_file: str) -> NamedTemplate:
 
 
 def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Sequence[str]) -> dict[str, int]:
-    """Gives `tokenizer` the template (a name or a file) and the tokens; returns the new entries of its vocabulary.
+    """Sets the template (a name or a file) and adds the tokens; returns the new entries of the vocabulary.
 
-    A token that is in the vocabulary, but not special, becomes special and keeps its id.
+    A token that is in the vocabulary but not special becomes special and keeps its id.
     """
     known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     useless = [token for token in special_tokens if token in known or not token.strip()]

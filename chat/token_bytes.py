@@ -1,8 +1,8 @@
-"""Encodes texts without having offsets computed, where the tokens' bytes tell where each token stands.
+"""Encodes texts without computing offsets if the tokens' bytes show the place of each token.
 
-For byte-level vocabularies a token is some bytes. If the bytes of a text's tokens are, in a row, the text's bytes, each
-token stands where its bytes do: nothing is assumed about normalizers, pre-tokenizers or the place of special tokens.
-Where they are not, and where a place that is asked for lies within a token, the text is encoded anew, with offsets.
+In byte-level vocabularies a token is some bytes. If the concatenated bytes of a text's tokens are the text's bytes,
+they give each token's place: nothing is assumed about normalizers, pre-tokenizers or special tokens. If they are not,
+or if a requested place is within a token, the text is encoded again, with offsets.
 """
 
 import json
@@ -24,7 +24,7 @@ class ByteEncoder:
         self.num_bytes = np.fromiter(map(len, self.token_bytes or []), np.int64)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
-        """What `encode_batch` gives, or for its purposes the same: `ids`, and where tokens stand."""
+        """Encodings as `encode_batch` returns them, or equivalents with `ids` and the places of tokens."""
         if self.token_bytes is None:
             return self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         encoded = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -42,9 +42,9 @@ class ByteEncoder:
 
 
 class ByteEncoding:
-    """An encoding whose tokens' bytes are, in a row, its text's. Has the methods of `tokenizers.Encoding` in use.
+    """An encoding whose tokens' concatenated bytes are its text's. Has the methods of `tokenizers.Encoding` in use.
 
-    `ends`: bytes up to the end of each token, of a longer text in which this one starts after `start` bytes.
+    `ends`: the end of each token, in bytes of a longer text in which this one starts after `start` bytes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ def find_token_bytes(tokenizer: Any) -> list[bytes] | None:
 
 
 def list_byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2): printable ones for themselves."""
+    """The character for each byte in byte-level vocabularies (GPT-2); printable ones stand for themselves."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)}
     others = (chr(256 + i) for i in range(256))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]

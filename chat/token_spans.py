@@ -1,4 +1,4 @@
-"""Which tokens of a row are trained: those that begin in the characters that are."""
+"""Trained tokens of a row: tokens that begin in a trained passage."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -14,7 +14,7 @@ from chat.token_bytes import ByteEncoding
 
 @dataclass(frozen=True)
 class TrainedSpan:
-    """Tokens [start, end) of a row that are trained, whose they are, and how much they count."""
+    """Trained tokens [start, end) of a row, with their role and loss weight."""
 
     start: int
     end: int
@@ -23,26 +23,26 @@ class TrainedSpan:
 
     @property
     def num_targets(self) -> int:
-        """Tokens but the row's first, which nothing predicts."""
+        """Number of tokens, without the row's first, which is never predicted."""
         return self.end - max(self.start, 1)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of a row: where each one is, its height and width, and how many tokens all of them became."""
+    """The images of a row: path or data: URL, height and width, and tokens of each."""
 
     references: tuple[str, ...]
     sizes: tuple[tuple[int, int], ...]
-    spans: tuple[tuple[int, int], ...]  # tokens [start, end) from each one's first to its last
+    spans: tuple[tuple[int, int], ...]  # tokens [start, end) from each image's first to its last
     num_tokens: int
-    input_ids: tuple[int, ...]  # of the row, as the processor tokenizes it
+    input_ids: tuple[int, ...]  # the row as tokenized by the processor
 
 
 @dataclass(frozen=True)
 class Remark:
     """A remark on a row's turns (chat/prompting.py): its kind, the end of the prompt, and the row's text there.
 
-    Of an unread key: the message's role as `prompted`, the key as `rendered`.
+    For an unread key, `prompted` is the message's role and `rendered` the key.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """Token ids, and which spans of them are trained, in order. `is_weighted`: a message of the row has a weight."""
+    """Token ids and their trained spans, in order. `is_weighted`: a message of the row has a weight."""
 
     input_ids: list[int]
     spans: list[TrainedSpan]
@@ -63,7 +63,7 @@ class TokenizedChat:
 
     @property
     def labels(self) -> list[int]:
-        """As many as tokens, unshifted, IGNORED where not trained."""
+        """One label per token, unshifted; IGNORED if not trained."""
         labels = [IGNORED] * len(self.input_ids)
         for span in self.spans:
             labels[span.start : span.end] = self.input_ids[span.start : span.end]
@@ -71,7 +71,7 @@ class TokenizedChat:
 
     @property
     def loss_weights(self) -> list[float] | None:
-        """One per token, 0 where not trained; None unless a message of the row has a weight."""
+        """One weight per token, 0 if not trained; None unless a message of the row has a weight."""
         if not self.is_weighted:
             return None
         weights = [0.0] * len(self.input_ids)
@@ -90,7 +90,7 @@ class TokenizedChat:
 
     @property
     def num_trained_by_role(self) -> Counter[str]:
-        """Targets by who says them."""
+        """Number of targets by role."""
         counts: Counter[str] = Counter()
         for span in self.spans:
             counts[span.role] += span.num_targets
@@ -99,7 +99,7 @@ class TokenizedChat:
 
 @dataclass(frozen=True)
 class Passage:
-    """Characters [start, end) of a rendered row that are trained, whose they are, and how much they count."""
+    """Trained characters [start, end) of a rendered row, with their role and loss weight."""
 
     start: int
     end: int
@@ -109,7 +109,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Located:
-    """A rendered row and what of it is trained."""
+    """A rendered row and its trained passages."""
 
     text: str
     passages: list[Passage]
@@ -120,14 +120,14 @@ class Located:
 
 
 def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
-    """Spans from passages: a token is trained if its first character is in one.
+    """Converts passages to spans of tokens: a token is trained if its first character is in a passage.
 
-    A token that began before a passage is not trained: it holds text of the prompt, so after the prompt the model
-    never has to say it. One that begins inside and reaches out is: a stop token that takes the line break with it.
-    Tokens that share one character (the bytes of an emoji) begin at the same place, so they are trained together,
-    and a space mark that the tokenizer adds to a word begins where the word does. Where tokens end is not looked
-    at, because some tokenizers report empty ranges. With `eos_token_id`, that token is the last one, once, and
-    trained with the last passage.
+    A token that begins before a passage is not trained: it holds text of the prompt, so the model never generates it
+    after the prompt. One that begins inside and reaches out is: a stop token that includes the line break. Tokens that
+    share one character (the bytes of an emoji) begin at the same place, so they are trained together, and a space mark
+    that the tokenizer adds to a word begins where the word does. The ends of tokens are not used, because some
+    tokenizers report empty ranges. With `eos_token_id`, the row ends with exactly one such token, trained with the last
+    passage.
     """
     input_ids, num_tokens = encoding.ids, len(encoding)
     if eos_token_id is not None:
@@ -140,7 +140,7 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
         if first < end:
             spans.append(TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
-        raise ValueError("the model's processor makes other tokens of the row than its tokenizer does: no mask is sure")
+        raise ValueError("the model's processor and tokenizer make different tokens of the row: it cannot be masked")
     return TokenizedChat(
         input_ids,
         spans,
@@ -154,7 +154,7 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:
     """The first of the tokens that begins at character `at` or later.
 
-    Looks around the token that has the character; building the list of all offsets takes much longer.
+    Searches around the token that has the character; building the list of all offsets takes much longer.
     """
     if isinstance(encoding, ByteEncoding):
         token = encoding.find_start(at)
@@ -172,7 +172,7 @@ def find_token(encoding: Any, at: int, num_tokens: int) -> int:
 
 
 def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
-    """Token ids that follow each other and are trained, or not: (ids, are they trained)."""
+    """The row's maximal stretches of tokens that are all trained or all untrained: (ids, is_trained)."""
     pairs = zip(input_ids, labels, strict=True)
     stretches = groupby(pairs, key=lambda pair: pair[1] != IGNORED)
     return [([token for token, _ in stretch], is_trained) for is_trained, stretch in stretches]

@@ -1,7 +1,7 @@
-"""Where an assistant's turn begins and ends in a skeleton: after the generation prompt, and behind its stop token.
+"""Bounds of assistant turns in a skeleton: from the end of the generation prompt to the end of the stop token.
 
-A prompt and an end are learned from renderings that are cut before and after the turn. What was learned is remembered
-by what the template writes there, so that a long conversation of turns that look alike costs few renderings.
+The prompt and the end are learned from renderings that are cut before and after the turn, and remembered by the
+template's text there, so that a long conversation of similar turns costs few renderings.
 """
 
 import json
@@ -30,21 +30,21 @@ class UnknownPrompt(ValueError):
 
 @dataclass(frozen=True)
 class Stops:
-    """Which tokens end turns: `special` matches any special token, `known` are those that end generation. With
-    `may_be_missing` a turn without one ends where its content does."""
+    """Tokens that end turns: `special` matches any special token, `known` are those that end generation. With
+    `may_be_missing` a turn without one ends with its content."""
 
     special: re.Pattern[str]
     known: frozenset[str]
     may_be_missing: bool = False
 
     def trim(self, text: str, start: int, end: int) -> int:
-        """Where text[start:end] ends without whitespace that follows a special token."""
+        """The end of text[start:end] without whitespace after its last special token."""
         *_, last = [None, *self.special.finditer(text, start, end)]
         return end if last is None or text[last.end() : end].strip() else last.end()
 
 
 def find_stops(tokenizer: Any, stop_token_ids: Sequence[int]) -> Stops:
-    """The tokenizer's special tokens (of two that begin alike, the longer is found) and those that end generation."""
+    """The tokenizer's special tokens, longest match first, and those that end generation."""
     added = tokenizer.added_tokens_decoder
     known = {tokenizer.eos_token, *(added[id].content for id in stop_token_ids if id in added)} - {None}
     special = {token.content for token in added.values() if token.special} | known
@@ -55,23 +55,24 @@ def find_stops(tokenizer: Any, stop_token_ids: Sequence[int]) -> Stops:
 
 @dataclass(frozen=True)
 class GenerationPrompt:
-    """What a template writes after the last text of a conversation: to prompt for an answer, or plainly."""
+    """The template's text after the last text of a conversation, with (`text`) and without (`plain`) a generation
+    prompt."""
 
     text: str
     plain: str
-    order: list[int]  # the leaves before that
-    header: str = ""  # of a turn that has only a content
+    order: list[int]  # the leaves before it
+    header: str = ""  # header of a turn that has only a content
 
     @property
     def base(self) -> str:
-        """The prompt up to where it opens the reasoning; some go on to close it, some turns go without."""
+        """The prompt without the reasoning that it opens (and may close), which some turns lack."""
         opening = PROMPTED_REASONING.search(self.text)
         base = self.text[: opening.start()] if opening else self.text
         return base if base.strip() else self.text
 
     def find_header(self, literal: str) -> str:
-        """What of `literal`, which leads up to a turn's first text, is before the turn. That is the prompt, or what
-        it begins with. Between two turns there may be whitespace that the last turn of a conversation goes without."""
+        """The part of `literal`, the text before a turn's first text, that precedes the turn: the prompt or a prefix of
+        it. Whitespace between two turns may be missing after the last turn of a conversation."""
         candidates = [self.base, self.header]
         if self.text.startswith(self.plain) and literal.startswith(self.plain):
             spaces = literal[len(self.plain) :][: count_spaces(literal, len(self.plain))]
@@ -80,20 +81,20 @@ class GenerationPrompt:
             if candidate.strip() and literal.startswith(candidate):
                 return candidate
         added = self.base.removeprefix(self.plain) if self.text.startswith(self.plain) else ""
-        if added.strip() and literal.count(added) == 1:  # what is before it can differ in whitespace
+        if added.strip() and literal.count(added) == 1:  # the text before it can differ in whitespace
             return literal[: literal.index(added) + len(added)]
         raise no_prompt(literal, self.text)
 
     def find_rests(self, header: str) -> tuple[str, ...]:
-        """What of the prompt a turn can begin with, where it has `header` before it: all of it, or what opens the
-        reasoning."""
+        """The parts of the prompt that a turn after `header` can begin with: all the rest, or up to where reasoning
+        opens."""
         rest = self.text.removeprefix(header if self.text.startswith(header) else self.base)
         return tuple(filter(None, [rest, *(rest[: opening.end()] for opening in REASONING_OPENING.finditer(rest))]))
 
 
 @dataclass
 class TurnMemory:
-    """What was learned of turns, by what the template writes where they begin and end, and what is around them."""
+    """Known starts and ends of turns, by the template's text there and by their surroundings."""
 
     starts: dict[tuple[object, ...], tuple[int, tuple[str, ...], str | None]] = field(default_factory=dict)
     ends: dict[tuple[object, ...], tuple[int, int] | None] = field(default_factory=dict)
@@ -126,23 +127,23 @@ class TurnLearner:
         return slots
 
     def stand_in(self, role: str, text: str) -> Message:
-        """A message in the place of another, whose content is written as this conversation's are."""
+        """A message to replace another, with its content in the form of this conversation's contents."""
         has_parts = any(isinstance(message.get("content"), list) for message in self.outline.messages)
         return {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
 
     @cached_property
     def tokens_that_end_users_turns(self) -> set[str]:
-        """The special token that the template writes right after a user's text, where no other turn follows."""
+        """The special token that the template writes directly after a user's text if no other turn follows."""
         _, literals = split_at_placeholders(self.render([[self.stand_in("user", OTHER_STAND_IN)]])[0])
         found = self.stops.special.match(literals[-1].lstrip())
         return {found[0]} if found else set()
 
     def render_cut(self, message: int) -> tuple[list[int], list[str]]:
-        """Leaves and literals where the conversation ends with this message."""
+        """Leaves and literals of the conversation up to and including this message."""
         return split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])
 
     def learn_other_turn(self, message: int) -> list[Turn]:
-        """Its content and, if it has one, its end-of-turn token; no turn if it has no content."""
+        """The message's content and, if it has one, its end-of-turn token; no turn if it has no content."""
         leaves = self.outline.leaves
         slots = [k for k in self.slots_by_message.get(message, []) if leaves[self.order[k]].kind == "content"]
         if not slots:
@@ -163,7 +164,7 @@ class TurnLearner:
         return Turn(message, start, (self.find_content(message) + 1, 0), rests, prompt=prompt, has_stop=False)
 
     def find_content(self, message: int) -> int:
-        """The slot of the content of a turn that no token ends, so that it has to be the turn's end."""
+        """The slot of the content, which must be the last of a turn without an end-of-turn token."""
         last = self.slots_by_message[message][-1]
         if self.outline.leaves[self.order[last]].kind != "content":
             raise ValueError(f"message {message + 1} ends with tool calls, and the chat template writes no stop token")
@@ -185,7 +186,7 @@ class TurnLearner:
         return (own[0], length), rests, prompt
 
     def describe_start(self, message: int, first: int) -> tuple[object, ...]:
-        """What the beginning of a turn depends on."""
+        """A key of everything that the beginning of a turn depends on."""
         messages, leaves = self.outline.messages, self.outline.leaves
         before = [(m["role"], has_calls(m)) for m in messages[max(0, message - 3) : message]]
         neighbours = [
@@ -195,8 +196,8 @@ class TurnLearner:
         return (self.skeleton.literals[first], *neighbours, *before, has_system, is_simple(messages[message]))
 
     def learn_start_before(self, message: int, first: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
-        """The start of a turn whose first text is in this slot: after its prompt, or, where the template does not
-        prompt after an assistant's message, after the header that would follow a user's."""
+        """The start of a turn whose first text is in this slot: after its prompt, or, if the template does not prompt
+        after an assistant's message, after the header that would follow a user's."""
         try:
             return self.learn_start_after_prompt(message, first)
         except UnknownPrompt as error:
@@ -219,12 +220,12 @@ class TurnLearner:
         return (first, len(header)), prompt.find_rests(header), prompt.text
 
     def learn_prompt(self, context: list[Message], message: Message) -> GenerationPrompt:
-        """What prompts for the message that follows `context`, checked with a turn that has only a content."""
+        """The prompt for the message that follows `context`, checked with a turn that has only a content."""
         (prompted,), (plain,) = self.render([context], generation_prompt=True), self.render([context])
         order, literals = split_at_placeholders(prompted)
         follower = message if is_simple(message) else self.stand_in(ASSISTANT, STAND_IN)
         cut_order, cut = split_at_placeholders(self.render([[*context, follower]])[0])
-        at = len(cut_order) - 1  # the content is the last text there is
+        at = len(cut_order) - 1  # the content is the last text
         literal, prompt = cut[at], literals[-1]
         if at < 0 or cut_order[at] in order or cut_order[:at][-1:] != order[-1:]:
             raise no_prompt(literal, prompt)
@@ -251,7 +252,7 @@ class TurnLearner:
         return next((t.start() for t in self.stops.special.finditer(prompted) if t.start() < at < t.end()), at)
 
     def learn_end(self, message: int, start: tuple[int, int]) -> tuple[int, int] | None:
-        """Where the turn ends: behind its end-of-turn token. None without one, if it may be missing."""
+        """The turn's end, after its end-of-turn token. None if that is missing and may be."""
         own = self.slots_by_message.get(message)
         if own is None:
             return self.find_end_of_silent_turn(message, start)
@@ -260,7 +261,7 @@ class TurnLearner:
             end = self.learn_end_by_cut(message, own)
             known = None if end is None else (end[0] - last_new, end[1] - (before if end[0] == last_new + 1 else 0))
             if known is not None and end[0] == last_new + 1 and known[1] < 0:
-                return end  # within what can have other keys
+                return end  # within text that depends on the call's keys, so it cannot be remembered
             self.memory.ends[key] = known
         known = self.memory.ends[key]
         if known is None:
@@ -268,9 +269,11 @@ class TurnLearner:
         return last_new + known[0], known[1] + (before if known[0] == 1 else 0)
 
     def describe_end(self, message: int, own: list[int]) -> tuple[int, tuple[object, ...], int]:
-        """The last slot that has something of the message for the first time, and what the turn's end depends on.
-        After that slot come names and ids that are there once more, until another message's text. Up to the first
-        special token it is written with the keys of a call, which matter for nothing: last, the characters up to there.
+        """The last slot with a new leaf of the message, a key of everything that the turn's end depends on, and the
+        number of characters before the first special token after that slot.
+
+        Repeated names and ids may follow that slot, up to another message's text. The text before the special token
+        contains the keys of a call, which are left out of the key.
         """
         leaves, seen, last_new = self.outline.leaves, set(), own[0]
         for k in own:
@@ -287,7 +290,7 @@ class TurnLearner:
         found = self.stops.special.search(literal)
         before = found.start() if found else 0
         start = literal[:before]
-        if start.count('"') >= 2:  # without two quotes there is no key in it
+        if start.count('"') >= 2:  # a key needs two quotes
             for key in list_keys(self.outline.messages[message]):
                 start = start.replace(json.dumps(key, ensure_ascii=False), '"key"')
         return last_new, (start, literal[before:], *others, *kinds, *following, calls), before
@@ -298,7 +301,7 @@ class TurnLearner:
         if not cut_own or order[-1] != cut_own[-1]:
             raise ValueError(f"it is not certain where message {message + 1} ends: the chat template repeats its texts")
         leaves, here = self.outline.leaves, {self.order[k] for k in own}
-        # Reasoning may be left out where the conversation goes on: the turn then ends where it does without.
+        # Reasoning may be left out if the conversation continues: the turn then ends as it does without.
         remaining = {leaf for leaf in cut_own if leaf in here or leaves[leaf].kind != "reasoning"}
         ends = [self.find_last(leaf, cut_own, own) for leaf in remaining]
         if cut_own[-1] not in remaining or None in ends:
@@ -311,25 +314,26 @@ class TurnLearner:
         return None if end is None else (last + 1, end)
 
     def is_ended(self, cut: str, literal: str) -> bool:
-        """Whether `cut`, the turn's end in a conversation that is cut there, holds a special token, and `literal`,
-        the text after the turn in the whole conversation, begins with it."""
+        """Whether `cut`, the turn's end in a conversation cut there, has a special token, and `literal`, the text after
+        the turn in the whole conversation, begins with `cut`."""
         return self.stops.special.search(cut) is not None and literal.startswith(cut.rstrip())
 
     def find_last(self, leaf: int, cut_own: list[int], own: list[int]) -> int | None:
-        """The slot where the leaf is for the last time within its turn: as often as in a conversation cut there."""
+        """The leaf's last slot within its turn, which has it as often as a conversation cut there."""
         slots, count = [k for k in own if self.order[k] == leaf], cut_own.count(leaf)
         if count > 1 and not self.outline.is_echoed(leaf):
             return None
         return slots[count - 1] if len(slots) >= count else None
 
     def learn_end_in_literal(self, message: int, cut: str, literal: str, last_leaf: int) -> int | None:
-        """How much of `literal`, which follows the turn's last text, belongs to it; `cut` follows it if cut there."""
+        """Number of characters of `literal`, the text after the turn's last text, that belong to the turn; `cut`: that
+        text in a conversation cut there."""
         turns = self.outline.messages[: message + 1]
         is_last = len(turns) == len(self.outline.messages)
         within = self.render_continued(turns, last_leaf) if is_last else literal
         end = self.find_end(cut, within, is_last=is_last)
         if end is None and not is_last and literal.startswith(cut) and not self.stops.special.search(cut):
-            # no token ends this turn, but one would if a user followed
+            # no token ends this turn, but one would if a user's turn followed
             end = self.find_end(cut, self.render_continued(turns, last_leaf), is_last=True)
         if end is None and not is_last:
             end = self.find_end_after_ids(cut, literal)
@@ -337,14 +341,14 @@ class TurnLearner:
             raise ValueError(
                 f"the chat template writes no end-of-turn token after an assistant turn: {literal!r} within a"
                 f" conversation, {cut!r} at its end; if a token that begins the next turn ends generation, the model's"
-                " generation_config.json has to name it as eos_token_id; to append a stop token to conversations, add"
-                " --append-stop-token; to train without, which does not teach the model to stop, add"
+                " generation_config.json has to name it as eos_token_id; to append a stop token to conversations, pass"
+                " --append-stop-token; to train without, which does not teach the model to stop, pass"
                 " --allow-missing-stop-token"
             )
         return end
 
     def find_end_after_ids(self, cut: str, literal: str) -> int | None:
-        """How much of `literal` belongs to a turn that ends as `cut` does, but for a call's id before that."""
+        """Number of characters of `literal` that belong to a turn that ends like `cut`, but with a call's id before."""
         found = self.stops.special.search(literal)
         enders = self.stops.known | self.tokens_that_end_users_turns
         if found is None or found[0] not in enders or not cut.strip() or self.stops.special.search(cut):
@@ -352,8 +356,8 @@ class TurnLearner:
         return found.end() if literal[: found.start()].rstrip().endswith(cut.rstrip()) else None
 
     def find_end_of_silent_turn(self, message: int, start: tuple[int, int]) -> tuple[int, int]:
-        """The end of a turn that has no text, only calls without arguments: behind the first token that is known to
-        end turns, since nothing else in it can have one."""
+        """The end of a turn without text, only calls without arguments: after the first token known to end turns, since
+        nothing else in the turn can contain one."""
         index, offset = start
         enders = self.stops.known | self.tokens_that_end_users_turns
         while True:
@@ -365,7 +369,7 @@ class TurnLearner:
             index, offset = index + 1, 0
 
     def render_continued(self, messages: list[Message], last_leaf: int) -> str | None:
-        """What follows the last text of `messages` if a user goes on; None if the template does not allow that."""
+        """The text after the last text of `messages` if a user's turn follows; None if the template refuses that."""
         user = self.stand_in("user", OTHER_STAND_IN)
         try:
             order, literals = split_at_placeholders(self.render([[*messages, user]])[0])
@@ -380,11 +384,11 @@ class TurnLearner:
         return [found for found in self.stops.special.finditer(cut) if found.end() <= common]
 
     def find_end(self, cut: str, within: str | None, *, is_last: bool) -> int | None:
-        """How much of the text after an assistant's last text belongs to its turn; None if no token ends it.
+        """Number of characters after an assistant's last text that belong to its turn; None if no token ends it.
 
-        `cut` is that text where the conversation ends, `within` where it goes on: only what they share surely
-        belongs to this turn. If that has no special token, the one that begins `within` may still be a stop token:
-        if generation is known to end with it, or if it also ends users' turns.
+        `cut` is that text if the conversation ends there, `within` if it continues: only their common prefix surely
+        belongs to this turn. If that has no special token, the one that begins `within` may still be a stop token: if
+        it is known to end generation, or also ends users' turns.
         """
         tokens = self.find_common_tokens(cut, cut if within is None else within)
         if tokens:
@@ -402,7 +406,7 @@ class TurnLearner:
 
 
 def is_simple(message: Message) -> bool:
-    """Whether the message has a role and a text, and nothing else."""
+    """Whether the message has only a role and a text."""
     return set(message) == {"role", "content"} and isinstance(message["content"], str) and message["content"] != ""
 
 
@@ -415,8 +419,8 @@ def no_prompt(literal: str, prompt: str) -> UnknownPrompt:
 def not_prompted(role: str, literal: str, prompt: str) -> UnknownPrompt:
     if role == "user":
         return UnknownPrompt(
-            "the chat template has no generation prompt, so the assistant's header cannot be told from its text in"
-            f" {literal!r}: let the template write the header when add_generation_prompt is set",
+            "the chat template has no generation prompt, so the assistant's header cannot be distinguished from its"
+            f" text in {literal!r}: let the template write the header if add_generation_prompt is set",
             prompt,
         )
     return UnknownPrompt(

@@ -1,1 +1,1 @@
-"""Rows of any file -> the tokenized data set on disk, and back."""
+"""Converts rows of any file to a tokenized data set on disk, and reads it back."""

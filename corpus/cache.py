@@ -1,8 +1,8 @@
-"""Tokenized data sets that were made once and are found again: by the rows' content, the options and the tokenizer.
+"""Cache of tokenized data sets, keyed by the rows' content, the options and the tokenizer.
 
-    {--data-cache-dir}/{key}/{name}.arrow, beside it what process_data.py writes with every data set
+    {--data-cache-dir}/{key}/{name}.arrow, next to the other files that process_data.py writes with every data set
 
-A data set takes its name when all that belongs to it is there, so one that is there is whole.
+A data set is renamed to its name after its other files, so one that exists is complete.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from disk import hash_file, hash_json, remove
 from options import RowOptions
 
 KEY_LENGTH = 16  # digits of the hash
-HOW_ONLY = ("input_file", "num_proc")  # options that do not decide what is in a data set
+HOW_ONLY = ("input_file", "num_proc")  # options that do not affect the content of a data set
 
 
 def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_remote_code: bool) -> Outputs:
-    """Where the rows are, or will be, once they are tokenized. Reads all files of rows; ValueError if it cannot."""
+    """Paths of the tokenized rows, existing or not. Reads all files of rows; ValueError if that fails."""
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
     key = hash_json(
         {
@@ -44,9 +44,9 @@ def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_
 
 
 def identify_rows(options: RowOptions) -> Any:
-    """What stands for the rows' content."""
+    """An identifier of the rows' content."""
     if options.mock_data is not None:
-        return None  # the options say it all
+        return None  # the options identify the rows
     if options.input_dataset is None:
         return [[source.name, hash_file(source.path)] for source in find_sources(options.input_file)]
     folder = Path(options.input_dataset)
@@ -56,7 +56,7 @@ def identify_rows(options: RowOptions) -> Any:
 
 
 def identify_options(options: RowOptions) -> dict[str, Any]:
-    """The options by name; of a file that one of them names, the content."""
+    """The options by name, with the hash of the content for options that name a file."""
     values = {name: value for name, value in dataclasses.asdict(options).items() if name not in HOW_ONLY}
     if options.input_dataset is not None and Path(options.input_dataset).exists():
         del values["input_dataset"]
@@ -68,7 +68,7 @@ def identify_options(options: RowOptions) -> dict[str, Any]:
 
 
 def identify_images(options: RowOptions, model_dir: str) -> Any:
-    """What else stands for rows with images: where their files are looked for, and what prepares them."""
+    """Further identifiers of rows with images: the directories of their files, and the processor's configuration."""
     if not options.images:
         return None
     directories = [str(source.path.resolve().parent) for source in find_sources(options.input_file)]
@@ -77,14 +77,14 @@ def identify_images(options: RowOptions, model_dir: str) -> Any:
 
 
 def name_rows(options: RowOptions) -> str:
-    """What the data set is called in a run's log: as the file or folder of its rows, if it is one."""
+    """The data set's name in a run's log: that of the file or folder of its rows, if there is only one."""
     given = [options.input_dataset] if options.input_dataset is not None else list(options.input_file)
     return Path(given[0].partition(":")[0]).resolve().name.split(".")[0] or "data" if len(given) == 1 else "data"
 
 
 @contextmanager
 def locked(outputs: Outputs) -> Iterator[None]:
-    """One process at a time makes a data set, where the file system has locks; what a killed one left is removed."""
+    """Lets one process at a time make a data set, if the file system has locks; removes leftovers of killed ones."""
     import fcntl
 
     folder = outputs.data.parent
@@ -96,7 +96,7 @@ def locked(outputs: Outputs) -> Iterator[None]:
             for leftover in folder.glob(".*.part"):
                 remove(leftover)
         except OSError:
-            pass  # without locks two may do the same work; each data set appears as a whole
+            pass  # without locks two processes may do the same work; each data set still appears as a whole
         yield
     finally:
         os.close(file)

@@ -1,7 +1,8 @@
-"""Columns of rows, and keys of messages, that change what should be learned.
+"""Columns of rows, and keys of messages, that change the objective of a row.
 
-Either the row's format reads such a column, or the user ignores it (`--ignore-columns`), or the file is refused: a row
-that is marked as a bad answer must not be trained as a good one. Other unread columns are counted for the report.
+Such a column must be read by the row's format or ignored by the user (`--ignore-columns`); otherwise the file is
+refused: a row that is marked as a bad answer must not be trained as a good one. Other unread columns are counted for
+the report.
 """
 
 import re
@@ -21,7 +22,7 @@ WEIGHING = "which parts of a row are trained, and how much they count"
 PROMPTING = "what the model sees before its answer"
 SEEING = "what the model sees or hears"
 ASKING = "what the answer is to"
-# Patterns of names by what they say about their row; names are matched in lower case, with underscores between words.
+# Patterns of names by their meaning for the row; names are matched in lower case, with underscores between words.
 MEANINGS = {
     "which of several answers is better": (
         *("chosen*", "*_chosen", "rejected*", "*_rejected", "preferred*", "non_preferred*", "dispreferred*"),
@@ -53,17 +54,17 @@ HINTS = {
 TURNS = ("messages", "conversations")
 MARKS = ("train", "training", "weight", "loss", "loss_scale")  # keys of messages that are read
 NUM_COLUMNS_SHOWN = 30
-MAX_NUM_COLUMNS = 200  # All further unread columns are counted together.
+MAX_NUM_COLUMNS = 200  # further unread columns are counted together
 WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 
 
 class RefusedColumn(ValueError):
-    """A column that changes what should be learned and is not read; the file is refused, even with --skip-invalid."""
+    """An unread column that changes the objective of rows; the file is refused, even with --skip-invalid."""
 
 
 @lru_cache(maxsize=4096)
 def find_meaning(name: str) -> str | None:
-    """The meaning for learning of a column or key of this name; None if it has none."""
+    """The meaning for training of a column or key with this name; None if it has none."""
     normalized = WORD_BORDER.sub("_", name).strip("_").lower()
     for meaning, patterns in MEANINGS.items():
         if any(fnmatchcase(normalized, pattern) for pattern in patterns):
@@ -81,8 +82,8 @@ def check_columns(
     meanings: Collection[str] = tuple(MEANINGS),
     tally: Counter[str],
 ) -> None:
-    """Counts the row's columns that are neither in `read` nor on one of the `paths`. RefusedColumn if one of them has
-    one of the `meanings`; `why`, a clause, says that such columns are not read. Null and empty values do not count."""
+    """Counts the row's columns that are neither in `read` nor on one of the `paths`; null and empty values do not
+    count. RefusedColumn, with the reason `why`, if one of them has one of the `meanings`."""
     refused = {}
     for name, value in list_unread(row, read, paths):
         if says_nothing(value):
@@ -100,7 +101,7 @@ def says_nothing(value: Any) -> bool:
 
 
 def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The columns that are not read; for an object that a path leads into, its unread keys, by their paths."""
+    """The unread columns; for an object that a path leads into, its unread keys, by their paths."""
     for name, value in row.items():
         if name in read or name in paths:
             continue
@@ -112,7 +113,7 @@ def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> I
 
 
 def refuse_columns(refused: Mapping[str, Any], why: str) -> RefusedColumn:
-    """The error for columns that should be read and are not."""
+    """The error for unread columns that change the objective."""
     found = [
         f"{name!r} ({reprlib.repr(value)}), which says {find_meaning(name) or find_meaning(name.rpartition('.')[2])}"
         for name, value in refused.items()
@@ -131,7 +132,7 @@ def show_name(name: str) -> str:
 
 
 def quote_names(names: Iterable[str]) -> str:
-    """Columns' names as arguments of a shell's command."""
+    """Column names as arguments of a shell command."""
     return " ".join(shlex.quote(name) if name.isprintable() else f"${name!r}" for name in names)
 
 
@@ -140,7 +141,7 @@ def count_column(tally: Counter[str], name: str, count: int = 1) -> None:
 
 
 def drop_ignored(row: Fields, ignored: Collection[str], tally: Counter[str]) -> Fields:
-    """The row without the `ignored` columns, which are counted."""
+    """The row without the `ignored` columns; counts these."""
     if not ignored:
         return row
     for name in ignored:
@@ -157,8 +158,8 @@ def check_messages(
     marks: Collection[str] = MARKS,
     meanings: Collection[str] = OF_MESSAGES,
 ) -> Fields:
-    """The row without the `ignored` keys of its messages and their contents' parts. RefusedColumn for a key that has
-    one of the `meanings` and is none of the `marks`, which are read."""
+    """The row without the `ignored` keys of its messages and of their contents' parts. RefusedColumn for a key with one
+    of the `meanings`, except for the `marks`, which are read."""
     name = next((name for name in TURNS if isinstance(row.get(name), list)), None)
     if name is None:
         return row
@@ -195,7 +196,7 @@ def check_keys(
 
 
 def check_part_keys(part: Any, prefix: str, ignored: Collection[str], tally: Counter[str]) -> Any:
-    """The content's part without the `ignored` keys. RefusedColumn for one that says how the part is trained."""
+    """The content's part without the `ignored` keys. RefusedColumn for a key that affects the part's training."""
     if not isinstance(part, dict):
         return part
     names = {key: f"{prefix}.{key}" for key in part}
@@ -211,7 +212,7 @@ def check_part_keys(part: Any, prefix: str, ignored: Collection[str], tally: Cou
 def translate_marks(message: Message) -> Message:
     """The message with other trainers' marks as `train` and `weight`.
 
-    ms-swift's `loss` and `loss_scale` count in the assistant's messages alone, and a false `loss` overrides the scale.
+    ms-swift's `loss` and `loss_scale` apply to the assistant's messages only, and a false `loss` overrides the scale.
     Axolotl's `training` is `train`.
     """
     if message.keys().isdisjoint(("loss", "loss_scale", "training")):
@@ -251,14 +252,14 @@ def read_scale(value: Any) -> float:
 
 
 def describe_unread(tally: Counter[str], ignored: Collection[str]) -> list[str]:
-    """A note on columns that are not read. ValueError for an `ignored` column that no row has."""
+    """A note on unread columns. ValueError for an `ignored` column that no row has."""
     unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
     missing = [name for name in ignored if name not in tally]
     if missing:
-        others = f"; unread columns are {', '.join(map(show_name, unread))}" if unread else ""
+        others = f"; unread columns: {', '.join(map(show_name, unread))}" if unread else ""
         raise ValueError(f"--ignore-columns {quote_names(missing)}: no row has a value there{others}")
     if not unread:
         return []
     shown = [f"{show_name(name)} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in unread.items()]
     more = f" and {len(shown) - NUM_COLUMNS_SHOWN} more" if len(shown) > NUM_COLUMNS_SHOWN else ""
-    return [f"columns that are not read: {', '.join(shown[:NUM_COLUMNS_SHOWN])}{more}"]
+    return [f"unread columns: {', '.join(shown[:NUM_COLUMNS_SHOWN])}{more}"]

@@ -1,6 +1,6 @@
-"""Files of rows -> chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories.
+"""Splits files into chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories.
 
-Nothing is parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is passed over.
+Rows are not parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is skipped.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from corpus.tables import DELIMITERS, split_table
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be compressed ({', '.join(COMPRESSIONS)})"
-CHUNK_ROWS = 1000  # An Arrow record batch of the output has no more rows than that.
-CHUNK_BYTES = 4 << 20  # A chunk of long rows has fewer: a token takes a worker some hundred bytes.
+CHUNK_ROWS = 1000  # most rows of a chunk, and of an Arrow record batch of the output
+CHUNK_BYTES = 4 << 20  # bounds chunks of long rows: a worker needs some hundred bytes per token
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -34,13 +34,13 @@ Encoding = Literal["json", "text", "table", "arrow"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some consecutive rows of a file, as they stand there."""
+    """Some consecutive rows of a file, unparsed."""
 
     file: str  # its name in messages
-    first_row: int  # its first row's number, from 1; blank lines count, and a table's header
+    first_row: int  # number of its first row, from 1; counts blank lines and a table's header
     encoding: Encoding
-    lines: list[Line]  # the rows, where the encoding is not "arrow"
-    table: bytes  # the rows as an Arrow stream, where it is "arrow"
+    lines: list[Line]  # the rows, unless the encoding is "arrow"
+    table: bytes  # the rows as an Arrow stream, if the encoding is "arrow"
     num_bytes: int  # bytes of the file on disk that were read for it
 
     @property
@@ -51,14 +51,14 @@ class Chunk:
 
 @dataclass
 class Source:
-    """A file of rows, or what `read` gives in its place. `sha256` and `format` are known when it was read."""
+    """A file of rows, or rows from `read`. `sha256` and `format` are set when it has been read."""
 
     path: Path
-    name: str  # in messages and the sidecar: the path within the directory that was given, or the file's name
+    name: str  # in messages and the sidecar: the path within the input directory, or the file's name
     num_bytes: int  # 0: not known before it is read
     sha256: str | None = None
     format: str | None = None
-    read: Callable[["Source"], Iterator[Chunk]] | None = None  # the rows, where they are in no file of ours
+    read: Callable[["Source"], Iterator[Chunk]] | None = None  # returns the rows if they are not in a file
 
     @property
     def compression(self) -> str | None:
@@ -70,14 +70,14 @@ class Source:
 
 
 def data_ending(path: Path) -> str:
-    """The ending that says what a file holds: .jsonl of a.jsonl.gz."""
+    """The ending that shows a file's format: .jsonl for a.jsonl.gz."""
     return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
 def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
-    """The files that `inputs` (values of `flag`) name, in their order; those of a directory, and of any in it, by name.
+    """The files named by `inputs` (values of `flag`), in their order; files of a directory, recursively, by name.
 
-    Raises ValueError for what is not there, cannot be read, or is named twice.
+    Raises ValueError for a path that does not exist, has an unknown ending, or is named twice.
     """
     sources = []
     for path in map(Path, inputs):
@@ -98,7 +98,7 @@ def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[S
 
 
 def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
-    """The directory's data files, but hidden ones and what process_data.py wrote beside an output."""
+    """The directory's data files, except hidden ones and files that process_data.py wrote next to an output."""
     files = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
     names = sorted(
         path
@@ -113,7 +113,7 @@ def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
 
 
 class HashingReader(io.RawIOBase):
-    """A file that is read through once. Invariant: `digest` and `num_bytes` are of all bytes handed out so far."""
+    """A file that is read once, in order. Invariant: `digest` and `num_bytes` cover all bytes read so far."""
 
     def __init__(self, path: Path) -> None:
         self.file = open(path, "rb", buffering=0)  # noqa: SIM115
@@ -135,7 +135,7 @@ class HashingReader(io.RawIOBase):
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
-    """The file's rows; ValueError where the file is damaged. Sets `source.sha256` at the end."""
+    """Yields the file's rows; ValueError if the file is damaged. Sets `source.sha256` at the end."""
     if source.read is not None:
         yield from source.read(source)
         return
@@ -146,16 +146,16 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
                     yield from read_parquet(stream, source=source, is_file=source.compression is None)
                 else:
                     yield from pack_lines(*read_lines(stream, source.ending), source=source, reader=raw)
-                while raw.read(BLOCK_BYTES):  # what was not needed is part of the file
+                while raw.read(BLOCK_BYTES):  # the hash covers the whole file
                     pass
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{source.path}: damaged, or not what its ending says: {error}") from None
+            raise ValueError(f"{source.path}: damaged, or not in the format of its ending: {error}") from None
         source.sha256 = raw.digest.hexdigest()
 
 
 @contextmanager
 def open_decompressed(raw: HashingReader, compression: str | None) -> Iterator[BinaryIO]:
-    """A buffered stream of what the file holds."""
+    """A buffered stream of the file's decompressed content."""
     if compression is None:
         yield io.BufferedReader(raw, BLOCK_BYTES)
     else:
@@ -164,7 +164,7 @@ def open_decompressed(raw: HashingReader, compression: str | None) -> Iterator[B
 
 
 def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]:
-    """How rows are written, and the rows. A .json file that does not begin with a list holds JSON lines."""
+    """The encoding of the rows, and the rows. A .json file that does not begin with a list holds JSON lines."""
     if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
         stream.read(len(BYTE_ORDER_MARK))
     if ending == ".txt":
@@ -177,7 +177,7 @@ def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]
 
 
 def split_text(stream: BinaryIO) -> Iterator[Line]:
-    """A text file: one row."""
+    """Yields a text file as one row."""
     text = stream.read(MAX_ROW_BYTES + 1)
     if len(text) <= MAX_ROW_BYTES:
         yield 1, text
@@ -187,7 +187,7 @@ def split_text(stream: BinaryIO) -> Iterator[Line]:
 
 
 def split_lines(stream: BinaryIO) -> Iterator[Line]:
-    """Lines end at line feeds and nothing else. What is too long is passed over in pieces."""
+    """Yields lines, which end only at line feeds. Lines that are too long are skipped in pieces."""
     number = 0
     for line in iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""):
         number += 1
@@ -202,9 +202,9 @@ def split_lines(stream: BinaryIO) -> Iterator[Line]:
         yield number, TooLong(beginning, num_bytes)
 
 
-# What can be passed over at once: in a string all but its end; within an element all but brackets, between elements
-# also all but commas, and strings as wholes. A match stops early after 99 escapes or strings, which bounds the memory
-# it takes; what it stops at is then looked at by itself. Possessive groups would need no such bound, but Python 3.11.2
+# Text without delimiters, skipped in one match: in a string up to its end; within an element up to a bracket, between
+# elements also up to a comma, with strings as wholes. A match stops early after 99 escapes or strings, which bounds its
+# memory; the next character is then handled by itself. Possessive groups would need no such bound, but Python 3.11.2
 # matches them wrongly.
 STRING = rb'[^"\\]*+(?:\\.[^"\\]*+){0,99}'
 IN_STRING = re.compile(STRING, re.DOTALL)
@@ -213,15 +213,16 @@ BETWEEN_ELEMENTS = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+
 
 
 def split_json_list(stream: BinaryIO) -> Iterator[Line]:
-    """The elements of a JSON list, with the lines where they begin. Follows brackets and strings, checks nothing else.
+    """Yields the elements of a JSON list, with the lines where they begin. Follows brackets and strings, checks nothing
+    else.
 
-    What is no element (nothing between two commas, text after the list) is handed out too, to be refused as a row.
-    Raises OSError if the list does not end.
+    Malformed elements (nothing between two commas, text after the list) are yielded too, to be refused as rows. Raises
+    OSError if the list does not end.
 
-    ijson 3.6 is faster, and cannot take its place: it hands out values without lines, ends at the first element that is
-    damaged or not UTF-8, takes a key that is there twice, turns half a character into "?", and holds elements of any
-    size (295 MB more for one of 150 MB; 69 MB here). A list of 200 MB took 12 CPU seconds here, which the workers'
-    tokenization outlasts, and with ijson 2.4, or 4.7 with its values written as JSON again for the workers.
+    ijson 3.6 is faster but no replacement: it yields values without lines, ends at the first element that is damaged or
+    not UTF-8, accepts repeated keys, turns half a character into "?", and holds elements of any size (295 MB more for
+    one of 150 MB; 69 MB here). A list of 200 MB took 12 CPU seconds here, less than the workers' tokenization; with
+    ijson 2.4, or 4.7 with its values written as JSON again for the workers.
     """
     piece = ElementBuffer()
     block = stream.read(BLOCK_BYTES)
@@ -257,7 +258,7 @@ def split_json_list(stream: BinaryIO) -> Iterator[Line]:
 
 
 class ElementBuffer:
-    """Collects the bytes of an element. Invariant: holds at most MAX_ROW_BYTES, and knows the line where they begin."""
+    """Collects the bytes of an element. Invariant: holds at most MAX_ROW_BYTES; `line` is where the element begins."""
 
     def __init__(self) -> None:
         self.line = 1
@@ -278,7 +279,7 @@ class ElementBuffer:
             del self.held[NUM_BYTES_SHOWN:]
 
     def take(self, *, when_blank: bytes) -> Iterator[Line]:
-        """The element, or `when_blank` in its place, if that is anything."""
+        """Yields the element, or `when_blank` if there is none; nothing if both are empty."""
         if self.num_bytes > MAX_ROW_BYTES:
             yield self.line, TooLong(bytes(self.held), self.num_bytes)
         elif self.held or when_blank:
@@ -288,7 +289,7 @@ class ElementBuffer:
 
 
 def pack_lines(encoding: Encoding, lines: Iterator[Line], *, source: Source, reader: HashingReader) -> Iterator[Chunk]:
-    """Lines in chunks of at most CHUNK_ROWS, and fewer where they reach CHUNK_BYTES."""
+    """Yields the lines in chunks of at most CHUNK_ROWS, fewer if they reach CHUNK_BYTES."""
     chunk: list[Line] = []
     num_bytes, first_row, num_read = 0, 2 if encoding == "table" else 1, 0
 
@@ -307,12 +308,12 @@ def pack_lines(encoding: Encoding, lines: Iterator[Line], *, source: Source, rea
 
 
 def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
-    """About, of what is held of a row."""
+    """Approximate number of bytes held of a row."""
     return sum(map(len, value.values())) if isinstance(value, dict) else len(value) if isinstance(value, bytes) else 0
 
 
 def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:
-    """A Parquet file's rows. It is read from its end, so what is compressed is unpacked into a temporary file."""
+    """Yields a Parquet file's rows. It is read from its end, so a compressed one is unpacked into a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         if not is_file:
             shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)
@@ -328,7 +329,7 @@ def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator
 
 
 def to_stream(batch: pa.RecordBatch) -> bytes:
-    """A record batch alone: pickled, it might take along the buffers that it is a slice of."""
+    """A record batch as an Arrow stream; pickling it might include the buffers that it is a slice of."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -336,7 +337,7 @@ def to_stream(batch: pa.RecordBatch) -> bytes:
 
 
 def iterate_rows(chunk: Chunk) -> Iterator[Row]:
-    """A chunk's rows as they stand in the file."""
+    """Yields a chunk's rows, unparsed."""
     if chunk.encoding == "arrow":
         values = pa.ipc.open_stream(chunk.table).read_all().to_pylist()
         lines = enumerate(values, start=chunk.first_row)

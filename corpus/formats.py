@@ -1,4 +1,4 @@
-"""Rows of any format -> `Chat`, `Completion` or `Document`; what cannot be used is refused with its reason.
+"""Converts rows of any format to `Chat`, `Completion` or `Document`; unusable rows are refused with a reason.
 
 | format     | keys                                          | becomes                                          |
 |------------|-----------------------------------------------|--------------------------------------------------|
@@ -42,16 +42,16 @@ SHAREGPT_ROLES = {
     "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 
-MOST_PATHS = 40  # that a message lists
+MOST_PATHS = 40  # most paths listed in a message
 
 Example = Chat | Completion | Document
 
 
 @dataclass(frozen=True)
 class FieldPaths:
-    """Paths in rows to the values that their format reads under names of its own; a dot leads to a key within a key.
+    """Paths in rows to the values that their format reads under other names; a dot leads to a nested key.
 
-    `ignored`: columns to pass over, even if the format would read them.
+    `ignored`: columns to ignore, even if the format would read them.
     """
 
     messages: str | None = None
@@ -62,7 +62,7 @@ class FieldPaths:
 
     @property
     def given(self) -> dict[str, str]:
-        """The paths by those names."""
+        """The paths that are set, by name."""
         return {name: path for name, path in vars(self).items() if path is not None and name != "ignored"}
 
 
@@ -77,10 +77,10 @@ def read_examples(
     paths: FieldPaths = OWN_NAMES,
     tally: Counter[str] | None = None,
 ) -> Iterator[tuple[Row, Example | ValueError | None]]:
-    """The chunk's rows, with what each holds, why it cannot be used, or None for a blank line.
+    """Yields the chunk's rows, each with its example, the error that makes it unusable, or None for a blank line.
 
-    `data_format` is the file's, None where it is not known yet; `is_given`: by the user, who may know better. Columns
-    that are not read are counted in `tally`; one that changes what should be learned raises RefusedColumn.
+    `data_format` is the file's, None if not known yet; `is_given`: set by the user, who may know better. Unread columns
+    are counted in `tally`; one that changes the objective raises RefusedColumn.
     """
     tally = Counter() if tally is None else tally
     for row in iterate_rows(chunk):
@@ -102,7 +102,7 @@ def read_fields(
     also_read: tuple[str, ...] = (),
 ) -> Fields | None:
     """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
-    changes what should be learned."""
+    changes the objective."""
     if row is None:
         return None
     refuse_ignored(row, data_format, paths)
@@ -112,14 +112,14 @@ def read_fields(
     replaced = {name for key in given for name in own.get(key, (key,))}
     read = {*READ_BY.get(data_format, ()), *also_read} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
-    # Chats often repeat their first question in a column; an answer that the user points to may lack its own.
+    # Chats often repeat their first question in a column; an answer chosen by a path may lack its question.
     meanings = [meaning for meaning in MEANINGS if given or meaning != ASKING]
     check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
     return check_messages(rename_fields(row, paths, also_read), paths.ignored, tally)
 
 
 def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> None:
-    """RefusedColumn if an ignored column is what the row's format is read from."""
+    """RefusedColumn if the row's format needs an ignored column."""
     needed = {f"{turns}.{key}" for turns in TURNS for key in ("role", "content", "from", "value")}
     needed |= set(paths.given.values())
     found = find_format(row)
@@ -128,7 +128,7 @@ def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> N
         needed |= {name for choices in FORMATS[found][1] for name in choices}
     names = [name for name in paths.ignored if name in needed]
     if names:
-        raise RefusedColumn(f"--ignore-columns {quote_names(names)}: rows are read from there and cannot do without it")
+        raise RefusedColumn(f"--ignore-columns {quote_names(names)}: rows are read from there and cannot be without it")
 
 
 def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
@@ -138,7 +138,7 @@ def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
             row = parse_row(row.value, chunk.encoding)
             fields = None if row is None else rename_fields(drop_ignored(row, paths.ignored, Counter()), paths)
         except ValueError:
-            continue  # refused, with its reason, where it is read
+            continue  # refused, with its reason, when it is read
         found = None if fields is None else find_format(fields)
         if found is not None:
             return found
@@ -146,10 +146,10 @@ def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
 
 
 def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
-    """ValueError for a path that no row of the chunk has, with those that there are."""
+    """Raises ValueError, listing existing paths, for a path that no row of the chunk has."""
     rows = []
     for row in iterate_rows(chunk):
-        with contextlib.suppress(ValueError):  # what cannot be read is refused, with its reason, where it is read
+        with contextlib.suppress(ValueError):  # an unreadable row is refused, with its reason, when it is read
             rows.append(parse_row(row.value, chunk.encoding) or {})
     for name, path in paths.given.items():
         if rows and all(look_up(row, path) is None for row in rows):
@@ -164,7 +164,7 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
 
 
 def look_up(row: Fields, path: str) -> Any:
-    """What a row has under a name, which may hold dots itself, or else under the names between the dots; or None."""
+    """The row's value under the name `path`, or else under its dot-separated names, nested; None if missing."""
     if path in row:
         return row[path]
     value = row
@@ -183,10 +183,10 @@ def list_paths(row: Fields) -> list[str]:
 
 
 def rename_fields(row: Fields | None, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields | None:
-    """The row with the values at `paths` under the names of its format. Of its other columns only those that this
-    format reads are kept, and `also_read`.
+    """The row with the values at `paths` under the names of its format. Of its other columns, only those that this
+    format reads and `also_read` are kept.
 
-    ValueError where the row does not have it.
+    Raises ValueError if the row lacks a path.
     """
     given = paths.given
     if row is None or not given:
@@ -209,7 +209,7 @@ def is_sharegpt(turns: Any) -> bool:
 
 
 def find_format(fields: Fields) -> str | None:
-    """The first format whose keys a row has; null counts as not there, since tables cannot leave keys out."""
+    """The first format whose keys a row has; null counts as missing, because tables cannot leave keys out."""
     has = {key for key, value in fields.items() if value is not None}
     for name, (_, keys) in FORMATS.items():
         if all(has & set(choices) for choices in keys):
@@ -218,14 +218,14 @@ def find_format(fields: Fields) -> str | None:
 
 
 def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False) -> Example:
-    """Raises ValueError for a row of another format than the file's, and for one that breaks its format."""
+    """The row's example. Raises ValueError for a row of a format other than the file's, or with invalid values."""
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
         expected = "; ".join(f"{name}: {describe_keys(name)}" for name in FORMATS)
         wanted = f"no {data_format} row" if data_format else "of no known format"
         raise ValueError(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
     if found != data_format and not is_given:
-        raise ValueError(f"of another format than the file's: {found}, where the first row is {data_format}")
+        raise ValueError(f"of another format than the file's: {found}, but the first row is {data_format}")
     read, _ = FORMATS[data_format]
     example = read(row)
     if isinstance(example, Chat) and not takes_images:
@@ -245,9 +245,9 @@ def describe_keys(name: str) -> str:
 
 
 def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fields | None:
-    """A row as an object; None for a blank line. Raises ValueError with what is wrong with it."""
+    """A row as an object; None for a blank line. Raises ValueError for malformed rows."""
     if isinstance(raw, TooLong):
-        raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {MAX_ROW_BYTES:,}; it was passed over")
+        raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {MAX_ROW_BYTES:,}; it was skipped")
     if isinstance(raw, BadRow):
         raise ValueError(raw.reason)
     if isinstance(raw, dict):
@@ -267,7 +267,7 @@ def parse_row(raw: bytes | TooLong | BadRow | Fields, encoding: Encoding) -> Fie
 
 
 def drop_nulls(value: Any) -> Any:
-    """Without keys whose value is null: in a table every row has the keys of all rows, at every depth."""
+    """`value` without keys whose value is null: in a table every row has the keys of all rows, at every depth."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -283,23 +283,23 @@ def parse_json(text: str) -> Any:
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> Fields:
-    """A JSON object; of two values of one key, readers disagree which one counts."""
+    """The JSON object; refuses repeated keys, because parsers disagree which value counts."""
     values = dict(pairs)
     if len(values) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"not JSON that can be relied on: the key {quote(key)} is there twice")
+        raise ValueError(f"ambiguous JSON: the key {quote(key)} occurs twice")
     return values
 
 
 def refuse_constant(name: str) -> None:
-    raise ValueError(f"not JSON: {name} is no JSON number")
+    raise ValueError(f"not JSON: {name} is not a JSON number")
 
 
 STRICT_JSON = json.JSONDecoder(object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant)
 
 
 def read_messages(row: Fields) -> Chat | Document:
-    """{"messages": [{"role": ..., "content": ...}, ...]}, or a single message of the role `pretrain`."""
+    """Reads {"messages": [{"role": ..., "content": ...}, ...]}, or a single message of the role `pretrain`."""
     messages = require_list(row, "messages")
     if len(messages) == 1 and isinstance(messages[0], dict) and messages[0].get("role") == PRETRAIN:
         return Document(require_text(messages[0], "content", "message 1 (pretrain): "))
@@ -307,13 +307,13 @@ def read_messages(row: Fields) -> Chat | Document:
 
 
 def read_sharegpt(row: Fields) -> Chat:
-    """{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}"""
+    """Reads {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}."""
     turns = [read_turn(turn, number) for number, turn in enumerate(require_list(row, "conversations"), start=1)]
     return build_chat(read_system(row) + turns, row)
 
 
 def read_turn(turn: Any, number: int) -> Fields:
-    """A turn of ShareGPT as a message. Other keys than `from` and `value` stay."""
+    """A turn of ShareGPT as a message. Keys other than `from` and `value` stay."""
     if not isinstance(turn, dict):
         raise ValueError(f"turn {number} is {quote(turn)}, expected an object with 'from' and 'value'")
     if "role" in turn and "from" not in turn:
@@ -332,7 +332,7 @@ def read_turn(turn: Any, number: int) -> Fields:
 
 
 def read_alpaca(row: Fields) -> Chat:
-    """{"instruction": ..., "input": ..., "output": ...}: an input that is not empty follows after a blank line."""
+    """Reads {"instruction": ..., "input": ..., "output": ...}: a non-empty input follows after a blank line."""
     instruction, output = require_text(row, "instruction"), require_text(row, "output")
     extra, history = row.get("input") or "", row.get("history") or []
     if not isinstance(extra, str):
@@ -347,16 +347,16 @@ def read_alpaca(row: Fields) -> Chat:
 
 
 def read_completion(row: Fields) -> Completion:
-    """{"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}"""
+    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}."""
     return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
 
 
 def read_document(row: Fields) -> Document:
-    """{"document": ...} or {"text": ...}"""
+    """Reads {"document": ...} or {"text": ...}."""
     return Document(require_one_text(row, "document", "text"))
 
 
-# How each format's rows are read, and the keys they have: one of each tuple. Of two formats the first is meant.
+# Reader and keys of each format; a row has one key of each tuple. If several formats match, the first counts.
 FORMATS: dict[str, tuple[Callable[[Fields], Example], tuple[tuple[str, ...], ...]]] = {
     "messages": (read_messages, (("messages",),)),
     "sharegpt": (read_sharegpt, (("conversations",),)),
@@ -374,7 +374,7 @@ READ_BY = {
     "completion": ("prompt", "completion", "generation"),
     "document": ("document", "text"),
 }
-# What a format reads beside what can be given by a path.
+# Columns that a format reads in addition to those set by a path.
 BESIDE = {
     "messages": ("tools", "unmask"),
     "conversations": ("system", "tools", "unmask"),
@@ -384,7 +384,7 @@ BESIDE = {
 
 
 def build_chat(messages: list[Any], row: Fields) -> Chat:
-    """A chat whose messages are checked, with the row's `unmask` and `tools`."""
+    """A chat with checked messages and the row's `unmask` and `tools`."""
     unmask = row.get("unmask")
     if not isinstance(unmask, bool | None):
         raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
@@ -403,7 +403,7 @@ def read_marks(message: Fields, number: int) -> Fields:
 
 
 def check_message(message: Any, number: int) -> None:
-    """Raises ValueError for a message that is no message, or says what cannot be honoured."""
+    """Raises ValueError for an invalid message, or one with an unsupported field."""
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is {quote(message)}, expected an object with 'role' and 'content'")
     role, content = message.get("role"), message.get("content")
@@ -425,7 +425,7 @@ def check_message(message: Any, number: int) -> None:
 
 
 def join_parts(content: list[Any], where: str) -> str:
-    """The text of a content in OpenAI's format, [{"type": "text", "text": ...}, ...]. Templates take the list."""
+    """The text of a content in OpenAI's format, [{"type": "text", "text": ...}, ...]; templates get the list itself."""
     parts = [part for part in content if part != IMAGE_PART]
     for part in parts:
         if not is_text_part(part):
@@ -446,7 +446,7 @@ def read_tools(row: Fields) -> list[Fields] | None:
 
 
 def read_system(row: Fields) -> list[Fields]:
-    """A `system` column as the first message; an empty one is none."""
+    """The `system` column as the first message; no message if it is empty."""
     return [{"role": "system", "content": require_text(row, "system")}] if row.get("system") else []
 
 
@@ -462,7 +462,7 @@ def read_embedded_json(text: Any, where: str) -> Any:
 def require_list(row: Fields, key: str) -> list[Any]:
     value = row.get(key)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{key!r} has to be a list of at least one message, got {quote(value)}")
+        raise ValueError(f"{key!r} must be a list of at least one message, got {quote(value)}")
     return value
 
 
@@ -474,7 +474,7 @@ def require_text(row: Fields, key: str, where: str = "") -> str:
 
 
 def require_one_text(row: Fields, *keys: str) -> str:
-    """The text under the one of `keys` that the row has."""
+    """The text under the only one of `keys` that the row has."""
     found = [key for key in keys if row.get(key) is not None]
     if len(found) > 1:
         raise ValueError(f"has both {found[0]!r} and {found[1]!r}: leave one out")
@@ -482,5 +482,5 @@ def require_one_text(row: Fields, *keys: str) -> str:
 
 
 def quote(value: Any) -> str:
-    """A value as it is shown in a message: on one line, and short."""
+    """A value as shown in a message: on one line, and short."""
     return "missing or null" if value is None else reprlib.repr(value)

@@ -1,6 +1,6 @@
-"""Rows of a data set of the `datasets` library -> chunks of raw rows: from the hub, as they come, or a local folder.
+"""Splits a data set of the `datasets` library into chunks of raw rows: streamed from the hub, or from a local folder.
 
-The library and what it brings along are imported only here, and only when such rows are asked for.
+The library and its dependencies are imported only here, and only when such rows are used.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from corpus.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, to_stream
 from options import RowOptions
 
 FLAG = "--input-dataset"
-SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
+SAVED = ("state.json", "dataset_dict.json")  # files of a folder written by `save_to_disk`
 
 
 def find_dataset(options: RowOptions) -> Source:
-    """The one source that `--input-dataset` names; ValueError for what is not there, with what there is."""
+    """The source named by `--input-dataset`; ValueError if the data set, revision or split does not exist."""
     given, split = options.input_dataset, options.split or "train"
     folder = Path(given)
     if folder.exists():
@@ -33,15 +33,15 @@ def find_dataset(options: RowOptions) -> Source:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """The files of a local folder, by name; hidden ones are caches."""
+    """The files of a local folder, by name, without hidden ones, which are caches."""
     if not folder.is_dir():
-        raise ValueError(f"{FLAG} {folder}: is a file: name it by --input-file, or give a folder")
+        raise ValueError(f"{FLAG} {folder}: is a file: pass it with --input-file, or name a folder")
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return [folder / name for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
 def find_revision(options: RowOptions) -> str:
-    """The commit that a data set of the hub is read at, so that its name stands for its content."""
+    """The commit at which a data set of the hub is read, so that its name identifies its content."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -54,14 +54,14 @@ def find_revision(options: RowOptions) -> str:
         raise ValueError(f"{given}: the hub has no --revision {options.revision} of it") from None
     except (RepositoryNotFoundError, HFValidationError):
         raise ValueError(
-            f"{given}: no such folder, and no data set of the hub; one that is private needs HF_TOKEN"
+            f"{given}: no such folder, and no such data set on the hub; a private one needs HF_TOKEN"
         ) from None
     except (HfHubHTTPError, HTTPError, OSError) as error:
-        raise ValueError(f"{given}: no such folder, and the hub cannot be asked: {error}") from None
+        raise ValueError(f"{given}: no such folder, and the hub cannot be reached: {error}") from None
 
 
 def open_rows(given: str, split: str, revision: str | None) -> Any:
-    """What reads the rows, from the beginning each time; the split and the files are looked for now."""
+    """A function that reads the rows, from the beginning each time; the split and the files are looked up now."""
     import datasets
 
     folder, where = Path(given), f"{FLAG} {given}"
@@ -76,7 +76,7 @@ def open_rows(given: str, split: str, revision: str | None) -> Any:
                 raise ValueError(f"has no splits: leave out --split {split}")
         else:
             name, _, config = (given, "", "") if revision is None else given.partition(":")
-            is_slice = "[" in split  # such as train[:10%], which needs the whole split
+            is_slice = "[" in split  # such as train[:10%], which cannot be streamed
             data = datasets.load_dataset(name, config or None, split=split, revision=revision, streaming=not is_slice)
     except (ValueError, OSError) as error:
         raise ValueError(f"{where}: {error}") from None
@@ -84,7 +84,7 @@ def open_rows(given: str, split: str, revision: str | None) -> Any:
 
 
 def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
-    """The rows; ValueError where they cannot be had. Sets `source.sha256`, of the rows' content, at the end."""
+    """Yields the rows; ValueError if they cannot be read. Sets `source.sha256`, of the rows' content, at the end."""
     digest, first_row = hashlib.sha256(), 1
     try:
         for table in data.with_format("arrow").iter(batch_size=CHUNK_ROWS):
@@ -99,6 +99,6 @@ def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
 
 
 def cut_table(table: pa.Table) -> Iterable[pa.RecordBatch]:
-    """Rows in batches of at most about CHUNK_BYTES, each in one piece."""
+    """The rows in batches of about CHUNK_BYTES at most, each contiguous."""
     num_rows = max(1, CHUNK_BYTES * table.num_rows // max(table.nbytes, 1))
     return table.combine_chunks().to_batches(max_chunksize=num_rows)

@@ -1,4 +1,4 @@
-"""Rows for classifiers -> `Labelled`: a text, a pair of texts, words or a chat, with what was said of it.
+"""Converts rows for classifiers to `Labelled`: a text, a pair of texts, words or a chat, with its labels.
 
 | keys                     | becomes                                               |
 |--------------------------|-------------------------------------------------------|
@@ -7,7 +7,7 @@
 | tokens, labels           | words, each with a label of its own                   |
 | messages, tools, label   | a chat, which the chat template renders               |
 
-What a label means, of which kind it is and which class it has, is found out over all rows (`corpus.labels`).
+The kinds and classes of labels are determined over all rows (`corpus.labels`).
 """
 
 import math
@@ -25,22 +25,22 @@ from corpus.files import Chunk, iterate_rows
 from corpus.formats import Fields, build_chat, look_up, parse_row, quote, require_list
 from corpus.lines import Row
 
-NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and what ends a line
+NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and ends of lines
 
-Label = str | int | float  # as a row says it: a name, an integer, or a number
+Label = str | int | float  # as in the row: a name, an integer, or a number
 
 CLASSIFICATION = "classification"  # the format of rows for classifiers
 
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Under which names a row has what is classified, and how; None: those of the table above."""
+    """Names of the columns with content and label; None: those of the table above."""
 
     text: str | None = None
     text_pair: str | None = None
     label: str | None = None
-    label_separator: str | None = None  # of several labels in one text
-    ignored: tuple[str, ...] = ()  # columns that are passed over
+    label_separator: str | None = None  # splits several labels in one text
+    ignored: tuple[str, ...] = ()  # columns to ignore
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ Content = str | TextPair | Words | Chat
 
 @dataclass(frozen=True)
 class Labelled:
-    """What is classified, and as what: one label, several, or one for each word. `is_cell`: of a table, where all is
-    text, so that 1 may be a number."""
+    """A content and its label: one, several, or one for each word. `is_cell`: from a text table, where the text 1 may
+    be a number."""
 
     content: Content
     label: Label | list[Label]
@@ -74,9 +74,9 @@ class Labelled:
 def read_labelled(
     chunk: Chunk, fields: FieldNames, tally: Counter[str] | None = None
 ) -> Iterator[tuple[Row, Labelled | ValueError | None]]:
-    """The chunk's rows, each with its content, the reason why it cannot be used, or None for a blank line.
+    """Yields the chunk's rows, each with its content, the error that makes it unusable, or None for a blank line.
 
-    Unread columns are counted in `tally`; one that weighs the row raises RefusedColumn.
+    Unread columns are counted in `tally`; one that weights the row raises RefusedColumn.
     """
     tally = Counter() if tally is None else tally
     for row in iterate_rows(chunk):
@@ -92,8 +92,8 @@ def read_labelled(
 
 
 def check_values(values: Fields, fields: FieldNames, tally: Counter[str]) -> Fields:
-    """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much
-    is trained. Labels and scores that are not read are columns like any other."""
+    """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much is
+    trained. Unread labels and scores are treated like any other column."""
     values = drop_ignored(values, fields.ignored, tally)
     read = {"tools"}
     read |= {"text", "tokens", "messages"} if fields.text is None else {fields.text}
@@ -105,7 +105,7 @@ def check_values(values: Fields, fields: FieldNames, tally: Counter[str]) -> Fie
 
 
 def read_row(values: Fields, fields: FieldNames, *, is_cell: bool) -> Labelled:
-    """Raises ValueError for a row that lacks something or has two things to classify."""
+    """The row's content and label. Raises ValueError if one is missing or there are two contents."""
     content = read_content(values, fields)
     name = find_name(values, fields.label, ("label", "labels"), what="label", option="--label-field")
     given = look_up(values, name)
@@ -123,7 +123,7 @@ def read_row(values: Fields, fields: FieldNames, *, is_cell: bool) -> Labelled:
 
 
 def read_content(values: Fields, fields: FieldNames) -> Content:
-    """What the row has to classify."""
+    """The content to classify."""
     choices = ("text", "tokens", "messages") if fields.text is None else ()
     name = find_name(values, fields.text, choices, what="text", option="--text-field")
     pair = fields.text_pair or "text_pair"
@@ -140,7 +140,7 @@ def read_content(values: Fields, fields: FieldNames) -> Content:
 
 
 def find_name(values: Fields, given: str | None, choices: tuple[str, ...], *, what: str, option: str) -> str:
-    """The name under which the row has it: the one that was given, or the one of `choices` that the row has."""
+    """The name of the row's column: `given`, or the only one of `choices` that the row has."""
     if given is not None:
         if look_up(values, given) is None:
             raise ValueError(f"no {given!r} ({option}), or it is empty: the row has {quote(sorted(values))}")
@@ -167,7 +167,7 @@ def require_items(value: Any, name: str) -> list[Any]:
 
 
 def read_label(value: Any, where: str) -> Label:
-    """A label as it was given; of a name without the space around it. Raises ValueError for what is none."""
+    """A label, unchanged except for whitespace around a name. Raises ValueError for an invalid or missing one."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -175,7 +175,7 @@ def read_label(value: Any, where: str) -> Label:
         if not name or name.lower() == "nan":
             raise ValueError(f"{where} is {quote(value)}: the row has no label")
         if any(unicodedata.category(character) in NO_NAME for character in name):
-            raise ValueError(f"{where} is {quote(value)}: a label's name is on one line, without control characters")
+            raise ValueError(f"{where} is {quote(value)}: a label's name must be one line without control characters")
         return name
     if isinstance(value, int | float):
         if not math.isfinite(value):
@@ -187,5 +187,5 @@ def read_label(value: Any, where: str) -> Label:
 
 
 def is_ignored(label: Label) -> bool:
-    """Whether a word is given as one that has no class."""
+    """Whether the label marks a word without a class."""
     return label == IGNORED and not isinstance(label, str)

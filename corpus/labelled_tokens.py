@@ -1,4 +1,4 @@
-"""Labelled rows -> token ids, token types and the target: tokenized as transformers' tokenizer does by itself."""
+"""Converts labelled rows to token ids, token types and targets, tokenized as transformers' tokenizer does by itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from corpus.labelled import Content, Labelled, TextPair, Words
 from corpus.labels import Labels, count_classes
 from objectives.columns import TOKENS
 
-NUM_WORDS_SHOWN = 8  # of a sample that is printed, with their labels
+NUM_WORDS_SHOWN = 8  # words with labels shown of a printed sample
 PROBE_WORDS = ["ab", "cd", "ef"]
 
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """Token ids, and what is to be learned from them: a target, or each token's class (IGNORED where it has none)."""
+    """Token ids and their target, or each token's class (IGNORED if it has none)."""
 
     input_ids: list[int]
     target: list[float] | list[int]
-    is_sequence: bool  # whether the target is the whole text's
-    type_ids: list[int] | None  # None where all tokens are of the first text
+    is_sequence: bool  # whether the target is for the whole text
+    type_ids: list[int] | None  # None if all tokens are of the first text
     is_truncated: bool
     label_counts: dict[str, int]
-    values: list[float] | None  # to predict, where labels are numbers
+    values: list[float] | None  # regression targets
     said: str  # the labels in words
     is_weighted: bool = False
     loss_weights: None = None
@@ -39,7 +39,7 @@ class TokenizedText:
 
     @property
     def labels(self) -> list[int]:
-        """As many as tokens, IGNORED where there is none."""
+        """One label per token, IGNORED if it has none."""
         return [IGNORED] * len(self.input_ids) if self.is_sequence else self.target
 
     @property
@@ -48,12 +48,12 @@ class TokenizedText:
 
 
 class LabelledTokenizer:
-    """Tokenizes rows and gives them their classes. `max_length`: with `truncates` cuts what is longer."""
+    """Tokenizes rows and encodes their labels. `truncates`: cut longer rows to `max_length` tokens."""
 
     def __init__(self, tokenizer: Any, labels: Labels, *, max_length: int | None, truncates: bool) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not tell which word a token is of: use a model that has a fast"
+                f"{type(tokenizer).__name__} does not report the word of a token: use a model that has a fast"
                 " tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.labels = tokenizer, labels
@@ -65,7 +65,7 @@ class LabelledTokenizer:
         self.spaces_words = needs_spaces(self.backend)
 
     def tokenize(self, rows: Sequence[Labelled]) -> list[TokenizedText | ValueError]:
-        """Each row's tokens and target, or why it cannot be used."""
+        """Each row's tokens and target, or the error that makes it unusable."""
         targets = [catch_error(self.labels.encode, row) for row in rows]
         prepared = [catch_error(self.prepare, row.content) for row in rows]
         self.patience.check()
@@ -84,7 +84,7 @@ class LabelledTokenizer:
         ]
 
     def prepare(self, content: Content) -> str | tuple[str, str] | list[str]:
-        """What the tokenizer takes; a chat as its template renders it."""
+        """The tokenizer's input for the content; a chat is rendered by its template."""
         match content:
             case TextPair():
                 return content.first, content.second
@@ -100,7 +100,7 @@ class LabelledTokenizer:
     def render(self, chat: Chat) -> str:
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                "the tokenizer has no chat template: name one with --chat-template, or give the row a text"
+                "the tokenizer has no chat template: name one with --chat-template, or use rows with a text"
             )
         with self.patience.render():
             messages = prepare_for(self.tokenizer, chat.messages)
@@ -111,12 +111,12 @@ class LabelledTokenizer:
         return self.backend.encode_batch(texts, is_pretokenized=is_words, add_special_tokens=adds_special)
 
     def build(self, row: Labelled, encoding: Any, target: list[float] | list[int], text: Any) -> TokenizedText:
-        """Raises ValueError for a row without tokens, and for a label that no token would have."""
+        """The row's tokens and target. Raises ValueError for a row without tokens, or a label without a token."""
         is_truncated = self.max_length is not None and len(encoding.ids) > self.max_length
         if is_truncated:
             encoding = self.encode_truncated(text, row.content)
         if not encoding.ids:
-            raise ValueError("the tokenizer makes no token of the text")
+            raise ValueError("the tokenizer makes no tokens of the text")
         task, is_words = self.labels.task, isinstance(row.content, Words)
         said = self.describe(row, target)
         if is_words:
@@ -129,14 +129,14 @@ class LabelledTokenizer:
         )
 
     def encode_truncated(self, text: Any, content: Content) -> Any:
-        """Cut by the tokenizer: of a pair the longer text first, and special tokens stay."""
+        """The encoding, truncated by the tokenizer: the longer text of a pair first, special tokens kept."""
         strategy, direction = "longest_first", self.tokenizer.truncation_side
         try:
             self.backend.enable_truncation(self.max_length, strategy=strategy, direction=direction)
             (encoding,) = self.encode(
                 [text], is_words=isinstance(content, Words), adds_special=not isinstance(content, Chat)
             )
-        except BaseException as error:  # what the tokenizer's Rust code raises is no Exception
+        except BaseException as error:  # panics of the tokenizer's Rust code are no Exceptions
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise ValueError(f"cannot be cut to {self.max_length} tokens: {one_line(error)}") from None
@@ -163,13 +163,13 @@ class LabelledTokenizer:
 def spread_labels(
     word_ids: Sequence[int | None], labels: Sequence[int], words: Sequence[str], *, is_truncated: bool
 ) -> list[int]:
-    """Each token's label: its word's, where it is the word's first token. Raises ValueError for a word without any."""
+    """Each token's label: its word's, if it is the word's first token. Raises ValueError for a word without tokens."""
     spread, seen = [], -1
     present = {word for word in word_ids if word is not None}
     last = max(present, default=-1) if is_truncated else len(words) - 1
     lost = next((i for i in range(last + 1) if i not in present and labels[i] != IGNORED), None)
     if lost is not None and not (is_truncated and lost < min(present)):  # cut on the left
-        raise ValueError(f"word {lost + 1}, {words[lost]!r}, gives no token, so that its label would be lost")
+        raise ValueError(f"word {lost + 1}, {words[lost]!r}, has no token, so its label would be lost")
     for word in word_ids:
         spread.append(IGNORED if word is None or word == seen else labels[word])
         seen = seen if word is None else word
@@ -177,8 +177,8 @@ def spread_labels(
 
 
 def needs_spaces(backend: Any) -> bool:
-    """Whether words have to be given with the space before them, to become the tokens that they are in a text: so it is
-    with byte-level vocabularies, unless their tokenizer puts spaces itself."""
+    """Whether words need a leading space to become the same tokens as in a text. They do with byte-level vocabularies,
+    unless the tokenizer adds the spaces itself."""
     in_text = backend.encode(" ".join(PROBE_WORDS), add_special_tokens=False).ids
     first, *others = PROBE_WORDS
 

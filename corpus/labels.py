@@ -1,7 +1,7 @@
-"""Which labels there are: found over all rows before any is tokenized, decided once, and then looked up row by row.
+"""The labels of a data set: collected over all rows before any is tokenized, then looked up row by row.
 
-A class is known by its name; an integer's name is its digits. Classes are numbered in the order of their names, those
-of integers by value, unless the order is given (--label-names), another data set's (--labels-from), or the file's own
+A class is identified by its name; an integer's name is its digits. Classes are numbered in the order of their names,
+integers by value, unless the order is set (--label-names), another data set's (--labels-from), or the file's own
 (`ClassLabel` of the package datasets, in Parquet).
 """
 
@@ -27,8 +27,8 @@ from objectives.label_columns import describe_names
 
 INTEGER = re.compile(r"[+-]?\d{1,18}")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-MAX_CLASSES = 100_000  # of which the names are held
-FEW_ROWS = 20  # with so few, each may have a label of its own
+MAX_CLASSES = 100_000  # most names held
+FEW_ROWS = 20  # with so few rows, each may have a label of its own
 KINDS = {
     "name": "a name",
     "integer": "an integer",
@@ -40,12 +40,12 @@ KINDS = {
 
 @dataclass
 class LabelCounts:
-    """What labels there are in some rows, by the first place of each. Its size does not grow with the rows."""
+    """The labels of some rows, with the first place of each. Its size does not grow with the rows."""
 
-    kinds: dict[str, str] = field(default_factory=dict)  # a key of KINDS -> where it is first
-    names: dict[str, str] = field(default_factory=dict)  # -> where it is first
-    has_fraction: bool = False  # a number that is no integer
-    has_numbers_in_lists: bool = False  # one that is not written as an integer
+    kinds: dict[str, str] = field(default_factory=dict)  # key of KINDS -> its first place
+    names: dict[str, str] = field(default_factory=dict)  # name -> its first place
+    has_fraction: bool = False  # a number that is not an integer
+    has_numbers_in_lists: bool = False  # numbers not written as integers
     num_rows: int = 0
 
     def add_row(self, row: Labelled, place: str) -> None:
@@ -72,7 +72,7 @@ class LabelCounts:
 
 
 def find_kind(label: Label, *, is_cell: bool) -> str:
-    """Of a single label. What a table's cell says is a number if it reads as one."""
+    """The kind of a single label: a key of KINDS. A table's cell is a number if it reads as one."""
     if isinstance(label, str):
         if not is_cell or NUMBER.fullmatch(label) is None:
             return "name"
@@ -81,7 +81,7 @@ def find_kind(label: Label, *, is_cell: bool) -> str:
 
 
 def name_label(label: Label) -> str:
-    """A class's name: of a number that is whole, its digits."""
+    """A class's name: for a whole number, its digits."""
     if isinstance(label, float) and label.is_integer() and abs(label) < 1e15:
         return str(int(label))
     return str(label)
@@ -89,10 +89,10 @@ def name_label(label: Label) -> str:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels of a data set mean. `task.label_names` are the classes, in order."""
+    """The meaning of a data set's labels. `task.label_names` are the classes, in order."""
 
     task: Task
-    takes_indices: bool  # an integer that is no name is the number of a class
+    takes_indices: bool  # an integer that is not a name is the number of a class
 
     @classmethod
     def empty(cls) -> "Labels":
@@ -103,11 +103,11 @@ class Labels:
         return {name: i for i, name in enumerate(self.task.label_names)}
 
     def encode(self, row: Labelled) -> list[float] | list[int]:
-        """The row's target, or of words the class of each. Raises ValueError for a label that is not among them."""
+        """The row's target; for words, the class of each. Raises ValueError for an unknown label."""
         task, is_list = self.task, isinstance(row.label, list)
         if (task.objective == TOKENS) != isinstance(row.content, Words):
             given = "words with a label each" if isinstance(row.content, Words) else "one label for the whole text"
-            raise ValueError(f"the row has {given}, and the data is for {task.objective}")
+            raise ValueError(f"the row has {given}, but the data is for {task.objective}")
         if task.objective == TOKENS:
             return [IGNORED if is_ignored(label) else self.find_class(label) for label in row.label]
         if task.label_type == "regression":
@@ -126,7 +126,7 @@ class Labels:
             found = self.find_class(label)
             if target[found]:
                 raise ValueError(
-                    f"the label {label!r} is there twice: several labels are a list of those that apply, by name or"
+                    f"the label {label!r} occurs twice: several labels are a list of those that apply, by name or"
                     " number, not a 0 or 1 for each"
                 )
             target[found] = 1.0
@@ -134,13 +134,13 @@ class Labels:
 
     def encode_values(self, labels: Sequence[Label]) -> list[float]:
         if len(labels) != self.task.num_labels:
-            raise ValueError(f"the row has {len(labels)} values, and the first row has {self.task.num_labels}")
+            raise ValueError(f"the row has {len(labels)} values, but the first row has {self.task.num_labels}")
         no_numbers = [label for label in labels if isinstance(label, str) and NUMBER.fullmatch(label) is None]
         if no_numbers:
-            raise ValueError(f"the label {no_numbers[0]!r} is no number, as --label-type regression needs")
+            raise ValueError(f"the label {no_numbers[0]!r} is not a number, which --label-type regression needs")
         values = [float(np.float32(float(label))) for label in labels]
         if not np.isfinite(values).all():
-            raise ValueError(f"the label {labels!r} is beyond what 32 bits hold")
+            raise ValueError(f"the label {labels!r} exceeds the range of 32-bit floats")
         return values
 
     def find_class(self, label: Label) -> int:
@@ -160,9 +160,9 @@ def decide_labels(
     label_names: Sequence[str],
     known: Task | None,
 ) -> Labels:
-    """What the labels mean. `known`: the task of another data set, whose labels these are; `first`: the first row.
+    """The meaning of the labels. `known`: the task of another data set with the same labels; `first`: the first row.
 
-    Raises ValueError where that cannot be told, naming what to give.
+    Raises ValueError, naming the option to set, if the meaning is ambiguous.
     """
     if known is not None:
         if label_type not in (None, known.label_type):
@@ -174,14 +174,14 @@ def decide_labels(
     label_type = choose_label_type(counts, label_type)
     if label_type == "regression":
         if label_names:
-            raise ValueError("--label-names has no effect: the labels are numbers to predict, which have no names")
+            raise ValueError("--label-names has no effect: regression labels have no names")
         num_values = len(first.label) if first is not None and isinstance(first.label, list) else 1
         return Labels(Task(objective, label_type, (), num_values), takes_indices=False)
     names = tuple(label_names) or sort_names(counts.names)
     if len(names) < 2 and label_type == "single":
         raise ValueError(
-            f"all labels are {next(iter(counts.names), None)!r}: there is nothing to tell apart; name the classes that"
-            " there can be with --label-names, or see whether --label-field is right"
+            f"all labels are {next(iter(counts.names), None)!r}: at least two classes are needed; list all possible"
+            " classes with --label-names, or check --label-field"
         )
     return Labels(Task(objective, label_type, names, len(names)), takes_indices=takes_indices(names))
 
@@ -191,50 +191,50 @@ def takes_indices(names: Sequence[str]) -> bool:
 
 
 def check_mixed_kinds(counts: LabelCounts, label_type: LabelType | None) -> None:
-    """Integers may stand among numbers; everything else is a mistake in the data."""
+    """Raises ValueError for several kinds of labels, except integers among numbers."""
     if {*counts.kinds} == {"integer", "number"} and label_type != "multi":
         return
     places = [(kind, counts.kinds[kind]) for kind in KINDS if kind in counts.kinds]
     found = " and ".join(f"{KINDS[kind]} ({place})" for kind, place in places)
-    raise ValueError(f"labels are of several kinds: {found}; mend the rows, or name one kind with --label-type")
+    raise ValueError(f"labels are of several kinds: {found}; fix the rows, or name one kind with --label-type")
 
 
 def choose_label_type(counts: LabelCounts, given: LabelType | None) -> LabelType:
-    """What the labels are. Raises ValueError where two answers are possible, and where `given` cannot be."""
+    """The label type: `given`, or inferred. Raises ValueError if it is ambiguous, or if `given` is impossible."""
     kinds = {*counts.kinds}
     if "words" in kinds:
         if given not in (None, "single"):
-            raise ValueError(f"--label-type {given}: of words, each has one label of several (single)")
+            raise ValueError(f"--label-type {given}: rows of words have one label per word (single)")
         return "single"
     if "list" in kinds:
         if given == "single":
             raise ValueError(f"--label-type single: a row has a list of labels ({counts.kinds['list']})")
         if given is None and counts.has_numbers_in_lists:
-            raise ValueError("labels are lists of numbers: give --label-type regression if they are values to predict")
+            raise ValueError("labels are lists of numbers: pass --label-type regression if they are values to predict")
         return given or "multi"
     if given == "multi":
         place = next(iter(counts.kinds.values()))
-        raise ValueError(f"--label-type multi: a row has one label where a list is needed ({place})")
+        raise ValueError(f"--label-type multi: a row has one label, but a list is needed ({place})")
     if given is not None:
         return given
     num_classes = len(counts.names)
     if "number" in kinds and not counts.has_fraction:
         raise ValueError(
-            f"labels are whole numbers written with a point, such as {next(iter(counts.names))}.0: give --label-type"
+            f"labels are whole numbers with a decimal point, such as {next(iter(counts.names))}.0: pass --label-type"
             " regression if they are values to predict, or --label-type single if they are classes"
         )
     if "number" in kinds:
         return "regression"
     if counts.num_rows > FEW_ROWS and 2 * num_classes > counts.num_rows:
         raise ValueError(
-            f"{num_classes:,} different labels in {counts.num_rows:,} rows: if --label-field is right, give"
+            f"{num_classes:,} different labels in {counts.num_rows:,} rows: if --label-field is right, pass"
             " --label-type single, or regression if they are values to predict"
         )
     return "single"
 
 
 def sort_names(names: Sequence[str]) -> tuple[str, ...]:
-    """By name; integers by value."""
+    """The names in order; integers by value."""
     if all(INTEGER.fullmatch(name) for name in names):
         return tuple(sorted(names, key=int))
     return tuple(sorted(names))
@@ -246,7 +246,7 @@ def read_known_labels(path: str) -> Task:
     try:
         known = read_object(sidecar)
     except ValueError as error:
-        raise ValueError(f"--labels-from {path}: no sidecar of a data set: {error}") from None
+        raise ValueError(f"--labels-from {path}: not a data set's sidecar: {error}") from None
     task = read_task(known, named=str(sidecar))
     if task.label_type is None:
         raise ValueError(f"--labels-from {path}: is a data set for {describe_task(task)}, without labels")
@@ -254,8 +254,8 @@ def read_known_labels(path: str) -> Task:
 
 
 def find_declared_names(sources: Sequence[Source], fields: FieldNames) -> tuple[str, ...]:
-    """The names that the package datasets has written into Parquet files for the label's integers; () if there are
-    none. Raises ValueError if files say different ones."""
+    """The names that the package datasets stored in Parquet files for the label's integers; () if there are none.
+    Raises ValueError if files disagree."""
     declared: dict[tuple[str, ...], Source] = {}
     for source in sources:
         if source.ending == ".parquet" and source.compression is None:
@@ -265,14 +265,14 @@ def find_declared_names(sources: Sequence[Source], fields: FieldNames) -> tuple[
     if len(declared) > 1:
         (first, one), (second, other) = list(declared.items())[:2]
         raise ValueError(
-            f"{one.path} names its labels {describe_names(first)}, and {other.path} {describe_names(second)}: give"
+            f"{one.path} names its labels {describe_names(first)}, but {other.path} {describe_names(second)}: use"
             " files that agree"
         )
     return next(iter(declared), ())
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What `datasets` says of the columns; damage is told where the rows are read."""
+    """The features of the columns that `datasets` stored; empty if unreadable, as reading the rows reports damage."""
     try:
         metadata = pq.read_schema(path).metadata or {}
         return json.loads(metadata[b"huggingface"])["info"]["features"]
@@ -281,7 +281,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def find_class_label(features: dict[str, Any], fields: FieldNames) -> tuple[str, ...]:
-    """Of the label's column, or of the entries of its lists."""
+    """The names of the label column's `ClassLabel`, or of the one of its lists' entries; empty if there is none."""
     for name in (fields.label,) if fields.label is not None else ("label", "labels"):
         feature = features.get(name)
         while isinstance(feature, dict | list):
@@ -293,14 +293,14 @@ def find_class_label(features: dict[str, Any], fields: FieldNames) -> tuple[str,
 
 
 def describe_similar(names: Sequence[str]) -> list[str]:
-    """Notes on names that differ only in case, which may be one."""
+    """Notes on names that differ only in case, which may be the same label."""
     seen: dict[str, str] = {}
     pairs = [(seen.setdefault(name.casefold(), name), name) for name in names]
     return [f"the labels {first!r} and {name!r} differ only in case" for first, name in pairs if first != name]
 
 
 def count_classes(targets: Sequence[float] | Sequence[int], task: Task) -> Counter[str]:
-    """How often each label stands in a row's target."""
+    """Count of each label in a row's target."""
     if task.label_type == "regression":
         return Counter()
     if task.label_type == "multi":

@@ -1,15 +1,15 @@
-"""A row as it stands in its file, and what stands there where it cannot be read."""
+"""Unparsed rows of a file, and placeholders for unreadable ones."""
 
 from dataclasses import dataclass
 from typing import Any
 
 MAX_ROW_BYTES = 64 << 20
-NUM_BYTES_SHOWN = 200  # A row that is too long is shown by that much of its beginning.
+NUM_BYTES_SHOWN = 200  # bytes shown of a row that is too long
 
 
 @dataclass(frozen=True)
 class TooLong:
-    """A row that was not read."""
+    """A row that was skipped because it is too long."""
 
     beginning: bytes
     num_bytes: int
@@ -17,18 +17,18 @@ class TooLong:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row of a table that is none, and why."""
+    """A malformed row of a table, and the reason."""
 
     beginning: bytes
     reason: str
 
 
-Line = tuple[int, bytes | TooLong | BadRow | dict[str, str]]  # its number, from 1, and what it holds
+Line = tuple[int, bytes | TooLong | BadRow | dict[str, str]]  # its number, from 1, and its content
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row as it stands in its file; `number` counts rows, and is what a Parquet file has for a line."""
+    """An unparsed row of a file; `number` counts rows, and is also the `line` for Parquet files."""
 
     number: int
     line: int
@@ -36,5 +36,5 @@ class Row:
 
     @property
     def place(self) -> str:
-        """As messages say it; the elements of a JSON list can share a line."""
+        """The place as shown in messages; the elements of a JSON list can share a line."""
         return str(self.line) if self.line == self.number else f"{self.line} (row {self.number})"

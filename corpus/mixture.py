@@ -1,4 +1,4 @@
-"""One or several tokenized data sets, taken together: their rows are numbered through, in the order of the sets."""
+"""One or several tokenized data sets as one: their rows are numbered consecutively, in the order of the sets."""
 
 import functools
 import math
@@ -22,20 +22,20 @@ WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
 
 @dataclass(frozen=True)
 class SampleImages:
-    """What the images of each row are to the tower that sees them."""
+    """The load of each row's images on the vision tower."""
 
-    tokens: np.ndarray  # (rows,) of the language model
-    patches: np.ndarray  # (rows,) int64, that enter the tower
-    pairs: np.ndarray  # (rows,) float64, of patches of one tile
+    tokens: np.ndarray  # (rows,) tokens of the language model
+    patches: np.ndarray  # (rows,) int64, patches that enter the tower
+    pairs: np.ndarray  # (rows,) float64, pairs of patches within a tile
     costs: np.ndarray  # (rows,) float64, in the packer's unit; 0 until the model is known
-    cap: int | None  # patches of a micro-batch
+    cap: int | None  # most patches of a micro-batch
 
     def of(self, rows: np.ndarray) -> "SampleImages":
         return SampleImages(self.tokens[rows], self.patches[rows], self.pairs[rows], self.costs[rows], self.cap)
 
 
 def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each row the tokens, the patches, and the pairs of patches; each size of images is asked for once."""
+    """Tokens, patches and pairs of patches of each row; `count_patches` is called once per image size."""
     num_rows = len(images.num_tokens)
     sizes, size_of = np.unique(images.sizes, axis=0, return_inverse=True)
     found = np.array([count_patches(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 2)
@@ -46,16 +46,16 @@ def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[n
 
 
 class Mixture:
-    """Tokenized data sets of which samples are drawn by their `shares`.
+    """Tokenized data sets from which samples are drawn by their `shares`.
 
-    `lengths`, `num_loss_tokens` and `kept` are as of one data set; `source_of` says from which of them a row is.
+    `lengths`, `num_loss_tokens` and `kept` are concatenated; `source_of` returns the data set of a row.
     """
 
     def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
-        """`weights` are relative, of the samples that are drawn or, with `by` tokens, of their tokens.
+        """`weights` are relative shares of the drawn samples or, with `by` "tokens", of their tokens.
 
-        Without any each set has its size, so that an epoch has every sample once. ValueError for a set given twice,
-        and for sets that are not for one task.
+        Without weights each set counts by its size, so an epoch has every sample once. ValueError for a set given
+        twice, or sets for different tasks.
         """
         self.sources = list(sources)
         self.task = find_common_task(self.sources)
@@ -67,7 +67,7 @@ class Mixture:
         has_squares = sources[0].squares is not None  # as all have, which are for one task
         self.squares = join([source.squares for source in sources]) if has_squares else None
         self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
-        self.images: SampleImages | None = None  # once they have been counted
+        self.images: SampleImages | None = None  # set by `count_images`
         self._find_kept()
 
     def _find_kept(self) -> None:
@@ -82,7 +82,7 @@ class Mixture:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample that is kept."""
+        """Number of tokens of the longest kept sample."""
         return int(self.lengths[self.kept].max())
 
     @property
@@ -99,7 +99,7 @@ class Mixture:
             source.vocab_size = vocab_size
 
     def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
-        """As TokenizedData's, of all sets."""
+        """`TokenizedData.fit_to` for all sets."""
         num_dropped = sum(
             source.fit_to(max_tokens_per_gpu, num_sharing=num_sharing, drop_overlong=drop_overlong)
             for source in self.sources
@@ -108,7 +108,7 @@ class Mixture:
         return num_dropped
 
     def count_images(self, count_patches: CountPatches, *, cap: int | None, drop_overlong: bool) -> int:
-        """Learns what the rows' images are to a tower, and leaves out rows with more than `cap` patches; how many.
+        """Sets `images`, and drops rows with more than `cap` patches; returns their number.
 
         ValueError for such rows unless they may be dropped.
         """
@@ -131,7 +131,7 @@ class Mixture:
         return len(over)
 
     def weigh_images(self, costs: np.ndarray) -> None:
-        """Says what each row's images cost (rows,), in the packer's unit."""
+        """Sets the cost of each row's images (rows,), in the packer's unit."""
         self.images = replace(self.images, costs=costs)
 
     def load_of(self, rows: np.ndarray) -> SampleLoad | None:
@@ -144,7 +144,7 @@ class Mixture:
         return None if images is None and self.squares is None else load
 
     def take_subset(self, subset: int | float, *, seed: int) -> None:
-        """Leaves of each set that many of the samples that are kept, or this share of them, at least one; at random."""
+        """Keeps a random subset of each set's kept samples: this number, or this share of them, at least one."""
         for i, source in enumerate(self.sources):
             number = subset if isinstance(subset, int) else max(1, round(subset * len(source.kept)))
             chosen = np.random.default_rng([seed, i]).permutation(source.kept)[:number]
@@ -152,7 +152,7 @@ class Mixture:
         self._find_kept()
 
     def check_trained(self, option: str) -> None:
-        """ValueError for a set none of whose kept samples has a trained token; `option` names the sets in it."""
+        """ValueError for a set without trained tokens in its kept samples; `option` is shown in the message."""
         for source in self.sources:
             if not source.num_loss_tokens[source.kept].any():
                 whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
@@ -161,22 +161,21 @@ class Mixture:
                 )
 
     def count_labels(self) -> tuple[np.ndarray, float]:  # (classes,) float64
-        """Number of targets of each class, and of all, in as many samples as are kept, drawn by the sets' shares."""
+        """Number of targets of each class, and in total, in an epoch of samples drawn by the sets' shares."""
         drawn = self.shares * len(self.kept) if self.weights else np.array([len(kept) for kept in self.kept_of])
         counts, num_targets = np.zeros(self.task.num_labels), 0.0
         for source, num_drawn in zip(self.sources, drawn, strict=True):
-            times = num_drawn / len(source.kept)  # that each of the set's samples is drawn
+            times = num_drawn / len(source.kept)  # draws of each of the set's samples
             counts += times * source.count_labels()
             num_targets += times * source.num_loss_tokens[source.kept].sum(dtype=np.int64)
         return counts, num_targets
 
     def source_of(self, rows: np.ndarray) -> np.ndarray:  # (rows,) int64
-        """Which data set each row is from."""
+        """Index of each row's data set."""
         return np.searchsorted(self._first_rows, rows, side="right") - 1
 
     def read(self, row: int) -> Sample:
-        """A row's columns. Where any of the sets has an optional column, every sample gets it: samples that are packed
-        into one row must agree."""
+        """A row's columns, including the optional columns of any set: samples packed into one row must agree."""
         source, own_row = self._find(row)
         sample = source.read(own_row)
         return sample | {
@@ -185,7 +184,7 @@ class Mixture:
 
     @functools.cached_property
     def columns(self) -> frozenset[str]:
-        """What its samples have."""
+        """The columns of its samples."""
         return frozenset().union(*(source.columns for source in self.sources))
 
     def release_pages(self) -> None:
@@ -193,24 +192,24 @@ class Mixture:
             source.release_pages()
 
     def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
-        """The first row in the stream that holds one of these token ids, and which; None where none does."""
+        """The first row in the stream with one of these token ids, and that id; None if there is none."""
         for source, first in zip(self.sources, self._first_rows.tolist(), strict=False):
             if (found := source.find_tokens(token_ids)) is not None:
                 return first + found[0], found[1]
         return None
 
     def locate(self, row: int) -> tuple[Path, int]:
-        """The file that a row is in, and its number there, counted from 1."""
+        """A row's file, and its number there, from 1."""
         source, own_row = self._find(row)
         return source.path, own_row + 1
 
     def _find(self, row: int) -> tuple[TokenizedData, int]:
-        """The data set that a row is in, and its number there, from 0."""
+        """A row's data set, and its number there, from 0."""
         source = int(self.source_of(np.array(row)))
         return self.sources[source], row - int(self._first_rows[source])
 
     def name_rows(self, rows: Sequence[int], *, most: int = 20) -> str:
-        """Rows as a message names them: file by file, counted from 1, the first `most` of each."""
+        """Rows as shown in messages: by file, numbered from 1, the first `most` of each."""
         numbers: dict[Path, list[int]] = {}
         for path, number in map(self.locate, sorted(map(int, rows))):
             numbers.setdefault(path, []).append(number)
@@ -222,12 +221,12 @@ class Mixture:
 
 
 def find_common_task(sources: Sequence[TokenizedData]) -> Task:
-    """What all sets are for. ValueError if they are for different things, or number their labels differently."""
+    """The task of all sets. ValueError if tasks differ, or labels are numbered differently."""
     first = sources[0]
     for source in sources[1:]:
         if source.task != first.task:
             raise ValueError(
-                f"{first.path} is for {describe_task(first.task)}, and {source.path} for {describe_task(source.task)}:"
+                f"{first.path} is for {describe_task(first.task)}, but {source.path} for {describe_task(source.task)}:"
                 " data sets that are trained together must have the same labels in the same order; tokenize one of them"
                 " again with --labels-from the other"
             )
@@ -235,26 +234,26 @@ def find_common_task(sources: Sequence[TokenizedData]) -> Task:
 
 
 def join(arrays: list[np.ndarray]) -> np.ndarray:
-    """The arrays in a row; one alone is not copied."""
+    """The concatenated arrays; a single one is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def name_sources(paths: Sequence[Path]) -> list[str]:
-    """A name for each file: its own without the ending, or its whole path where two have the same."""
+    """A name for each file: its own without the ending, or its whole path if two have the same."""
     twice = [str(path) for path, count in Counter(paths).items() if count > 1]
     if twice:
-        raise ValueError(f"given twice: {', '.join(twice)}; of a data set that is to count more, raise --data-weights")
+        raise ValueError(f"given twice: {', '.join(twice)}; to make a data set count more, raise its --data-weights")
     stems = Counter(path.stem for path in paths)
     return [path.stem if stems[path.stem] == 1 else str(path) for path in paths]
 
 
 def interleave(shares: np.ndarray, *, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which source each of the positions [start, start + count) draws from, and how many each had drawn before.
+    """The source of each of the positions [start, start + count), and the number drawn from each source before.
 
     Sample k of a source with share s is due at (k + 1/2) / s, and samples are drawn in the order in which they are due.
-    So at every position each source has its share to within a sample or two, and a position is known by itself.
+    So at every position each source has its share to within a sample or two, and any position can be computed directly.
     """
-    slack = len(shares) + 1  # by which the number of samples due may differ from the time
+    slack = len(shares) + 1  # bounds the difference between the number of samples due and the time
     firsts = [max(0, math.floor(share * (start - slack)) - 1) for share in shares]
     ends = [math.ceil(share * (start + count + slack)) + 1 for share in shares]
     due = [(np.arange(first, end) + 0.5) / share for first, end, share in zip(firsts, ends, shares, strict=True)]

@@ -1,4 +1,4 @@
-"""What is written where: a data set or two, the files that belong to each, and the order in which they appear."""
+"""Output paths: one or two data sets, the files that belong to each, and the order in which they appear."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DataSetFiles:
-    """A data set and what belongs to it, all called like it, so that it can be moved and used by itself."""
+    """A data set and its other files, all named after it, so that it can be moved and used by itself."""
 
     data: Path
 
@@ -24,11 +24,11 @@ class DataSetFiles:
 
     @property
     def in_order(self) -> list[Path]:
-        """As they take their places: the data set when all that belongs to it is there."""
+        """The paths in the order in which they appear: the data set after its other files."""
         return [self.tokenizer, self.sidecar, self.data]
 
     def is_other_side_of(self, data: Path) -> bool:
-        """Whether its sidecar says that a run that wrote `data` wrote it, too."""
+        """Whether, according to its sidecar, the run that wrote `data` also wrote this data set."""
         try:
             split = json.loads(self.sidecar.read_bytes())["split"]
             return split["other_side"] == data.name
@@ -38,9 +38,9 @@ class DataSetFiles:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is written: the data set, its validation side where rows are split, and what is to be looked at.
+    """Output paths: the data set, its validation side if rows are split, and the preview page.
 
-    Rows that cannot be used have no side: they lie beside the training data.
+    Unusable rows have no side; their file is next to the training data.
     """
 
     data: Path
@@ -57,7 +57,7 @@ class Outputs:
 
     @property
     def data_sets(self) -> list[DataSetFiles]:
-        """Those that are written, in the order of SIDES."""
+        """The data sets to write, in the order of SIDES."""
         return [self.training, self.validation] if self.is_split else [self.training]
 
     @property
@@ -66,13 +66,13 @@ class Outputs:
 
     @cached_property
     def has_stale_validation(self) -> bool:
-        """Whether an earlier run split rows, whose validation side would look as if it belonged to this output."""
+        """Whether an earlier run left a validation side that would seem to belong to this output."""
         return not self.is_split and self.validation.is_other_side_of(self.data)
 
     @cached_property
     def in_order(self) -> list[Path]:
-        """As they take their places, the data set last, when all that belongs to it is there. Of what goes, because it
-        is not written, a data set goes first, and its sidecar, which tells whose it is, last."""
+        """The paths in the order in which they appear or are removed: a written data set after its other files; a stale
+        one before them, its sidecar, which identifies it, last."""
         pages = [] if self.page is None else [self.page]
         files = self.validation
         stale = [files.data, files.tokenizer, files.sidecar] if self.has_stale_validation else []
@@ -80,7 +80,7 @@ class Outputs:
         return [*stale, *pages, self.rejected, *written]
 
     def check(self, inputs: Sequence[Path]) -> None:
-        """Raises ValueError for what would fail or destroy something after the work."""
+        """Raises ValueError for paths that could not be written later, or would overwrite something."""
         for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"{flag} {path}: there is no directory {path.parent}; create it first")
@@ -89,13 +89,13 @@ class Outputs:
         tokenizers = [self.training.tokenizer, self.validation.tokenizer]
         for path in self.in_order:
             if path.is_dir() and path not in tokenizers:
-                raise ValueError(f"{path}, which is to be written, is a directory; choose another name")
+                raise ValueError(f"the output {path} is a directory; choose another name")
             if any(path.exists() and path.samefile(source) for source in inputs):
-                raise ValueError(f"{path}, which is to be written, would overwrite the input; choose another name")
+                raise ValueError(f"the output {path} would overwrite the input; choose another name")
             if path in tokenizers and path.exists() and not (path / "tokenizer_config.json").exists():
-                raise ValueError(f"{path} would be replaced, and is no tokenizer directory; rename it")
+                raise ValueError(f"{path} would be replaced, but is not a tokenizer directory; rename it")
         if len({path.resolve() for path in self.in_order}) < len(self.in_order):
-            raise ValueError(f"--preview-html {self.page}: is written for another purpose; choose another name")
+            raise ValueError(f"--preview-html {self.page}: is also another output; choose another name")
         validation = self.validation
         if self.is_split and validation.data.exists() and not validation.is_other_side_of(self.data):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Rows with images -> conversations whose image parts are bare, and where each image is.
+"""Converts rows with images to conversations with bare image parts, and the place of each image.
 
 | where the row has its images                                                             |
 |------------------------------------------------------------------------------------------|
@@ -6,7 +6,7 @@
 | in parts: {"type": "image_url", "image_url": {"url": X}}                                 |
 | in a column, images or image: X for each <image> in a text, or each {"type": "image"}    |
 
-X is the path of a file, from the row's own file; a data: URL; an address; {"path": ..., "bytes": ...}; or bytes.
+X is the path of a file, relative to the row's file; a data: URL; a web URL; {"path": ..., "bytes": ...}; or bytes.
 """
 
 import os
@@ -24,7 +24,7 @@ from corpus.files import Chunk, iterate_rows
 from corpus.formats import Example, FieldPaths, Fields, parse_row, quote, read_example, read_fields
 from corpus.lines import Row
 
-MARKER = "<image>"  # as LLaVA's rows have it
+MARKER = "<image>"  # LLaVA's marker
 COLUMNS = ("images", "image")
 TURNS = {"messages": "content", "conversations": "value"}
 
@@ -38,8 +38,8 @@ def read_pictured(
     directories: dict[str, Path],
     output_dir: Path,
 ) -> Iterator[tuple[Row, Example | ValueError | None]]:
-    """As `corpus.formats.read_examples`. Paths are from the `directories` of files by their names, and become such
-    from `output_dir`."""
+    """`corpus.formats.read_examples` with images. Their paths are relative to `directories` (by file name), and become
+    relative to `output_dir`."""
     chunk, data_format = formatted_chunk
     for row in iterate_rows(chunk):
         try:
@@ -54,7 +54,7 @@ def read_pictured(
                 images = [find_path(value, directories[chunk.file], output_dir) for value in found]
                 example = replace(example, images=tuple(images))
             elif found:
-                raise ValueError("has images and is no conversation: give its text as a user's message")
+                raise ValueError("has images but is not a conversation: write its text as a user's message")
             yield row, example
         except RefusedColumn as error:
             raise RefusedColumn(f"{chunk.file}:{row.place}: {error}") from None
@@ -63,23 +63,23 @@ def read_pictured(
 
 
 def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
-    """The row with bare image parts, and what it has for each of them, in the order of the text."""
+    """The row with bare image parts, and the value of each of them, in the order of the text."""
     waiting = read_column(fields)
     num_given = len(waiting)
     key = next((key for key in TURNS if isinstance(fields.get(key), list)), None)
     if key is None:
         if waiting:
-            raise ValueError("has images and no messages or conversations")
+            raise ValueError("has images but no messages or conversations")
         return fields, []
     found: list[Any] = []
     turns = [take_from_turn(turn, TURNS[key], waiting, found, has_column=num_given > 0) for turn in fields[key]]
     if waiting:
-        raise ValueError(f"{num_given} images, and the texts have places for {num_given - len(waiting)} ({MARKER})")
+        raise ValueError(f"{num_given} images, but the texts have places for {num_given - len(waiting)} ({MARKER})")
     return {**fields, key: turns}, found
 
 
 def read_column(fields: Fields) -> list[Any]:
-    """What the row's own column says of its images."""
+    """The values of the row's column of images."""
     given = fields.get("images", fields.get("image"))
     if given is None:
         return []
@@ -87,7 +87,7 @@ def read_column(fields: Fields) -> list[Any]:
 
 
 def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *, has_column: bool) -> Any:
-    """A message with bare image parts; what they are moves to `found`, of those without one the next that waits."""
+    """The message with bare image parts. Appends the value of each to `found`, or else the next of `waiting`."""
     if not isinstance(turn, dict):
         return turn
     key = "content" if key not in turn else key
@@ -115,7 +115,7 @@ def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *,
 
 
 def find_path(value: Any, directory: Path, output_dir: Path) -> str:
-    """An image as a data set has it: a path from its directory, an address, or a data: URL."""
+    """An image as stored in a data set: a path relative to its directory, a web URL, or a data: URL."""
     if isinstance(value, dict):
         value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
     if isinstance(value, bytes):

@@ -1,7 +1,7 @@
-"""Samples to look at, with what is trained made visible: in the terminal, or as one page for a browser.
+"""Preview of samples with the trained text highlighted: in the terminal, or as one page for a browser.
 
-The page is put together from preview.html, preview.css and preview.js (`make_page`). All text of the data is escaped.
-Images are on it as thumbnails that are drawn anew, so nothing of their files but what they look like.
+The page is made from preview.html, preview.css and preview.js (`make_page`). All text of the data is escaped. Images
+are re-encoded as thumbnails, so the page has no other data of their files.
 """
 
 import html
@@ -26,15 +26,15 @@ from ranks.messages import make_visible, say
 
 PAGE = Path(__file__).with_name("preview.html")
 NUM_PAGE_SAMPLES = 200
-MAX_PAGE_SEGMENT_CHARS = 8_000  # A longer segment loses its middle on the page.
-MAX_PAGE_CHARS = 40_000  # A longer sample loses its end on the page.
-MAX_SEGMENT_CHARS = 800  # A longer segment loses its middle in the terminal.
-NUM_THUMBNAILS = 400  # on a page; of further images their sizes are said
+MAX_PAGE_SEGMENT_CHARS = 8_000  # longer segments lose their middle on the page
+MAX_PAGE_CHARS = 40_000  # longer samples lose their end on the page
+MAX_SEGMENT_CHARS = 800  # longer segments lose their middle in the terminal
+NUM_THUMBNAILS = 400  # on a page; further images are shown by their sizes
 THUMBNAIL_SIDE = 144  # pixels, at most
 NUM_BINS = 36
 NUM_REASONS_ON_PAGE = 20
 
-# Colours by (is trained, is special): a stop token shows at once whether it is trained.
+# Colours by (is_trained, is_special), so that a trained stop token stands out.
 COLOURS = {
     (True, False): "\033[32m",
     (True, True): "\033[1;7;32m",
@@ -42,22 +42,22 @@ COLOURS = {
     (False, True): "\033[35m",
 }
 RESET = "\033[0m"
-OPEN, CLOSE = "[[", "]]"  # around what is trained, where there are no colours
+OPEN, CLOSE = "[[", "]]"  # around trained text, without colours
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Some text of a sample: one special token, all tokens of an image, or a run of others of the same kind."""
+    """A part of a sample: one special token, all tokens of an image, or a run of others of the same kind."""
 
     text: str
     is_trained: bool
     is_special: bool
-    weight: float | None  # None where the sample has no weights, or the text is not trained
-    image: int | None = None  # the number of the image that it stands for
+    weight: float | None  # None if the sample has no weights, or the text is not trained
+    image: int | None = None  # index of the image that it stands for
 
 
 def split_segments(tokens: TokenizedChat, tokenizer: Any) -> list[Segment]:
-    """The text in pieces."""
+    """The sample's text in segments."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     input_ids, labels = tokens.input_ids, tokens.labels
     weights = tokens.loss_weights or [None] * len(labels)
@@ -83,18 +83,18 @@ def split_segments(tokens: TokenizedChat, tokenizer: Any) -> list[Segment]:
 
 
 def number_images(pictures: Pictures) -> dict[int, int]:
-    """The number of the image that each token of one is of."""
+    """Token -> index of its image."""
     return {at: number for number, (start, end) in enumerate(pictures.spans) for at in range(start, end)}
 
 
 def describe_image(pictures: Pictures, number: int) -> str:
-    """An image in the place of its tokens."""
+    """The text shown in place of an image's tokens."""
     (height, width), (start, end) = pictures.sizes[number], pictures.spans[number]
     return f"[image {number + 1}: {width} x {height} pixels, {end - start:,} tokens]"
 
 
 def draw_thumbnail(reference: str, directory: Path) -> str | None:
-    """A small image as a data: URL; None if there is none any more."""
+    """The thumbnail as a data: URL; None if the image can no longer be read."""
     try:
         image = open_image(reference, directory=directory)
     except ValueError:
@@ -106,7 +106,7 @@ def draw_thumbnail(reference: str, directory: Path) -> str | None:
 
 
 def decode_run(tokenizer: Any, input_ids: Sequence[int], start: int, end: int) -> str:
-    """The text of tokens [start, end). Decoded with the token before them, as decoders strip a text's first space."""
+    """The text of tokens [start, end), decoded with the token before them because decoders strip the first space."""
 
     def decode(first: int, last: int) -> str:
         return tokenizer.decode(input_ids[first:last], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -118,7 +118,7 @@ def decode_run(tokenizer: Any, input_ids: Sequence[int], start: int, end: int) -
 
 
 def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: str | None) -> None:
-    """Prints each sample: in colours on a terminal, else with brackets; with `mask` for what is not trained."""
+    """Prints each sample: in colours on a terminal, else with brackets; `mask` replaces untrained text."""
     in_colour = sys.stdout.isatty()
     for sample in samples:
         say(f"\n--- {sample.place}: {sample.tokens.summary}")
@@ -140,7 +140,7 @@ def format_sample(segments: Iterable[Segment], *, mask: str | None, in_colour: b
 
 
 def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
-    """Texts that a terminal can show."""
+    """The segments' texts, printable in a terminal."""
     shown = []
     for segment in segments:
         text = make_visible(fold(segment.text, MAX_SEGMENT_CHARS))
@@ -152,7 +152,7 @@ def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
 def write_page(
     path: Path, totals: Totals, task: Task, *, tokenizer: Any, title: str, directory: Path | None = None
 ) -> None:
-    """Writes the page: the report, and the samples of `totals`, whose images' paths are from `directory`."""
+    """Writes the page with the report and the samples of `totals`. Image paths are relative to `directory`."""
     samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
     add_thumbnails(samples, totals, directory)
     targets = COLUMNS[task.objective].draw(totals, task)
@@ -170,7 +170,7 @@ def write_page(
 
 
 def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
-    """A sample for the page; of each part the text, if it is trained, if it is special, its weight, and its image."""
+    """A sample for the page; each part is [text, is_trained, is_special, weight, image]."""
     parts, num_chars = [], 0
     for segment in split_segments(sample.tokens, tokenizer):
         text = fold(segment.text, MAX_PAGE_SEGMENT_CHARS)
@@ -187,7 +187,7 @@ def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
 
 
 def add_thumbnails(samples: Sequence[dict[str, Any]], totals: Totals, directory: Path | None) -> None:
-    """Gives samples their images: of each its name and a thumbnail, or None where there is none."""
+    """Adds to each sample its images as [name, thumbnail or None]."""
     num_drawn = 0
     for shown, sample in zip(samples, totals.samples, strict=True):
         pictures = sample.tokens.pictures
@@ -214,7 +214,7 @@ def format_figures(totals: Totals, task: Task) -> str:
 
 
 def format_rows(totals: Totals) -> str:
-    """Bars of what became of the rows, and why those that are invalid are."""
+    """Bars of rows by outcome, and the reasons for invalid ones."""
     bars = {label: totals.rows[key] for key, label in {"kept": "kept", **DROPPED}.items()}
     shown = format_bars(bars, whole=totals.rows["in"])
     if not totals.reasons:
@@ -246,7 +246,7 @@ def format_bars(bars: dict[str, int], *, whole: int) -> str:
 
 
 def format_histogram(totals: Totals) -> str:
-    """Lengths of samples as an SVG; the longest 1 % share the last bar where they reach far beyond the others."""
+    """Lengths of samples as an SVG; the longest 1 % share the last bar if they are far longer than the others."""
     lengths, longest = totals.lengths, max(totals.lengths)
     least, most = min(lengths), percentile(lengths, 0.99)
     most = longest if longest <= 1.5 * most else most

@@ -1,4 +1,4 @@
-"""Samples of random tokens in the place of rows, for trying how fast a model trains without any data."""
+"""Samples of random tokens instead of rows, to measure a model's training speed without data."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ NAME = "random tokens"
 
 @dataclass(frozen=True)
 class RandomRow:
-    """A sample by its number."""
+    """The number of a sample."""
 
     number: int
 
 
 def make_random_source(options: RowOptions) -> Source:
-    """As many rows as `--mock-data` says, which hold nothing but their number."""
+    """A source of `--mock-data` rows, which hold only their number."""
     length = options.mock_length or DEFAULT_LENGTH
     num_bytes = BYTES_PER_TOKEN * length
     num_rows = min(CHUNK_ROWS, 1 + CHUNK_BYTES // num_bytes)
@@ -45,7 +45,7 @@ def make_random_source(options: RowOptions) -> Source:
 
 
 def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
-    """Each sample is drawn by its number alone, of the vocabulary's ordinary tokens, and trained as a whole."""
+    """Prepares samples drawn by their number from the vocabulary's ordinary tokens, and trained as a whole."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
     if not len(token_ids):

@@ -1,4 +1,4 @@
-"""A tokenized data set on disk, read back: mapped into memory, checked row by row as it is read."""
+"""Reads a tokenized data set from disk: mapped into memory, checked row by row as it is read."""
 
 import io
 import math
@@ -19,18 +19,18 @@ from objectives.columns import Columns, RowFacts, check_sample
 from objectives.data_kinds import COLUMNS, read_task
 from objectives.token_columns import IMAGES_COLUMN
 
-SEARCHED_TOKENS = 1 << 22  # at once, for tokens that must not be there
-# What a sidecar's entries are that training reads.
+SEARCHED_TOKENS = 1 << 22  # tokens searched at once
+# Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str, "stop_token_id": int,
                  "sources": list}  # fmt: skip
-INFERRED_BYTES = 10 << 20  # of JSON lines, to see which columns there are, and of which types
+INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types
 
 
 class TokenizedData:
-    """A tokenized data set, memory-mapped: lengths, counts and the order are all that is held, 28 bytes a sample."""
+    """A tokenized data set, memory-mapped: only lengths, counts and the order are held, 28 bytes per sample."""
 
     def __init__(self, path: str | Path, *, option: str = "--data-path"):
-        """`option` is what messages name: the one that the path was given by."""
+        """`option`: the path's option, shown in messages."""
         self.path = Path(path)
         recorded = read_sidecar(path)
         self.task = read_task(recorded, named=f"{path}.meta.json")
@@ -45,7 +45,7 @@ class TokenizedData:
             if name in table.column_names and not is_empty(table.column(name))
         }
         self._input_ids = [chunk.views for chunk in self._columns["input_ids"]]
-        self.vocab_size: float = math.inf  # the model's, once it is known: what reaches beyond it is refused
+        self.vocab_size: float = math.inf  # the model's, once known; larger token ids are refused
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
         self.image_sizes = read_image_sizes(table) if IMAGES_COLUMN in self.kind.optional else None
         self.squares = sum_squares(table) if LENGTHS_COLUMN in self.kind.schema.names else None
@@ -54,7 +54,7 @@ class TokenizedData:
         if self.lengths.min() < 1:
             row = int(np.argmin(self.lengths))
             raise ValueError(
-                f"{path}: row {row + 1}: len is {self.lengths[row]}, and a sample has at least one token; leave the"
+                f"{path}: row {row + 1}: len is {self.lengths[row]}, but a sample has at least one token; leave the"
                 " row out, or tokenize the data again with process_data.py"
             )
         self.sidecar = check_sidecar(recorded, path, num_samples=len(self.lengths))
@@ -63,16 +63,16 @@ class TokenizedData:
 
     @property
     def columns(self) -> frozenset[str]:
-        """What its samples have."""
+        """The columns of its samples."""
         return frozenset(self._columns)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample that is kept."""
+        """Number of tokens of the longest kept sample."""
         return int(self.lengths[self.kept].max())
 
     def release_pages(self) -> None:
-        """Unmaps what was read: it stays in the system's cache, but no longer counts as this process's memory."""
+        """Unmaps pages read so far: they stay in the system's cache, but no longer count as this process's memory."""
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -85,7 +85,7 @@ class TokenizedData:
             value = chunks[chunk].read(i)
             if value is None:
                 value = self.kind.fill(name, length)
-            elif isinstance(value, list):  # paths, from the data set's directory, or URLs
+            elif isinstance(value, list):  # URLs, or paths relative to the data set's directory
                 value = tuple(text if ":" in text else str(self.path.parent / text) for text in value)
             sample[name] = value
         where, num_counted = f"{self.path}: row {row + 1}", int(self.num_loss_tokens[row])
@@ -93,7 +93,7 @@ class TokenizedData:
         return sample
 
     def find_tokens(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
-        """The first row of the stream that holds one of these token ids, and which; None where none does."""
+        """The first row of the stream with one of these token ids, and that id; None if there is none."""
         kept = np.zeros(len(self.lengths), bool)
         kept[self.kept] = True
         for (offsets, values), first_row in zip(self._input_ids, self._starts.tolist(), strict=False):
@@ -127,8 +127,8 @@ class TokenizedData:
         return counts
 
     def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
-        """Takes samples longer than `max_tokens_per_gpu` on each of the `num_sharing` ranks that share one out of the
-        stream, and counts them; refuses unless told to."""
+        """Drops samples longer than `max_tokens_per_gpu` on each of the `num_sharing` ranks that share one, and returns
+        their number. ValueError for such samples unless `drop_overlong`."""
         overlong = self.lengths > max_tokens_per_gpu * num_sharing
         cap = f"{max_tokens_per_gpu}" + (f" x --context-parallel {num_sharing}" if num_sharing > 1 else "")
         num_overlong = int(np.count_nonzero(overlong))
@@ -146,7 +146,7 @@ class TokenizedData:
 
 
 class ColumnChunk:
-    """A piece of a list column: of numbers, views into the mapped file, of which nothing is read yet."""
+    """A chunk of a list column; for numbers, views into the mapped file, not read yet."""
 
     def __init__(self, chunk: pa.ListArray):
         self.chunk, self.has_nulls = chunk, chunk.null_count > 0
@@ -161,11 +161,11 @@ class ColumnChunk:
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """The images of all rows, one after the other."""
+    """The images of all rows, concatenated."""
 
     row_of: np.ndarray  # (images,) int64
     sizes: np.ndarray  # (images, 2) int32: height and width
-    num_tokens: np.ndarray  # (rows,) int32: of the language model, of all images of a row
+    num_tokens: np.ndarray  # (rows,) int32: tokens of the language model for all images of a row
 
 
 def read_image_sizes(table: pa.Table) -> ImageSizes:
@@ -183,13 +183,13 @@ def sum_squares(table: pa.Table) -> np.ndarray:  # (rows,) float64
 
 
 def is_empty(column: pa.ChunkedArray) -> bool:
-    """Whether no row has anything of a column."""
+    """Whether a column is null in all rows."""
     return column.null_count == len(column) > 0
 
 
 def open_table(path: Path, kind: Columns, *, named: str) -> tuple[pa.Table, list[mmap.mmap]]:
-    """The table behind a data set of a kind, and its memory maps; .parquet and .jsonl are first converted to Arrow,
-    once. Messages begin with `named`.
+    """The table of a data set, and its memory maps; .parquet and .jsonl are first converted to Arrow, once. Messages
+    begin with `named`.
     """
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
         raise ValueError(f"{named}: must end in .arrow, .parquet or .jsonl")
@@ -215,9 +215,9 @@ def open_table(path: Path, kind: Columns, *, named: str) -> tuple[pa.Table, list
 
 
 def check_column(column: pa.ChunkedArray, expected: pa.Field, *, is_optional: bool, named: str) -> None:
-    """Raises ValueError for another type than expected, but for the width of numbers, and for nulls in the wrong place.
+    """Raises ValueError for an unexpected type, ignoring the width of numbers, or misplaced nulls.
 
-    Where the column has lists, `null_count` is of the lists; the numbers in them are never null.
+    For lists, `null_count` counts the lists; the numbers in them are never null.
     """
     name, wants_list = expected.name, pa.types.is_list(expected.type)
     is_list = wants_list and pa.types.is_list(column.type)
@@ -233,7 +233,7 @@ def check_column(column: pa.ChunkedArray, expected: pa.Field, *, is_optional: bo
         nulls = "" if is_optional else f" with {column.null_count} nulls"
         raise ValueError(f"{named}: column {name} is {column.type}{nulls}{wanted}")
     if is_list and any(chunk.values.null_count for chunk in column.chunks):
-        raise ValueError(f"{named}: column {name} has lists that hold null, where numbers are expected")
+        raise ValueError(f"{named}: column {name} has lists with null, expected numbers")
 
 
 def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:
@@ -246,7 +246,7 @@ def map_table(path: Path) -> tuple[pa.Table, mmap.mmap]:
 
 
 def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
-    """A .parquet or .jsonl file as Arrow files in the cache of `datasets`, which converts it once."""
+    """Converts a .parquet or .jsonl file to Arrow files in the cache of `datasets`, once."""
     import datasets
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -264,7 +264,7 @@ def convert_to_arrow(path: Path, kind: Columns) -> list[Path]:
 
 
 def infer_schema(path: Path, kind: Columns) -> pa.Schema:
-    """The columns of JSON lines, as the first of them show, and the optional ones, which may come later."""
+    """The columns of JSON lines, inferred from the first lines, and the optional ones, which may come later."""
     with open(path, "rb") as file:
         lines = file.read(INFERRED_BYTES) + file.readline()
     read_options = pa.json.ReadOptions(block_size=max(len(lines), 1))
@@ -278,12 +278,12 @@ def read_column(table: pa.Table, name: str) -> np.ndarray:  # (rows,) int32
 
 
 def view(array: pa.Array) -> np.ndarray:
-    """The array's numbers where they lie; `to_numpy` would import pandas, half a second of every start."""
+    """The array's numbers without a copy; `to_numpy` would import pandas, half a second of every start."""
     return np.from_dlpack(array)
 
 
 def list_views(chunk: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets, values) of a list column's chunk as views into the mapped file: nothing is read yet."""
+    """(offsets, values) of a list column's chunk as views into the mapped file, not read yet."""
     return view(chunk.offsets), view(chunk.values)
 
 
@@ -293,7 +293,7 @@ def slice_list(views: tuple[np.ndarray, np.ndarray], i: int) -> np.ndarray:
 
 
 def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
-    """What process_data.py recorded beside a data set; None where there is no such file."""
+    """The sidecar that process_data.py wrote next to a data set; None if there is no such file."""
     path = Path(f"{data_path}.meta.json")
     if not path.exists():
         return None
@@ -309,26 +309,26 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
 
 
 def check_sidecar(sidecar: dict[str, Any] | None, data_path: str | Path, *, num_samples: int) -> dict[str, Any] | None:
-    """The sidecar, if it is of the data set of `num_samples`."""
+    """The sidecar; ValueError if it is not of a data set of `num_samples`."""
     if sidecar is not None and sidecar.get("num_samples", num_samples) != num_samples:
         raise ValueError(
-            f"{data_path}.meta.json belongs to another data set: it says {sidecar['num_samples']:,} samples, and"
+            f"{data_path}.meta.json belongs to another data set: it says {sidecar['num_samples']:,} samples, but"
             f" {data_path} has {num_samples:,}; tokenize the data again with process_data.py"
         )
     return sidecar
 
 
 def check_size(sidecar: dict[str, Any] | None, path: Path) -> None:
-    """ValueError if the data set is not as long as its sidecar says; data sets of older versions do not say it."""
+    """ValueError if the data set's size differs from its sidecar's; sidecars of older versions have none."""
     recorded, size = find_recorded_file(sidecar).get("size", path.stat().st_size), path.stat().st_size
     if recorded != size:
         raise ValueError(
-            f"{path}: {size:,} bytes, and {path}.meta.json says {recorded:,}: it was changed later, or copied only in"
+            f"{path}: {size:,} bytes, but {path}.meta.json says {recorded:,}: it was changed later, or copied only in"
             " part; copy both again, or tokenize the data again with process_data.py"
         )
 
 
 def find_recorded_file(sidecar: dict[str, Any] | None) -> dict[str, Any]:
-    """Size and SHA-256 of the data set's file, as its sidecar has them; empty where an older version wrote it."""
+    """Size and SHA-256 of the data set's file according to its sidecar; empty if an older version wrote it."""
     recorded = (sidecar or {}).get("file")
     return recorded if isinstance(recorded, dict) else {}

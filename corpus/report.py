@@ -1,4 +1,4 @@
-"""What was made of the rows: the counts, their report in the terminal, and the progress until then."""
+"""Counts of processed rows, their report in the terminal, and progress."""
 
 import re
 import sys
@@ -20,10 +20,10 @@ from objectives.data_kinds import COLUMNS
 from ranks.messages import say
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
-SHOWN_SAMPLES_SEED = 42  # of the lots that choose samples to look at
-SECONDS_PER_LINE = 10  # Without a terminal, progress is a line every so often.
-MAX_REASON_KINDS = 200  # All further kinds of reasons are counted together.
-MAX_REMARK_KINDS = 200  # Further remarks are counted without their texts.
+SHOWN_SAMPLES_SEED = 42  # seed of the lots that choose the samples to show
+SECONDS_PER_LINE = 10  # between progress lines without a terminal
+MAX_REASON_KINDS = 200  # further kinds of reasons are counted together
+MAX_REMARK_KINDS = 200  # further remarks are counted without their texts
 NUM_REMARKS_SHOWN = {UNREAD_KEY: 20}  # by kind
 NUM_SHOWN_OF_OTHER_KINDS = 2
 REMARKS = {
@@ -44,22 +44,22 @@ VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 class Totals:
     """Counts over rows, of a chunk or of all files; its size does not grow with the rows."""
 
-    num_shown: int  # samples to keep for a look at them
-    rows: Counter[str] = field(default_factory=Counter)  # rows by what became of them
+    num_shown: int  # samples to keep for the preview
+    rows: Counter[str] = field(default_factory=Counter)  # rows by outcome
     lengths: Counter[int] = field(default_factory=Counter)  # samples by number of tokens
-    trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by who says them
+    trained_by_role: Counter[str] = field(default_factory=Counter)  # trained tokens by role
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
-    columns: Counter[str] = field(default_factory=Counter)  # rows by the columns that are not read
-    stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, those that train a stop token, or got one
+    columns: Counter[str] = field(default_factory=Counter)  # rows by unread columns
+    stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, that train a stop token, with one appended
     remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
-    values: "ValueTotals | None" = None  # of the numbers to predict, where labels are numbers
+    values: "ValueTotals | None" = None  # of regression targets
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
     has_weights: bool = False  # whether some sample has loss weights
     shown: list[tuple[float, TokenizedSample]] = field(
         default_factory=list
-    )  # by the lots drawn for them; the lowest stay
+    )  # with the lots drawn for them; the lowest are kept
 
     @property
     def num_samples(self) -> int:
@@ -74,7 +74,7 @@ class Totals:
         return [sample for _, sample in self.shown]
 
     def describe_values(self) -> dict[str, float] | None:
-        """Mean and bounds of the numbers to predict, where labels are numbers."""
+        """Mean and bounds of regression targets; None for other labels."""
         return None if self.values is None else self.values.describe()
 
     def add_sample(self, sample: TokenizedSample, lot: float) -> None:
@@ -92,7 +92,7 @@ class Totals:
             self.values = merge_values(self.values, ValueTotals.of(tokens.values))
 
     def add_invalid(self, reason: str) -> None:
-        """Counts a reason, whatever the row's own text in it is."""
+        """Counts a reason, without the row's own text in it."""
         self.count_reason(VARIABLE_PART.sub("…", reason)[:100], 1)
 
     def count_reason(self, kind: str, count: int) -> None:
@@ -128,7 +128,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class ValueTotals:
-    """Of values to predict: how many, their sum, and their bounds."""
+    """Count, sum and bounds of regression targets."""
 
     count: int
     total: float
@@ -159,9 +159,9 @@ def add_up(parts: Sequence[Totals]) -> Totals:
 
 @contextmanager
 def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with the rows and bytes done since the last call: a bar, or a line every ten seconds.
+    """A function to call with the rows and bytes done since the last call: shows a bar, or a line every ten seconds.
 
-    `num_bytes` is 0 where it is not known how many there are.
+    `num_bytes` is 0 if the total is not known.
     """
     from tqdm import tqdm
 
@@ -190,8 +190,7 @@ def describe_sources(sources: Sequence[Source]) -> str:
 
 
 def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequence[Source]) -> None:
-    """Rows by what became of them, tokens, what of them is trained or which labels there are, and how long the samples
-    are."""
+    """Prints rows by outcome, tokens, trained tokens or labels, and the lengths of samples."""
     rows = totals.rows
     blank = f", {rows['blank_lines']:,} blank lines" if rows["blank_lines"] else ""
     formats = ", ".join(sorted({source.format for source in sources if source.format is not None}))
@@ -210,19 +209,19 @@ def print_report(totals: Totals, task: Task, *, seconds: float, sources: Sequenc
 
 
 def describe_lengths(totals: Totals, task: Task, *, model_max_length: int) -> list[str]:
-    """A note on texts that are longer than the tokenizer says its model takes; chats are cut to no such length."""
+    """A note on classified texts longer than the tokenizer's model_max_length; other data has no such note."""
     num_longer = sum(count for length, count in totals.lengths.items() if length > model_max_length)
     if not (COLUMNS[task.objective].has_labels and num_longer):
         return []
     return [
-        f"{num_longer:,} of the samples have more than {model_max_length:,} tokens, which the tokenizer says its model"
-        f" takes: give --max-sample-num-tokens {model_max_length}, and --truncate to cut them instead of dropping them"
+        f"{num_longer:,} of the samples have more than {model_max_length:,} tokens, the model's maximum according to"
+        f" its tokenizer: pass --max-sample-num-tokens {model_max_length}, with --truncate to cut instead of drop them"
     ]
 
 
 def describe_remarks(totals: Totals) -> list[str]:
-    """Notes on answers that are trained after words other than the generation prompt's or without their reasoning, and
-    on keys that the template does not write."""
+    """Notes on answers trained after text other than the generation prompt or without their reasoning, and on keys that
+    the template does not write."""
     notes, shown = [], Counter()
     for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
         shown[remark.kind] += 1
@@ -233,7 +232,7 @@ def describe_remarks(totals: Totals) -> list[str]:
 
 
 def print_sides(sides: dict[str, Totals], task: Task) -> None:
-    """How much of the data set each side has, dropped rows included."""
+    """Prints each side's share of the data set, including dropped rows."""
     num_rows, has_labels = sum(totals.rows["in"] for totals in sides.values()), COLUMNS[task.objective].has_labels
     for name, totals in sides.items():
         dropped = "".join(f", {totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
@@ -245,7 +244,7 @@ def print_sides(sides: dict[str, Totals], task: Task) -> None:
 
 
 def percentile(counts: Counter[int], share: float) -> int:
-    """The smallest value that is not exceeded by at least `share` of all."""
+    """The smallest value such that at least `share` of all values do not exceed it."""
     needed = share * counts.total()
     for value in sorted(counts):
         needed -= counts[value]

@@ -1,4 +1,4 @@
-"""A chunk's rows -> tokenized samples, and the rows that cannot be used with their reasons. This is what workers do."""
+"""Converts a chunk's rows to tokenized samples, and unusable rows with their reasons; runs in workers."""
 
 import json
 import random
@@ -33,7 +33,7 @@ IMPLEMENTED_ROWS: Implemented = {
     "thinking_prefix": THINKING_PREFIXES,
 }
 
-FormattedChunk = tuple[Chunk, str | None]  # the format is None as long as no row of the file has shown it
+FormattedChunk = tuple[Chunk, str | None]  # the format is None until a row of the file has one
 AnyExample = Example | Labelled
 ReadRow = tuple[Row, AnyExample | ValueError | None]
 
@@ -43,14 +43,14 @@ class Preparation:
     """How rows become samples of a task."""
 
     task: Task
-    # Each row's example, or the reason why it has none; None: a blank line. Counts unread columns.
+    # Each row's example, or the error that makes it unusable; None: a blank line. Counts unread columns.
     read: Callable[[FormattedChunk, Counter[str]], Iterator[ReadRow]]
     tokenize: Callable[[Sequence[AnyExample]], list[TokenizedChat | TokenizedText | ValueError]]
     stop_token_ids: frozenset[int] | None = None  # tokens that end turns; None: not counted
 
 
 def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_is_given: bool) -> Preparation:
-    """Of chats, completions and documents."""
+    """Preparation of chats, completions and documents."""
     read = partial(read_formatted, is_given=format_is_given, paths=paths)
     return Preparation(Task(), read, masker.mask, masker.stop_token_ids)
 
@@ -58,7 +58,7 @@ def prepare_chats(masker: ChatMasker, paths: FieldPaths = OWN_NAMES, *, format_i
 def prepare_pictured(
     masker: ChatMasker, paths: FieldPaths, *, format_is_given: bool, directories: dict[str, Path], output_dir: Path
 ) -> Preparation:
-    """Of chats with images, and of whatever `prepare_chats` takes."""
+    """Preparation of chats with images, and of any rows that `prepare_chats` takes."""
     read = partial(read_pictured, is_given=format_is_given, paths=paths, directories=directories, output_dir=output_dir)
     return Preparation(Task(VISION), read, masker.mask, masker.stop_token_ids)
 
@@ -71,7 +71,7 @@ def read_formatted(
 
 
 def prepare_labelled(tokenizer: LabelledTokenizer, fields: FieldNames) -> Preparation:
-    """Of what is classified."""
+    """Preparation of rows for classifiers."""
     return Preparation(tokenizer.labels.task, partial(read_labelled_rows, fields=fields), tokenizer.tokenize)
 
 
@@ -83,7 +83,7 @@ def read_labelled_rows(
 
 @dataclass
 class Side:
-    """What there is so far of the rows of a chunk that fall on one side."""
+    """Samples and totals so far of a chunk's rows on one side."""
 
     name: str
     totals: Totals
@@ -92,16 +92,16 @@ class Side:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What a worker makes of a chunk."""
+    """A worker's result for a chunk."""
 
-    sides: list[SideResult]  # in the order of SIDES; where rows are not split, all of them are training
+    sides: list[SideResult]  # in the order of SIDES; only training if rows are not split
     rejected: dict[int, str]  # number of the row -> reason
 
 
 def read_formatted_chunks(
     sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
 ) -> Iterator[FormattedChunk]:
-    """The chunks of all files, with the format that was given, or that the file's first row shows."""
+    """Yields the chunks of all files, with the given format or that of the file's first row."""
     for source in sources:
         source.format = data_format
         for i, chunk in enumerate(read_chunks(source)):
@@ -122,7 +122,7 @@ def process_chunk(
     cuts_blocks: bool,
     validation_share: float | None,
 ) -> ChunkResult:
-    """Reads, tokenizes and masks the rows of a chunk. Raises ValueError for what is wrong with more than a row."""
+    """Reads, tokenizes and masks the rows of a chunk. Raises ValueError for problems that affect more than a row."""
     chunk, rejected = formatted_chunk[0], {}
     sides = [Side(name, Totals(num_shown)) for name in (SIDES[:1] if validation_share is None else SIDES)]
     training = sides[0]
@@ -130,7 +130,7 @@ def process_chunk(
     rows, examples = [], []
     for row, example in preparation.read(formatted_chunk, training.totals.columns):
         if cuts_blocks and not isinstance(example, Document | ValueError | None):
-            example = ValueError("no document: --block-size cuts documents, and nothing else")
+            example = ValueError("not a document: --block-size cuts only documents")
         if isinstance(example, ValueError):
             rejected[row.number] = one_line(example)
         elif example is None:
@@ -160,7 +160,7 @@ def process_chunk(
             if not cuts_blocks:
                 side.totals.add_sample(sample, draw())
     count_rejected(training.totals, rejected)
-    # Samples are written as they are; of documents that are to be cut, only the tokens are needed.
+    # Samples are written as they are; documents to be cut need only their tokens.
     encode = concatenate_ids if cuts_blocks else partial(encode_samples, ending=ending, task=preparation.task)
     return ChunkResult([SideResult(encode(side.samples), side.totals) for side in sides], rejected)
 
@@ -170,7 +170,7 @@ def concatenate_ids(samples: Sequence[TokenizedSample]) -> np.ndarray:  # (token
 
 
 def count_kept(totals: Totals, sample: TokenizedSample) -> None:
-    """Counts a row that is kept, whose tokens are trained in it, and how it is labelled."""
+    """Counts a kept row, its trained tokens by role, and its labels or remarks."""
     totals.rows["kept"] += 1
     if isinstance(sample.tokens, TokenizedText):
         totals.rows["truncated"] += sample.tokens.is_truncated
@@ -194,7 +194,7 @@ def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset
 
 
 def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:
-    """Counts the rows that cannot be used."""
+    """Counts unusable rows."""
     totals.rows["in"] += len(rejected)
     totals.rows["invalid"] += len(rejected)
     for reason in rejected.values():
@@ -202,7 +202,7 @@ def count_rejected(totals: Totals, rejected: dict[int, str]) -> None:
 
 
 def write_rejected(chunk: Chunk, rejected: dict[int, str], *, file: BinaryIO) -> list[str]:
-    """Writes the rows with their reasons, and returns these with their places."""
+    """Writes the rejected rows with their reasons, and returns the reasons with their places."""
     rows = [row for row in iterate_rows(chunk) if row.number in rejected] if rejected else []
     for row in rows:
         entry = {"file": chunk.file, "line": row.line, "reason": rejected[row.number], "row": show_row(row)}
@@ -211,7 +211,7 @@ def write_rejected(chunk: Chunk, rejected: dict[int, str], *, file: BinaryIO) ->
 
 
 def show_row(row: Row) -> str:
-    """The row as text; of one that was passed over, the beginning."""
+    """The row as text; the beginning of a skipped one."""
     if isinstance(row.value, dict):
         return json.dumps(row.value, default=repr)
     raw = row.value

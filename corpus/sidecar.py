@@ -1,4 +1,4 @@
-"""The sidecar OUTPUT.meta.json: what a data set was made from, how, and for which tokenizer."""
+"""The sidecar OUTPUT.meta.json: a data set's sources, options and tokenizer."""
 
 import platform
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def describe_data_set(
     stop_token_id: int | None,
     added_tokens: dict[str, int],
 ) -> dict[str, Any]:
-    """What the sidecar says of the samples; docs/data.md explains each key. The same for every --num-proc."""
+    """The sidecar's content; docs/data.md explains each key. Independent of --num-proc."""
     return {
         "format_version": FORMAT_VERSION,
         "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
@@ -50,12 +50,12 @@ def describe_data_set(
 
 
 def list_row_keys(task: Task) -> tuple[str, ...]:
-    """What rows are counted by."""
+    """Keys of the counts of rows."""
     return ("blank_lines", "in", "kept", *DROPPED, *(("truncated",) if COLUMNS[task.objective].has_labels else ()))
 
 
 def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
-    """The options that the data depends on; of files and directories only the names."""
+    """The options that the data depends on; files and directories by their names only."""
     model = Path(options.model_name_or_path)
     return {
         "model_name_or_path": model.resolve().name if model.is_dir() else options.model_name_or_path,

@@ -1,8 +1,8 @@
-"""The two sides of a data set, training and validation: which rows fall on which, and what is written of each.
+"""Splits a data set into its two sides, training and validation.
 
-A row's side is a function of what it says and of the share, and of nothing else. What is said is hashed in one
-canonical form, and a hash in the lowest `share` of all hashes is validation. So rows that say the same fall on the same
-side whatever their files and formats, and a larger share only moves rows from training to validation.
+A row's side depends only on its texts and on the share. The texts are hashed in one canonical form, and hashes in the
+lowest `share` of all hashes are validation. So rows with the same texts fall on the same side in any file and format,
+and a larger share only moves rows from training to validation.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from objectives.columns import Task
 
 SIDES = ("training", "validation")
 HASH_BYTES = 8
-# Values that JSON does not have can come from Parquet. Made once, as this takes longer than a row.
+# Parquet can have values that JSON lacks, hence `default`. Made once, because this takes longer than a row.
 CANONICAL_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=repr)
 
 
 @dataclass(frozen=True)
 class SideResult:
-    """What a worker makes of those rows of a chunk that fall on one side."""
+    """A worker's result for a chunk's rows on one side."""
 
-    samples: EncodedSamples | np.ndarray  # token ids, if documents are cut into blocks, which is done later
+    samples: EncodedSamples | np.ndarray  # token ids, if documents are to be cut into blocks later
     totals: Totals
 
 
@@ -43,16 +43,15 @@ def falls_into_validation(example: Example | Labelled, share: float) -> bool:
 
 
 def hash_example(example: Example | Labelled) -> int:
-    """A number from 0 to 256**HASH_BYTES, the same for all that say the same."""
+    """A number from 0 to 256**HASH_BYTES, the same for examples with the same texts."""
     said = CANONICAL_JSON.encode(list_said(example))
     digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
 
 def list_said(example: Example | Labelled) -> Any:
-    """What is said, in one form. Whatever is left out here can only bring rows together on a side, never apart: so of
-    a chat there is nothing but who says what, and neither weights nor ids nor the tools that are offered; and of what
-    is classified, not its label."""
+    """The example's texts in canonical form. Omissions can only put more rows on the same side, so chats are just
+    roles and texts, without weights, ids or offered tools, and labelled rows have no label."""
     match example:
         case Labelled(content=str() as text):
             return text
@@ -71,10 +70,10 @@ def list_said(example: Example | Labelled) -> Any:
 
 
 def list_message(message: dict[str, Any]) -> list[Any]:
-    """Role, content, reasoning, and calls with their names and arguments. A content of parts is their text."""
+    """Role, content, reasoning, and calls with their names and arguments. Parts of a content are joined."""
     content = message.get("content") or ""
     content = join_parts(content, "") if isinstance(content, list) else content
-    if len(message) == 2 and content:  # a role and a content, as most have, and nothing to look for
+    if len(message) == 2 and content:  # the common case: only a role and a content
         return [message["role"], content, None, []]
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
@@ -82,21 +81,21 @@ def list_message(message: dict[str, Any]) -> list[Any]:
 
 
 def list_call(call: Any) -> Any:
-    """Name and arguments. These can be an object, or that object as JSON text."""
+    """Name and arguments; arguments as JSON text are parsed."""
     if not isinstance(call, dict):
         return call
     arguments = call.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):  # it is a text like any other
+        with suppress(ValueError):  # not JSON: stays text
             arguments = parse_json(arguments)
     return [call.get("name"), arguments]
 
 
 class SideWriter:
-    """Writes what becomes of a side's rows. Invariant: `totals` are of all that was added.
+    """Writes a side's samples. Invariant: `totals` cover all added results.
 
-    A block can hold documents of several chunks, so that blocks are cut here, and not by the workers; each side has a
-    stream of its own.
+    A block can hold documents of several chunks, so blocks are cut here and not by the workers; each side has a stream
+    of its own.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class SideWriter:
             self.write(result.samples)
 
     def finish(self) -> None:
-        """Writes what is left of the stream of documents."""
+        """Writes the rest of the stream of documents."""
         if self.cutter is not None:
             self.write_blocks(self.cutter.cut(np.empty(0, np.int32), is_last=True))
 
@@ -125,10 +124,10 @@ class SideWriter:
 
 
 def mark_place(place: str, side: str) -> str:
-    """A sample's place, as it is shown, with its side where that is not training."""
+    """A sample's place as shown, with its side unless that is training."""
     return place if side == "training" else f"{place} ({side})"
 
 
 def describe_split(side: str, *, share: float, other: Path) -> dict[str, Any]:
-    """What a side's sidecar says of the other."""
+    """The entry on the other side in a side's sidecar."""
     return {"side": side, "validation_share": share, "other_side": other.name}

@@ -16,7 +16,7 @@ def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_t
     """
     num_rows, num_trained = totals.stops["rows"], totals.stops["trained"]
     if options.append_stop_token and not totals.stops["appended"]:
-        return ["--append-stop-token has appended nothing: no row ends with a trained turn that lacks a stop token"]
+        return ["--append-stop-token had no effect: no row ends with a trained turn that lacks a stop token"]
     if num_trained == num_rows:
         needless = options.allow_missing_stop_token and "inner" not in open_turns
         return ["--allow-missing-stop-token is not needed: every row trains a stop token"] if needless else []

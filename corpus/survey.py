@@ -1,6 +1,6 @@
-"""The first reading of labelled rows: which labels there are, and which texts are there more than once.
+"""First pass over labelled rows: finds the labels and repeated texts.
 
-Of each row 24 bytes are kept: hashes of what it says and of its label, and its line.
+Keeps 24 bytes per row: hashes of its text and label, and its line.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from options import RowOptions
 
 @dataclass
 class ChunkSurvey:
-    """Of a chunk's rows that can be read: what labels they have, and hashes of what they say and of their labels."""
+    """Labels of a chunk's readable rows, and hashes of their texts and labels."""
 
     counts: LabelCounts
     first: Labelled | None
@@ -34,9 +34,9 @@ class ChunkSurvey:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Texts that are there more than once, with the places of an example of each kind."""
+    """Repeated texts, with the places of an example of each kind."""
 
-    num_rows: int  # whose text and label an earlier row has, too
+    num_rows: int  # rows with the same text and label as an earlier one
     num_conflicting: int  # texts with several labels
     repeat: tuple[str, str] | None
     conflict: tuple[str, str] | None
@@ -44,7 +44,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Survey:
-    """What the first reading has found."""
+    """Result of the first pass."""
 
     labels: Labels
     repeats: Repeats
@@ -52,7 +52,7 @@ class Survey:
 
 
 def survey_rows(sources: Sequence[Source], fields: FieldNames, rows: RowOptions, *, num_workers: int) -> Survey:
-    """Reads all rows. Raises ValueError where it cannot be told what the labels mean, and where no row has one."""
+    """Reads all rows. Raises ValueError if the meaning of the labels is ambiguous."""
     known = None if rows.labels_from is None else read_known_labels(rows.labels_from)
     declared = () if known is not None or rows.label_names else find_declared_names(sources, fields)
     counts, first, has_pairs = LabelCounts(), None, False
@@ -79,7 +79,7 @@ def survey_rows(sources: Sequence[Source], fields: FieldNames, rows: RowOptions,
 
 
 def survey_chunk(chunk: Chunk, *, fields: FieldNames) -> ChunkSurvey:
-    """What a worker makes of a chunk. Rows that cannot be read are refused when they are read again."""
+    """A worker's result for a chunk. Unreadable rows are refused in the second pass."""
     counts, first, has_pairs = LabelCounts(), None, False
     lines, texts, labels = [], [], []
     for row, found in read_labelled(chunk, fields):
@@ -96,7 +96,7 @@ def survey_chunk(chunk: Chunk, *, fields: FieldNames) -> ChunkSurvey:
 
 
 def hash_label(row: Labelled) -> int:
-    """The same for labels that mean the same: of several labels the order does not count, of words it does."""
+    """A hash that is the same for equal labels: the order of several labels does not count, that of words does."""
     labels = row.label if isinstance(row.label, list) else [row.label]
     names = [str(IGNORED) if is_ignored(label) else name_label(label) for label in labels]
     names = names if isinstance(row.content, Words) else sorted(names)
@@ -106,12 +106,12 @@ def hash_label(row: Labelled) -> int:
 def find_repeats(
     names: Sequence[str], lines: list[np.ndarray], texts: list[np.ndarray], labels: list[np.ndarray]
 ) -> Repeats:
-    """Rows whose texts are the same, of chunks of the files `names`."""
+    """Rows with the same texts. `names`: the file of each chunk."""
     bounds = np.cumsum([0, *map(len, lines)])
     line_of, text_of, label_of = (np.concatenate(parts or [np.empty(0)]) for parts in (lines, texts, labels))
-    order = np.lexsort((np.arange(len(text_of)), text_of))  # same texts in a row, in the input's order
+    order = np.lexsort((np.arange(len(text_of)), text_of))  # groups same texts, in the input's order
     text_of, label_of = text_of[order], label_of[order]
-    is_first = np.ones(len(text_of), bool)  # of its text
+    is_first = np.ones(len(text_of), bool)  # first row with its text
     is_first[1:] = text_of[1:] != text_of[:-1]
     firsts = np.flatnonzero(is_first)
     group = np.cumsum(is_first) - 1
@@ -124,7 +124,7 @@ def find_repeats(
         return f"{names[int(np.searchsorted(bounds, row, side='right')) - 1]}:{line_of[row]}"
 
     def find_example(mask: np.ndarray) -> tuple[str, str] | None:
-        """The example that comes first in the input."""
+        """The places of the first example in the input."""
         found = np.flatnonzero(mask)
         if not len(found):
             return None
@@ -135,7 +135,7 @@ def find_repeats(
 
 
 def describe_repeats(repeats: Repeats) -> list[str]:
-    """Notes for the report."""
+    """Notes on repeated texts for the report."""
     notes = []
     if repeats.conflict is not None:
         first, second = repeats.conflict

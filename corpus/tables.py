@@ -1,4 +1,4 @@
-"""Tables as text, .csv and .tsv -> rows. The first row names the columns, a quoted cell can go over several lines."""
+"""Splits .csv and .tsv tables into rows. The first row names the columns; a quoted cell can span several lines."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 
 
 class CellReader:
-    """Lines of bytes as text for the csv module. Knows which lines the row that is being read is made of."""
+    """Decodes lines for the csv module, and keeps track of the lines of the current row."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self.lines = iter(lines)
@@ -33,15 +33,15 @@ class CellReader:
         self.num_bytes += len(line)
         if self.num_bytes > MAX_ROW_BYTES:
             raise OSError(
-                f"the row that begins in line {self.first_line} is longer than {MAX_ROW_BYTES:,} bytes: perhaps a quote"
-                " in it is not closed"
+                f"the row that begins in line {self.first_line} is longer than {MAX_ROW_BYTES:,} bytes: perhaps it has"
+                " an unclosed quote"
             )
-        return line.decode(errors="surrogateescape")  # what is not UTF-8 is found once the row is whole
+        return line.decode(errors="surrogateescape")  # invalid UTF-8 is reported once the row is complete
 
 
 def split_table(lines: Iterable[Line], ending: str) -> Iterator[Line]:
-    """The rows after the header, as cells by column; an empty cell is left out. Raises OSError where the header, or
-    all that follows a quote, cannot be read."""
+    """Yields the rows after the header as cells by column, without empty cells. Raises OSError if the header, or the
+    text after a quote, cannot be read."""
     csv.field_size_limit(MAX_ROW_BYTES)
     cells = CellReader(lines)
     rows = csv.reader(cells, delimiter=DELIMITERS[ending], strict=True)
@@ -57,7 +57,7 @@ def split_table(lines: Iterable[Line], ending: str) -> Iterator[Line]:
                 raise OSError(f"a quote in line {cells.first_line} opens a cell that does not end") from None
             reason = explain_error(str(error), cells)
             if columns is None:
-                raise OSError(f"line {cells.first_line}, which has to name the columns: {reason}") from None
+                raise OSError(f"line {cells.first_line}, the header: {reason}") from None
             yield cells.first_line, BadRow(cells.beginning, reason)
             continue
         if columns is None:
@@ -73,18 +73,18 @@ def explain_error(error: str, cells: CellReader) -> str:
     if "expected after" in error:
         return f"text follows a closing quote{where}: in a quoted cell, quotes are written twice"
     if "new-line character" in error:
-        return "a carriage return within the line: lines have to end with a line feed"
+        return "a carriage return within the line: lines must end with a line feed"
     return f"not a row of a table{where}: {error}"
 
 
 def make_row(row: list[str], columns: list[str], cells: CellReader) -> dict[str, str] | BadRow | TooLong:
-    """Cells by column, or why the row is none."""
+    """Cells by column, or the reason why the row is malformed."""
     if cells.too_long:
         return TooLong(cells.beginning, cells.num_bytes)
     text = "".join(row)
     lines = f" (lines {cells.first_line} to {cells.last_line})" if cells.last_line > cells.first_line else ""
     if len(row) != len(columns):
-        return BadRow(cells.beginning, f"{len(row)} cells{lines} where the header has {len(columns)} columns")
+        return BadRow(cells.beginning, f"{len(row)} cells{lines}, but the header has {len(columns)} columns")
     if not text.isascii():
         try:
             text.encode()
@@ -92,16 +92,16 @@ def make_row(row: list[str], columns: list[str], cells: CellReader) -> dict[str,
             byte = error.object[error.start].encode(errors="surrogateescape")
             return BadRow(cells.beginning, f"not UTF-8{lines}: {byte!r}; save the table as UTF-8")
     if "\0" in text:
-        return BadRow(cells.beginning, f"has the character NUL{lines}: the table is damaged, or is no UTF-8")
+        return BadRow(cells.beginning, f"has the character NUL{lines}: the table is damaged, or not UTF-8")
     return {name: cell for name, cell in zip(columns, row, strict=True) if cell}
 
 
 def check_header(row: list[str], cells: CellReader, ending: str) -> list[str]:
-    """The names of the columns. Raises OSError for what cannot be one header."""
+    """The names of the columns. Raises OSError for an invalid header."""
     columns = [name.strip() for name in row]
     text = "".join(columns)
     if cells.too_long or "\0" in text or not text.isprintable():
-        raise OSError("its first line names no columns; a table is text in UTF-8 (not UTF-16)")
+        raise OSError("its first line names no columns; a table must be UTF-8 text (not UTF-16)")
     twice = [name for name in columns if name and columns.count(name) > 1]
     if twice:
         raise OSError(f"its first line names the column {twice[0]!r} twice")

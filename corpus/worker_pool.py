@@ -1,9 +1,9 @@
 """Runs a function over a stream of items in worker processes, in order, and ends cleanly.
 
-Each worker has a pipe and a thread of this process of its own, which sends it an item and waits for the result. A
-worker that dies closes its pipe, so its thread hears of it at once, whatever else is in the queue. The standard
-library's ProcessPoolExecutor has one queue for all workers; in Python 3.11.2, which Debian 12 comes with, it waits for
-ever if a worker dies while that queue is full.
+Each worker has its own pipe and its own thread of this process, which sends it an item and waits for the result. A
+worker that dies closes its pipe, so its thread notices at once, regardless of the queue. The standard library's
+ProcessPoolExecutor has one queue for all workers; in Python 3.11.2, Debian 12's version, it waits forever if a worker
+dies while that queue is full.
 """
 
 import gc
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 EXIT_SECONDS = 5.0  # to wait for a dying worker's exit code
-THREADS = "worker"  # how the threads that speak to the workers are called
+THREADS = "worker"  # name prefix of the workers' threads
 
 
 class WorkerDied(Exception):
@@ -42,13 +42,13 @@ class WorkerDied(Exception):
                 "a worker process was ended, because one operation of the chat template takes too long and cannot be"
                 " interrupted: nothing was written; use another template (--chat-template)"
             )
-        return "a worker process was killed, perhaps for want of memory: nothing was written; try a smaller --num-proc"
+        return "a worker process was killed, perhaps out of memory: nothing was written; try a smaller --num-proc"
 
 
 def run_in_order(
     process: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int
 ) -> Iterator[tuple[Item, Result]]:
-    """Items and their results, in order, by `num_workers` processes, or in this one if that is 1."""
+    """Yields items and their results, in order, from `num_workers` processes, or from this one if that is 1."""
     if num_workers == 1:
         yield from ((item, run_without_collector(process, item)) for item in items)
         return
@@ -57,7 +57,7 @@ def run_in_order(
         with start_workers(process, num_workers) as submit:
             for item in items:
                 pending.append((item, submit(item)))
-                if len(pending) > 2 * num_workers:  # enough to keep all busy; more would only fill memory
+                if len(pending) > 2 * num_workers:  # keeps all workers busy; more would only fill memory
                     item, future = pending.popleft()
                     yield item, future.result()
             while pending:
@@ -69,15 +69,15 @@ def run_in_order(
 
 @contextmanager
 def start_workers(process: Callable[[Any], Any], num_workers: int) -> Iterator[Callable[[Any], Future[Any]]]:
-    """A function that gives an item to the next free worker. Afterwards no worker is left, whatever it was doing."""
-    # Forked workers share the tokenizer that is already loaded. Elsewhere than on Linux forking is not safe.
+    """A function that passes an item to the next free worker. On exit all workers are ended, busy or not."""
+    # Forked workers share the tokenizer that is already loaded. Forking is safe only on Linux.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     workers, free = [], SimpleQueue()
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix=THREADS)
     try:
         for _ in range(num_workers):
             ours, theirs = context.Pipe()
-            with closing(theirs):  # a worker's end is open in that worker only, or its death would not be heard
+            with closing(theirs):  # the worker's end must be open only there, or its death would not be noticed
                 workers.append(context.Process(target=serve, args=(process, theirs)))
                 workers[-1].start()
             free.put((ours, workers[-1]))
@@ -85,14 +85,14 @@ def start_workers(process: Callable[[Any], Any], num_workers: int) -> Iterator[C
     finally:
         started = [worker for worker in workers if worker.pid is not None]
         for worker in started:
-            worker.kill()  # it holds nothing that has to be saved; its thread, if it waits for a result, hears of it
+            worker.kill()  # it has nothing to save; a thread that waits for its result gets an EOFError
         threads.shutdown(cancel_futures=True)
         for worker in started:
             worker.join()
 
 
 def exchange(item: Item, free: "SimpleQueue[tuple[Connection, BaseProcess]]") -> Any:
-    """The item's result, from a worker that is free. Raises what the worker raised, and WorkerDied if it ended."""
+    """The item's result from a free worker. Raises the worker's exception, or WorkerDied if the worker ended."""
     connection, worker = free.get()
     try:
         connection.send(item)
@@ -108,7 +108,7 @@ def exchange(item: Item, free: "SimpleQueue[tuple[Connection, BaseProcess]]") ->
 
 
 def serve(process: Callable[[Any], Any], connection: Connection) -> None:
-    """A worker's life. The parent alone hears Ctrl-C and SIGTERM, and ends the workers; they end with it."""
+    """A worker's main loop. Only the parent handles Ctrl-C and SIGTERM, and ends the workers; they end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -124,13 +124,13 @@ def serve(process: Callable[[Any], Any], connection: Connection) -> None:
 
 
 def end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, which would wait for items for ever."""
+    """Exits when the parent does: a killed parent cannot end its workers, which would wait for items forever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def run_without_collector(process: Callable[[Item], Result], item: Item) -> Result:
-    """Holds off the collection of cycles: there are few, and to look for them among millions of objects takes time."""
+    """process(item) without garbage collection: cycles are rare, and searching millions of objects takes time."""
     gc.disable()
     try:
         return process(item)

@@ -1,4 +1,4 @@
-"""Tokenized samples -> .arrow, .parquet or .jsonl, written aside and renamed when whole."""
+"""Writes tokenized samples as .arrow, .parquet or .jsonl."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +16,19 @@ from corpus.labelled_tokens import TokenizedText
 from objectives.columns import Task
 from objectives.data_kinds import COLUMNS
 
-EncodedSamples = pa.RecordBatch | bytes  # in the output's format; of JSON lines the text
+EncodedSamples = pa.RecordBatch | bytes  # in the output's format; bytes for JSON lines
 
 
 @dataclass(frozen=True)
 class TokenizedSample:
-    """What becomes of a row, or of a block of documents."""
+    """A tokenized row or block of documents."""
 
-    place: str  # where it comes from, as messages say it: file:line
+    place: str  # its origin as shown in messages: file:line
     tokens: TokenizedChat | TokenizedText
 
 
 def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: Task) -> EncodedSamples:
-    """The samples with the columns of their task; as JSON lines, the optional ones only where a sample has them."""
+    """The samples with the columns of their task; in JSON lines, optional ones only if a sample has them."""
     columns, tokens = COLUMNS[task.objective], [sample.tokens for sample in samples]
     if ending == ".jsonl":
         return "".join(json.dumps(columns.make_row(one)) + "\n" for one in tokens).encode()
@@ -37,7 +37,7 @@ def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: Task) 
 
 @contextmanager
 def open_output(path: Path, ending: str, task: Task) -> Iterator[Callable[[EncodedSamples], Any]]:
-    """A function that appends samples to a new file, which is finished when the block ends."""
+    """A function that appends samples to a new file, which is finished when the context ends."""
     if ending == ".jsonl":
         with open(path, "wb") as file:
             yield file.write
@@ -52,9 +52,9 @@ def open_output(path: Path, ending: str, task: Task) -> Iterator[Callable[[Encod
 class BlockCutter:
     """Cuts the stream of documents into blocks. Invariant: `rest`, not cut yet, is no longer than a block.
 
-    A block has `block_size` tokens, one fewer where the next one would begin with an end-of-text token: a sequence's
-    first token is never a target, and every document's end shall be one. The stream ends with one, so the remainder,
-    which is kept, has at least two tokens.
+    A block has `block_size` tokens, or one fewer if the next one would begin with an end-of-text token: a sequence's
+    first token is never a target, but every document's end must be one. The stream ends with such a token, so the
+    remainder, which is kept, has at least two tokens.
     """
 
     def __init__(self, block_size: int, eos_token_id: int | None, *, name: str = "block {:,}") -> None:
@@ -63,7 +63,7 @@ class BlockCutter:
         self.num_blocks = 0
 
     def cut(self, ids: np.ndarray, *, is_last: bool = False) -> list[TokenizedSample]:
-        """The blocks that are full now that `ids` follow; with `is_last` also the remainder."""
+        """The blocks completed by `ids`; with `is_last` also the remainder."""
         stream, start, blocks = np.concatenate([self.rest, ids]), 0, []
         while len(stream) - start > self.block_size:  # one more token shows whether it may begin a block
             end = start + self.block_size

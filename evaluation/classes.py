@@ -1,4 +1,4 @@
-"""Classifiers on tokenized sets: N targets in n samples, C classes (or values), K numbers of a target."""
+"""Classifiers on tokenized sets. N targets in n samples, C classes (or values), K numbers per target."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ def read_predictions(path: Path) -> np.ndarray:  # (N, 2 + K + C)
 
 @dataclass(frozen=True)
 class Predicted:
-    """What all models say of the same targets."""
+    """All models' predictions of the same targets."""
 
     task: Task
-    sample_of: np.ndarray  # (N,): which sample a target is of
-    counts: np.ndarray  # (n,) fp64: targets of each sample
+    sample_of: np.ndarray  # (N,): index of each target's sample
+    counts: np.ndarray  # (n,) fp64: number of targets of each sample
     targets: np.ndarray  # (N, K)
-    logits: list[np.ndarray]  # of each model (N, C)
+    logits: list[np.ndarray]  # (N, C) of each model
 
     def add_up(self, values: np.ndarray) -> np.ndarray:  # (N,) -> (n,)
         return np.bincount(self.sample_of, values, minlength=len(self.counts))
@@ -51,7 +51,7 @@ class Predicted:
 def collect_classes(
     name: str, objective: Classification, predictions: Sequence[np.ndarray], show: Callable[[int], str]
 ) -> Measured:
-    """All models' predictions, side by side; `show` gives a row's text."""
+    """All models' predictions side by side; `show` returns a row's text."""
     rows, sample_of, counts = np.unique(predictions[0][:, 0].astype(int), return_inverse=True, return_counts=True)
     targets, _ = objective.split_predictions(predictions[0][:, 2:])
     logits = [objective.split_predictions(own[:, 2:])[1] for own in predictions]
@@ -68,7 +68,7 @@ def collect_classes(
 
 
 def list_scores(predicted: Predicted, objective: Classification) -> list[Scores]:
-    """Macro F1, accuracy and loss; of values loss and mean absolute error."""
+    """Macro F1, accuracy and loss; for regression, loss and mean absolute error."""
     task, targets, counts = predicted.task, predicted.targets, predicted.counts
     losses = [
         objective.loss.measure(torch.from_numpy(own), torch.from_numpy(targets)).numpy() for own in predicted.logits
@@ -85,7 +85,7 @@ def list_scores(predicted: Predicted, objective: Classification) -> list[Scores]
 
 
 def describe_samples(predicted: Predicted, model: int, scores: Sequence[Scores]) -> list[Sample]:
-    """Of each sample what a model says, and its scores."""
+    """A model's answer and scores for each sample."""
     task, sample_of = predicted.task, predicted.sample_of
     answers = join_labels(task, sample_of, predict_classes(task, predicted.logits[model]))
     means = np.stack([one.sums[model] / one.divisors for one in scores], axis=1)  # (n, scores)
@@ -97,7 +97,7 @@ def describe_samples(predicted: Predicted, model: int, scores: Sequence[Scores])
 
 
 def join_labels(task: Task, sample_of: np.ndarray, targets: np.ndarray) -> list[str]:
-    """What each sample's targets (N, K) are called: one of each token with a label, with a space between."""
+    """The names of each sample's targets (N, K), joined by spaces."""
     labels: list[list[str]] = [[] for _ in range(sample_of.max() + 1)]
     for sample, target in zip(sample_of.tolist(), targets, strict=True):
         labels[sample].append(name_target(task, target))
@@ -113,10 +113,8 @@ def name_target(task: Task, target: np.ndarray) -> str:  # (K,)
 
 
 def count_outcomes(task: Task, sample_of: np.ndarray, targets: np.ndarray, logits: np.ndarray) -> Any:
-    """Of each sample, by class: the targets that were found, those that were missed, and those found where none is.
-
-    scipy's sparse array (n, 3C), of which all but a few numbers are zero.
-    """
+    """True positives, false negatives and false positives of each sample by class, a mostly empty scipy sparse array
+    (n, 3C)."""
     from scipy.sparse import csr_array
 
     predicted = predict_classes(task, logits)
@@ -132,7 +130,7 @@ def count_outcomes(task: Task, sample_of: np.ndarray, targets: np.ndarray, logit
 
 
 def average_f1(outcomes: np.ndarray, *, of_all: bool) -> np.ndarray:  # (..., 3C) -> (...)
-    """scikit-learn's macro F1: the mean over classes, or over those that are a target's or were predicted."""
+    """scikit-learn's macro F1: the mean over all classes, or over those that occur in targets or predictions."""
     found, missed, false = np.split(outcomes, 3, axis=-1)
     seen = 2 * found + missed + false
     f1 = 2 * found / np.maximum(seen, 1)

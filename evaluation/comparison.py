@@ -1,7 +1,7 @@
-"""How sure a mean is, and whether two models differ: bootstrap intervals and paired tests over the same samples.
+"""Percentile bootstrap intervals of means, and paired tests of models on the same samples.
 
-A measure is a ratio of sums over samples: of scores and of what they are divided by, which is 1 for an answer and
-the number of targets for a loss; or it is made of sums (`Folded`). n samples, m models, R resamples.
+A measure is a ratio of sums over samples, of scores and their divisors (1 for an answer, the number of targets for a
+loss), or a function of sums (`Folded`). n samples, m models, R resamples.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-LEVEL = 0.95  # of every interval
-MAX_DRAWN = 4_000_000  # indices that are held at once
+LEVEL = 0.95  # confidence level of every interval
+MAX_DRAWN = 4_000_000  # indices held at once
 
 
 @dataclass(frozen=True)
 class Folded:
-    """How to make a measure that is no mean over samples, such as macro F1, of counts that are."""
+    """A measure that is not a mean over samples, such as macro F1, as a function of summed counts."""
 
-    counts: Sequence[Any]  # of each model: scipy's sparse array (n, k)
-    fold: Callable[[np.ndarray], np.ndarray]  # of counts that are summed over samples: (..., k) -> (...)
+    counts: Sequence[Any]  # scipy sparse array (n, k) of each model
+    fold: Callable[[np.ndarray], np.ndarray]  # counts summed over samples (..., k) -> measure (...)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A measure of all models on all samples. `sums` of one that is `folded` say which samples a model is better on."""
+    """A measure of all models on all samples. If it is `folded`, `sums` only rank models on each sample."""
 
     name: str
     sums: np.ndarray  # (m, n) fp64
@@ -44,7 +44,7 @@ class Scores:
 
 
 def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
-    """The means with their intervals, and every pair of models; JSON."""
+    """The means with their intervals, and the comparison of every pair of models, as JSON."""
     drawn = np.concatenate(list(draw_means(scores, seed=seed, num_resamples=num_resamples)))  # (R, m)
     num_models, num_samples = scores.sums.shape
     lows, highs = find_interval(drawn)
@@ -66,13 +66,13 @@ def compare(scores: Scores, *, seed: int, num_resamples: int) -> dict[str, Any]:
 
 
 def draw_means(scores: Scores, *, seed: int, num_resamples: int) -> Iterator[np.ndarray]:  # of (r, m)
-    """Every model's mean over samples drawn with replacement: the same samples for all of them."""
+    """Yields every model's mean over samples drawn with replacement, the same samples for all models."""
     random, num_samples = np.random.default_rng(seed), len(scores.divisors)
     for num_drawn in cut(num_resamples, num_samples):
         rows = random.integers(num_samples, size=(num_drawn, num_samples))
         if scores.folded is not None:
             places = rows + num_samples * np.arange(num_drawn)[:, None]
-            times = np.bincount(places.ravel(), minlength=rows.size).reshape(rows.shape)  # that each sample was drawn
+            times = np.bincount(places.ravel(), minlength=rows.size).reshape(rows.shape)  # draws of each sample
             yield np.stack([scores.folded.fold(times @ counts) for counts in scores.folded.counts], axis=1)
             continue
         divisors = scores.divisors[rows].sum(1)
@@ -80,18 +80,18 @@ def draw_means(scores: Scores, *, seed: int, num_resamples: int) -> Iterator[np.
 
 
 def cut(num_resamples: int, num_samples: int) -> Iterator[int]:
-    """How many resamples are drawn at a time."""
+    """Yields the sizes of batches of resamples."""
     at_once = max(1, MAX_DRAWN // num_samples)
     yield from (min(at_once, num_resamples - start) for start in range(0, num_resamples, at_once))
 
 
 def find_interval(drawn: np.ndarray) -> np.ndarray:  # (R, ...) -> (2, ...)
-    """By percentiles."""
+    """Percentile bootstrap interval."""
     return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
 
 
 def compare_pair(scores: Scores, a: int, b: int, *, drawn: np.ndarray, seed: int, num_resamples: int) -> dict[str, Any]:
-    """b against a: the difference of their means with its interval, on how many samples b is better or worse, and p."""
+    """b against a: difference of the means with its interval, number of samples where b is better or worse, and p."""
     low, high = find_interval(drawn[:, b] - drawn[:, a])
     changes = scores.sums[b] - scores.sums[a]  # (n,)
     gains = changes if scores.higher_is_better else -changes
@@ -111,9 +111,9 @@ def compare_pair(scores: Scores, a: int, b: int, *, drawn: np.ndarray, seed: int
 def find_p_value(
     changes: np.ndarray, better: int, worse: int, *, is_binary: bool, seed: int, num_resamples: int
 ) -> tuple[str, float]:
-    """The name of the test and p, two-sided: were the models equal, how likely would a difference as large be?
+    """The name of the paired test, and its two-sided p value.
 
-    Of right and wrong answers McNemar's exact test; of other scores the signs of the changes are permuted.
+    McNemar's exact test for right and wrong answers; a sign permutation test for other scores.
     """
     from scipy import stats
 
@@ -135,7 +135,7 @@ def find_p_value(
 
 
 def permute_models(folded: Folded, a: int, b: int, *, seed: int, num_resamples: int) -> float:
-    """p, by exchanging at random which of the two models has said what to a sample (Yeh 2000, ACL C00-2137)."""
+    """p value by randomly exchanging the two models' answers to each sample (Yeh 2000, ACL C00-2137)."""
     random, first, second = np.random.default_rng(seed), folded.counts[a], folded.counts[b]
 
     def measure(moved: np.ndarray) -> np.ndarray:  # (..., k) -> (...)
@@ -150,7 +150,7 @@ def permute_models(folded: Folded, a: int, b: int, *, seed: int, num_resamples: 
 
 
 def adjust_by_holm(values: list[float]) -> list[float]:
-    """p values of one measure's pairs, for having looked at all of them (Holm 1979)."""
+    """p values of one measure's pairs, adjusted for multiple comparisons (Holm 1979)."""
     order = sorted(range(len(values)), key=values.__getitem__)
     adjusted, largest = [1.0] * len(values), 0.0
     for rank, i in enumerate(order):

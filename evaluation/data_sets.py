@@ -1,4 +1,4 @@
-"""Tokenized sets, whatever they are for: what a model says of them; what is there already is not computed again."""
+"""Scores models on tokenized sets of any task; existing results are reused."""
 
 import functools
 import json
@@ -36,35 +36,35 @@ from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from scoring.data_scores import score_data
 
-MAX_TOKENS_SHOWN = 2000  # of a sample
+MAX_TOKENS_SHOWN = 2000  # per sample
 
 
 def open_set(path: str) -> Mixture:
-    """A tokenized data set; ValueError where nothing of it has a loss."""
+    """Opens a tokenized data set; ValueError if it has no trained tokens."""
     data = Mixture([TokenizedData(path, option="--data")])
     data.check_trained("--data")
     return data
 
 
 def open_objective(data: Mixture, *, begins_anew: bool = False) -> Objective:
-    """What the set is for, with its loss as it is without options; `begins_anew`: a head that the model lacks."""
+    """The set's objective with default options; `begins_anew`: the model lacks a head."""
     name, settings = data.task.objective, Settings(head_seed=0 if begins_anew else None)
     return make_objective(name, settings, make_family(name, settings), data.task, data.count_labels)
 
 
 def check_set(data: Mixture, found: FoundModel) -> None:
-    """ValueError if the set is not for this model: its tokenizer, its kind, its labels, the length of its samples."""
+    """ValueError if the set does not fit the model: tokenizer, task, labels, or length of samples."""
     path = data.sources[0].path
     sidecar = data.sources[0].sidecar
     if sidecar is not None and sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(
-            f"--data {path}: was made with another tokenizer than that of {found.name}: tokenize it with that model's"
+            f"--data {path}: was made with another tokenizer than {found.name}'s: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"
         )
     objective = open_objective(data)
     kind = found.classifies or CAUSAL_LM
     if kind != data.task.objective:
-        raise ValueError(f"--data {path} is for {describe_task(data.task)}, and --model {found.name} for {kind}")
+        raise ValueError(f"--data {path} is for {describe_task(data.task)}, but --model {found.name} for {kind}")
     obstacle = objective.family.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
@@ -78,25 +78,26 @@ def check_labels(data: Mixture, found: FoundModel) -> None:
     """ValueError if the model's classes have other names, or another order, than the set's."""
     path, task, config = data.sources[0].path, data.task, found.config
     if found.adapter is not None:
-        log.warning(f"note: {found.name}: an adapter does not name its classes; their order is taken to be {path}'s")
+        log.warning(f"note: {found.name}: an adapter does not name its classes; assuming the order of {path}")
         return
     names = tuple(config.id2label[i] for i in sorted(config.id2label))
     is_other = len(names) != task.num_labels if task.label_type == "regression" else names != task.label_names
     if is_other:
         raise ValueError(
-            f"--data {path} is for {describe_task(task)}, and the labels of --model {found.name} are"
+            f"--data {path} is for {describe_task(task)}, but the labels of --model {found.name} are"
             f" {describe_names(names)}: tokenize the rows with --label-names in the model's order"
         )
     if getattr(config, "problem_type", None) not in (None, PROBLEM_TYPES[task.label_type]):
         raise ValueError(
-            f"--data {path} is for {describe_task(task)}, and --model {found.name} for {config.problem_type}"
+            f"--data {path} is for {describe_task(task)}, but --model {found.name} for {config.problem_type}"
         )
 
 
 def measure_sets(
     found: FoundModel, data_sets: dict[str, Mixture], folder: Path, *, dtype: str, cap: int, world: World
 ) -> dict[str, np.ndarray]:
-    """What the model says of every set, by the set's name; what is in `folder` is read. All ranks call this."""
+    """The model's losses or predictions on every set, by the set's name; reuses files in `folder`. All ranks call
+    this."""
     identity = found.identify() | {"dtype": dtype, "device": world.device.type, "torch": torch.__version__}
     scorer: PackedModel | None = None
     outcome = {}
@@ -118,9 +119,9 @@ def measure_sets(
 
 
 def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: World) -> PackedModel:
-    """The model as a run would have it in a validation. All ranks call this."""
+    """Builds the model as for a run's validation. All ranks call this."""
     if dtype == "float16":
-        raise ValueError("--dtype float16: --data is computed in bfloat16 or float32, as a run does it")
+        raise ValueError("--dtype float16: --data is computed in bfloat16 or float32, as in a run")
     method = Full() if found.adapter is None else choose_adapter_method(found.adapter, flag="--model")
     model = build_model(
         ModelSource(found.directory, found.config, found.trust_remote_code, name=found.base_name),
@@ -137,7 +138,7 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
 def score_set(
     scorer: PackedModel, data: Mixture, objective: Objective, *, cap: int, world: World
 ) -> Callable[[], list[dict[str, Any]]]:
-    """What the model says of one set: for rank 0 the lines of a file. All ranks call this."""
+    """Scores the model on one set; returns a function that makes the file's lines on rank 0. All ranks call this."""
     check_positions(scorer.model, longest=data.longest)
     found = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
     if objective.gives_predictions:
@@ -150,7 +151,7 @@ def write_lines(path: Path, describe: Callable[[], list[dict[str, Any]]], made_b
 
 
 def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np.ndarray]) -> Measured:
-    """All models' side by side, with the samples' texts by the tokenizer that they share."""
+    """All models' results side by side, with the samples' texts decoded by their common tokenizer."""
     objective = open_objective(data)
 
     def show(row: int) -> str:

@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness, as it is: its tasks, its prompts, its measures; our intervals and tests."""
+"""Runs EleutherAI's lm-evaluation-harness: its tasks, prompts and measures; our intervals and tests."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 HARNESS = "--lm-eval"
-MAX_SHOWN = 4000  # characters of a prompt that are kept for the page
+MAX_SHOWN = 4000  # characters of a prompt kept for the page
 
 
 def check_harness(tasks: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ def check_harness(tasks: Sequence[str]) -> None:
 def run_harness(
     found: FoundModel, options: EvaluateOptions, folder: Path, *, device: torch.device
 ) -> dict[str, list[dict[str, Any]]]:
-    """Each task's samples, with what they were scored, by the task's name."""
+    """Each task's samples with their scores, by the task's name."""
     path = folder / "lm_eval.json"
     tasks = [describe_task_file(Path(task)) if is_file(task) else task for task in options.lm_eval]
     made_by = found.identify() | {"tasks": tasks, "dtype": options.engines.dtype, "lm_eval": version("lm_eval")}
@@ -51,7 +51,7 @@ def run_harness(
 
 
 def call_harness(engine: HFEngine, tasks: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Runs the harness on a model that is loaded here."""
+    """Runs the harness on the engine's loaded model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -90,7 +90,7 @@ def open_tasks(tasks: Sequence[str]) -> tuple["TaskManager", list[str]]:
 
 
 def keep(sample: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of one of the harness's samples: what was asked, what is right, what was said, and the numbers."""
+    """The fields kept of one of the harness's samples: prompt, reference, answer and scores."""
     scores = {name: float(sample[name]) for name in sample["metrics"] if isinstance(sample[name], (int, float))}
     return {
         "prompt": str(next(iter(sample["arguments"]))[0])[:MAX_SHOWN],
@@ -102,7 +102,7 @@ def keep(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect_harness(outcomes: Sequence[dict[str, list[dict[str, Any]]] | None]) -> list[Measured]:
-    """The harness's tasks, all models side by side."""
+    """All models' results on the harness's tasks, side by side."""
     if not outcomes or outcomes[0] is None:
         return []
     measured = []

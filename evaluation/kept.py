@@ -1,4 +1,4 @@
-"""What has been measured stays, with what it was made by beside it, and is not computed again."""
+"""Stores results with a record of how they were made, so that they are not computed again."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,13 @@ from disk import read_object, written_aside
 
 
 def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
-    """Whether `path` is there, and was made by this; ValueError if it was made by something else."""
+    """Whether `path` exists and was made by `made_by`; ValueError if it was made by something else."""
     beside = name_beside(path)
     if not beside.is_file() or not path.is_file():
         return False
     if read_object(beside) != json.loads(json.dumps(made_by)):
         raise ValueError(
-            f"{path}: was measured otherwise before (see {beside.name}): name another --output-dir, or remove it"
+            f"{path}: was measured differently before (see {beside.name}): name another --output-dir, or remove it"
         )
     return True
 
@@ -24,7 +24,7 @@ def read_lines(path: Path) -> list[Any]:
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is damaged: {error}; remove it to have it measured again") from None
+        raise ValueError(f"{path}: is damaged: {error}; remove it to measure again") from None
 
 
 def write_made(path: Path, text: str, made_by: dict[str, Any]) -> None:

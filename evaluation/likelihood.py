@@ -1,8 +1,8 @@
-"""Choices by likelihood: the answer is the choice that the model finds likeliest after the prompt.
+"""Multiple choice by likelihood: the answer is the choice that is most likely after the prompt.
 
-Scored as EleutherAI's harness does: by the sum of the log-probabilities of a choice's tokens, and for the normalised
-answer by that sum over the choice's length in characters. White space at the end of a prompt is scored with its
-choices, because tokenizers join it with the word after it. L tokens of prompt and choice, V vocabulary size.
+Scored as in EleutherAI's harness: by the sum of the log-probabilities of a choice's tokens, for the normalised answer
+divided by the choice's length in characters. White space at the end of a prompt is scored with its choices, because
+tokenizers join it with the next word. L tokens of prompt and choice, V vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ranks.ending import log
 from ranks.terminal import show_progress
 from ranks.world import World, gather_on_rank0
 
-MAX_BATCH_TOKENS = 4096  # that have logits at once
+MAX_BATCH_TOKENS = 4096  # tokens with logits at once
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def encode_choices(prompt: Prompt, number: int, engine: HFEngine) -> list[Candid
     candidates = []
     for i, choice in enumerate(prompt.choices):
         whole = encode_text(text + choice, engine.tokenizer, is_rendered=is_rendered)
-        if is_empty:  # some tokenizers have added the prefix already
+        if is_empty:  # some tokenizers add the prefix themselves
             whole = [*given, *(whole[1:] if whole[:1] == given else whole)]
         ids = [*given, *whole[len(given) :]]
         if len(ids) == len(given):
@@ -54,11 +54,11 @@ def encode_choices(prompt: Prompt, number: int, engine: HFEngine) -> list[Candid
 
 
 def find_prefix(prompt: Prompt, tokenizer: Any) -> int:
-    """The token before a choice that has no prompt: the one that begins a text, else the one that ends it."""
+    """The token before a choice without a prompt: the bos token, else the eos token."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
-    raise ValueError(f"{prompt.place}: the prompt is empty, and the tokenizer has no token that begins or ends a text")
+    raise ValueError(f"{prompt.place}: the prompt is empty, and the tokenizer has no bos or eos token")
 
 
 def measure_length(choice: str) -> int:
@@ -67,7 +67,7 @@ def measure_length(choice: str) -> int:
 
 
 def score_choices(engine: HFEngine, prompts: Sequence[Prompt], world: World) -> list[list[float]] | None:
-    """On rank 0, the log-probabilities of each prompt's choices; None on the others. Each rank scores its share."""
+    """The log-probabilities of each prompt's choices on rank 0; None on others. Each rank scores its share."""
     own = range(world.rank, len(prompts), world.world_size)
     candidates = [candidate for i in own for candidate in encode_choices(prompts[i], i, engine)]
     num_joined = sum(candidate.joins for candidate in candidates)
@@ -96,7 +96,7 @@ def score_candidates(engine: HFEngine, candidates: Sequence[Candidate]) -> dict[
 
 
 def make_batches(candidates: Sequence[Candidate], batch_size: int) -> list[list[Candidate]]:
-    """In their order, the longest first."""
+    """Batches of candidates, which are sorted longest first."""
     batches: list[list[Candidate]] = []
     for candidate in candidates:
         room = min(batch_size, max(1, MAX_BATCH_TOKENS // len(batches[-1][0].ids))) if batches else 0
@@ -107,7 +107,7 @@ def make_batches(candidates: Sequence[Candidate], batch_size: int) -> list[list[
 
 
 def score_batch(engine: HFEngine, batch: Sequence[Candidate]) -> list[float]:
-    """Padded on the right, which what comes before never sees, whatever the layers."""
+    """Log-probabilities of a batch, padded on the right so that padding affects no token in any kind of layer."""
     longest = max(len(candidate.ids) for candidate in batch)
     input_ids = torch.zeros(len(batch), longest, dtype=torch.long)
     mask = torch.zeros_like(input_ids)
@@ -121,7 +121,7 @@ def score_batch(engine: HFEngine, batch: Sequence[Candidate]) -> list[float]:
 
 
 def sum_log_probabilities(logits: Tensor, candidate: Candidate) -> float:
-    """Of the choice's tokens, from the logits (L, V) of the prompt and the choice."""
+    """Log-probability of the choice's tokens, from the logits (L, V) of prompt and choice."""
     targets = torch.tensor(candidate.ids[candidate.num_given :], device=logits.device)
     predicting = logits[candidate.num_given - 1 : len(candidate.ids) - 1].float()
     return predicting.log_softmax(-1).gather(1, targets[:, None]).sum().item()

@@ -1,4 +1,4 @@
-"""Losses of language models on tokenized sets, a sample at a time."""
+"""Losses of language models on tokenized sets, by sample."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from evaluation.kept import read_lines
 from evaluation.results import Measured
 from objectives.next_tokens import MAX_EXPONENT
 
-SUMS = ("loss_sum", "num_right", "num_targets")  # of a sample, as files name them
+SUMS = ("loss_sum", "num_right", "num_targets")  # keys of a sample in files
 FILE = "losses.jsonl"
 
 
@@ -25,7 +25,7 @@ def read_losses(path: Path) -> np.ndarray:  # (samples, 3)
 
 
 def collect_losses(name: str, sums: Sequence[np.ndarray], show: Callable[[int], str]) -> Measured:
-    """All models' sums, side by side; samples of which nothing is trained are left out. `show` gives a row's text."""
+    """All models' sums side by side, without samples that have no trained tokens. `show` returns a row's text."""
     together = np.stack(sums)  # (models, samples, 3)
     kept = np.flatnonzero(together[0, :, 2] > 0)
     losses, right, targets = together[:, kept, 0], together[:, kept, 1], together[0, kept, 2]

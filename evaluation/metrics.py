@@ -1,7 +1,7 @@
-"""Measures of an answer against its references: each gives a number from 0 to 1, and of several references the best.
+"""Measures of an answer against its references, from 0 to 1; the best of several references counts.
 
-Normalising is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles, single
-spaces. ROUGE, BLEU and chrF are their libraries' (rouge-score, sacrebleu), classification is scikit-learn's.
+Normalisation is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles, single
+spaces. ROUGE, BLEU and chrF are from rouge-score and sacrebleu, classification from scikit-learn.
 """
 
 import functools
@@ -21,7 +21,7 @@ OTHER_LABEL = "(none of the labels)"
 
 
 def normalise(text: str) -> str:
-    """Of a text that is an article and nothing else, such as the answer A, the article stays."""
+    """SQuAD's normalisation, but a text that is only an article, such as the answer A, stays."""
     return " ".join(ARTICLES.sub(" ", simplify(text)).split()) or simplify(text)
 
 
@@ -39,12 +39,12 @@ def normalised_match(answer: str, reference: str) -> float:
 
 
 def contains(answer: str, reference: str) -> float:
-    """Whether the reference's words stand in the answer, next to each other."""
+    """Whether the answer contains the reference's words consecutively."""
     return float(f" {normalise(reference)} " in f" {normalise(answer)} ")
 
 
 def extract_number(text: str) -> Decimal | None:
-    """The number behind the last `####`, as GSM8K writes it; else the last number of the text."""
+    """The number after the last `####` (GSM8K), else the last number of the text."""
     marked, numbers = MARKED_NUMBER.findall(text), NUMBER.findall(text)
     found = (marked or numbers or [""])[-1].replace(",", "").replace("$", "").rstrip(".")
     try:
@@ -59,7 +59,7 @@ def number(answer: str, reference: str) -> float:
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """Harmonic mean of the shares of words, normalised, that the two have in common."""
+    """F1 of the normalised words that answer and reference have in common."""
     said, wanted = normalise(answer).split(), normalise(reference).split()
     if not said or not wanted:
         return float(said == wanted)
@@ -96,7 +96,7 @@ MEASURES: dict[str, Measure] = {
     "contains": contains,
     "number": number,
     "token_f1": token_f1,
-    "label": exact_match,  # of the label that is read out of the answer
+    "label": exact_match,  # with the label that `read_label` finds in the answer
     "rouge_1": functools.partial(rouge, kind="rouge1"),
     "rouge_2": functools.partial(rouge, kind="rouge2"),
     "rouge_l": functools.partial(rouge, kind="rougeL"),
@@ -108,7 +108,7 @@ PACKAGES = {"rouge_1": "rouge_score", "rouge_2": "rouge_score", "rouge_l": "roug
 
 
 def choose_measures(given: Sequence[str], references: Sequence[Sequence[str]]) -> list[str]:
-    """Those that were asked for; else numbers for references that are numbers, and what compares words."""
+    """The given measures, or defaults: numeric ones if all references are numbers, else comparisons of words."""
     if given:
         return list(given)
     texts = [reference for several in references for reference in several]
@@ -124,7 +124,7 @@ def score_answer(measure: str, answer: str, references: Sequence[str], labels: S
 
 
 def read_label(answer: str, labels: Sequence[str]) -> str:
-    """Which of the labels the answer says: all of it, or its beginning; the longest that fits."""
+    """The longest label that the answer equals or begins with."""
     said = simplify(answer)
     fitting = [label for label in labels if f"{said} ".startswith(f"{simplify(label)} ") and simplify(label)]
     return max(fitting, key=len, default=OTHER_LABEL)
@@ -146,7 +146,7 @@ def report_labels(said: Sequence[str], wanted: Sequence[str]) -> dict[str, Any]:
 def score_corpus(
     measures: Sequence[str], answers: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """What is no mean over samples: BLEU and chrF of the whole, and the report on labels."""
+    """Measures that are not means over samples: corpus BLEU and chrF, and the report on labels."""
     found: dict[str, Any] = {}
     if {"bleu", "chrf"} & set(measures):
         import sacrebleu

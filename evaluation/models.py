@@ -1,4 +1,4 @@
-"""Which models are measured: those that are named, and the exports of a run; and what each is called."""
+"""Models to measure, by name or as exports of a run, and their labels."""
 
 import re
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ EXPORTS = "hf_format"
 
 @dataclass(frozen=True)
 class Named:
-    """A model to measure. `label` is what results call it, and its folder's name: no two have the same."""
+    """A model to measure. `label` is its unique name in results, and of its folder."""
 
     label: str
-    name: str  # as engines find it
+    name: str  # name or path for engines
 
 
 def list_models(names: tuple[str, ...], run: str | None) -> list[Named]:
-    """The models of --model, then the exports of --run in the order in which they were made."""
+    """The models of --model, then the exports of --run in the order of their training."""
     found = list(names) if run is None else [*names, *map(str, find_exports(Path(run)))]
     twice = sorted({name for name in found if found.count(name) > 1})
     if twice:
-        raise ValueError(f"--model {twice[0]}: is among the exports of --run, too: leave one out")
+        raise ValueError(f"--model {twice[0]}: is also among the exports of --run: leave one out")
     return [Named(label, name) for label, name in zip(make_labels(found), found, strict=True)]
 
 
 def find_exports(run: Path) -> list[Path]:
-    """The run's exports, by the samples that they have seen; the best one last."""
+    """The run's exports, by number of trained samples; the best one last."""
     folder = run / EXPORTS
     if not folder.is_dir():
         raise ValueError(f"--run {run}: has no {EXPORTS}: name the --output-dir of a run that has exported its model")
@@ -48,7 +48,7 @@ def find_exports(run: Path) -> list[Path]:
 
 
 def make_labels(names: list[str]) -> list[str]:
-    """The shortest ends of the names, by their parts, that tell all of them apart; fit for a file's name."""
+    """The shortest distinct suffixes of the names, by path components, cleaned for use as file names."""
     parts = [[part for part in name.split("/") if part not in ("", ".", EXPORTS)] for name in names]
     for count in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(own[-count:]) for own in parts]
@@ -61,10 +61,10 @@ def make_labels(names: list[str]) -> list[str]:
 
 
 def name_files(paths: list[str]) -> dict[str, str]:
-    """What each set is called, by its path: its file's name, without the ending where that tells it from the others."""
+    """The name of each set by its path: its file's name, without the ending if that is unique."""
     stems = {path: Path(path).name.split(".")[0] for path in paths}
     names = {path: stem if list(stems.values()).count(stem) == 1 else Path(path).name for path, stem in stems.items()}
     twice = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
     if twice or len(names) < len(paths):
-        raise ValueError(f"--task, --data: two files are called {', '.join(twice) or 'the same'}: rename one")
+        raise ValueError(f"--task, --data: two files are named {', '.join(twice) or 'the same'}: rename one")
     return names

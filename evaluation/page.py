@@ -7,13 +7,13 @@ from typing import Any
 from pages.page import escape_json, fold, make_page
 
 PAGE = Path(__file__).with_name("results.html")
-MAX_SAMPLES = 2000  # of a set on the page: those that models differ most on
-MAX_NAMED = 4  # models in the title
-MAX_CHARS = 6000  # a longer text loses its middle
+MAX_SAMPLES = 2000  # per set on the page, those on which models differ most
+MAX_NAMED = 4  # most models named in the title
+MAX_CHARS = 6000  # longer texts lose their middle
 
 
 def make_results_page(result: dict[str, Any], sets: Sequence[dict[str, Any]]) -> str:
-    """The page as HTML; `sets` has what was asked and said for each of `result`'s sets."""
+    """The page as HTML; `sets`: prompts and answers of each of `result`'s sets."""
     labels = [model["label"] for model in result["models"]]
     described = [describe_set(one, own["shown"], own["samples"]) for one, own in zip(result["sets"], sets, strict=True)]
     title = ", ".join(labels) if len(labels) <= MAX_NAMED else f"{len(labels)} models"
@@ -24,7 +24,7 @@ def make_results_page(result: dict[str, Any], sets: Sequence[dict[str, Any]]) ->
 def describe_set(
     one: dict[str, Any], shown: Sequence[dict[str, Any]], samples: Sequence[Sequence[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """What the script draws of a set: its numbers, and the samples that models differ most on."""
+    """The script's data of a set: its numbers, and the samples on which models differ most."""
     names = [metric["name"] for metric in one["metrics"]]
     ordered = sorted(range(len(shown)), key=lambda i: (-measure_spread([own[i] for own in samples], names[0]), i))
     kept = sorted(ordered[:MAX_SAMPLES])
@@ -56,7 +56,7 @@ def describe_answer(sample: dict[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def measure_spread(samples: Sequence[dict[str, Any]], name: str) -> float:
-    """How far the models are apart on a sample; of equal scores, whether they said the same."""
+    """The range of the models' scores on a sample, slightly more if their answers differ."""
     scores = [sample["scores"][name] for sample in samples]
     said = {sample.get("answer") for sample in samples}
     return max(scores) - min(scores) + (1e-9 if len(said) > 1 else 0.0)

@@ -1,4 +1,4 @@
-"""What was measured, put together: means with intervals, pairs of models, the best, and the samples side by side."""
+"""Results of an evaluation: means with intervals, pairs of models, the best model, and samples side by side."""
 
 import json
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from disk import written_aside
 from evaluation.comparison import Scores, compare
 from evaluation.page import make_results_page
 
-ALPHA = 0.05  # below it a difference is called one
-SEED = 0  # of the bootstrap's and the permutations' draws
+ALPHA = 0.05  # significance level of differences
+SEED = 0  # of the bootstrap and the permutations
 
-Sample = dict[str, Any]  # of one model: what it said, and its scores
+Sample = dict[str, Any]  # one model's answer and scores
 
 
 @dataclass
@@ -22,13 +22,13 @@ class Measured:
 
     name: str
     kind: str  # answers, choices, losses, classes, harness
-    shown: list[dict[str, Any]]  # of each sample what was asked, and what is right
+    shown: list[dict[str, Any]]  # prompt and references of each sample
     samples: list[list[Sample]]
     scores: list[Scores]
-    extras: list[dict[str, Any]] = field(default_factory=list)  # of each model
+    extras: list[dict[str, Any]] = field(default_factory=list)  # one per model
 
     def describe(self, *, seed: int, num_resamples: int) -> dict[str, Any]:
-        """For results.json."""
+        """The set's entry in results.json."""
         metrics = [compare(scores, seed=seed, num_resamples=num_resamples) for scores in self.scores]
         return {"name": self.name, "kind": self.kind, "num_samples": len(self.shown), "metrics": metrics,
                 "extras": self.extras}  # fmt: skip
@@ -48,13 +48,13 @@ def write_results(
 
 
 def find_best(metric: dict[str, Any]) -> int:
-    """The model with the best mean; of equal ones the first."""
+    """The first model with the best mean."""
     means = [value["mean"] * (1 if metric["higher_is_better"] else -1) for value in metric["values"]]
     return means.index(max(means))
 
 
 def find_pair(metric: dict[str, Any], a: int, b: int) -> dict[str, Any]:
-    """The comparison of b with a, whichever way round it stands there."""
+    """The comparison of b with a, turned round if the metric has that of a with b."""
     for pair in metric["pairs"]:
         if (pair["a"], pair["b"]) == (a, b):
             return pair
@@ -65,7 +65,7 @@ def find_pair(metric: dict[str, Any], a: int, b: int) -> dict[str, Any]:
 
 
 def write_verdicts(result: dict[str, Any], labels: Sequence[str]) -> list[str]:
-    """Lines for people: of each set, by its first measure, which model is the best, and what that means."""
+    """Text lines that compare the models with the best one, by each set's first measure."""
     lines = []
     for measured in result["sets"]:
         metric = measured["metrics"][0]
@@ -84,7 +84,7 @@ def describe_value(value: dict[str, float]) -> str:
 
 
 def describe_pair(pair: dict[str, Any]) -> str:
-    """Against the best one."""
+    """A model's difference from the best one."""
     told = "" if pair["p_holm"] < ALPHA else ", which may be chance"
     return (
         f"{pair['difference']:+.4f}; better on {pair['num_better']:,}, worse on {pair['num_worse']:,}"

@@ -1,6 +1,6 @@
 """YAML files of tasks and groups for EleutherAI's harness: their names, and the files that they depend on.
 
-Files are read as data here; functions that they name are not called.
+Files are only read as data here; functions that they name are not called.
 """
 
 import glob
@@ -40,7 +40,7 @@ def read_config(path: Path, including: tuple[Path, ...] = ()) -> tuple[dict[str,
     check_yaml(path, named=str(path))
     try:
         config = yaml.load(path.read_bytes(), Loader=Loader)
-    except (yaml.YAMLError, ValueError) as error:  # an unknown tag, a date or a number that there is not
+    except (yaml.YAMLError, ValueError) as error:  # an unknown tag, an invalid date or number
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     included = config.pop("include", [])
     merged: dict[str, Any] = {}
@@ -97,15 +97,15 @@ def list_members(config: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_task_file(path: Path) -> dict[str, Any]:
-    """A file's name for the harness, and what its results depend on: `files` by path with their digests, and `others`
-    by name."""
+    """A file's name for the harness, and the dependencies of its results: `files` by path with digests, and `others` by
+    name."""
     files, others = find_dependencies(path)
     digests = {os.path.relpath(found, path.parent): hash_file(found)["sha256"] for found in files}
     return {"name": find_name(path), "files": dict(sorted(digests.items())), "others": sorted(others)}
 
 
 def find_dependencies(path: Path) -> tuple[set[Path], set[str]]:
-    """All files that a task or group is made of, and the names of its tasks that the harness has itself."""
+    """All files of a task or group, and the names of its tasks that are the harness's own."""
     index, waiting = index_folder(path.parent), [path]
     seen: set[Path] = set()
     depends, others = set(), set()
@@ -122,7 +122,7 @@ def find_dependencies(path: Path) -> tuple[set[Path], set[str]]:
 
 
 def find_modules(config: dict[str, Any], files: Sequence[Path]) -> Iterator[Path]:
-    """The Python files whose functions a task names, with those beside them, which they may import."""
+    """The Python files whose functions a task names, and those in the same folders, which they may import."""
     names = [value[FUNCTION] for value in walk(config) if isinstance(value, dict) and FUNCTION in value]
     for name in names:
         module = name.rpartition(".")[0].replace(".", "/") + ".py"
@@ -140,7 +140,7 @@ def find_data(config: dict[str, Any]) -> Iterator[Path]:
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """A value, and all values nested in it."""
+    """Yields a value and all values nested in it."""
     yield value
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in inside:

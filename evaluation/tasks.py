@@ -1,4 +1,4 @@
-"""What a model says to a task's prompts, and how right it is; what is there already is not computed again."""
+"""Generates and scores a model's answers to a task's prompts; existing results are reused."""
 
 import json
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from options import EvaluateOptions, SamplingOptions
 from ranks.world import World, call_on_rank0
 
 CHOICE_MEASURES = ["choice", "choice_normalised"]
-SCORING = "white space at a prompt's end is scored with its choices"  # results scored otherwise are not reused
+SCORING = "white space at a prompt's end is scored with its choices"  # results scored differently are not reused
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts with what is right. `measures` are what every answer is scored by."""
+    """Prompts with their references, and the measures of every answer."""
 
     name: str
     prompts: list[Prompt]
@@ -40,15 +40,15 @@ class Task:
 
 
 def open_task(path: str, name: str, options: EvaluateOptions) -> Task:
-    """Reads a task's file; ValueError for a prompt without anything to compare an answer with."""
+    """Reads a task's file; ValueError for a prompt without a reference."""
     prompts = read_prompts([path], options.format, flag="--task")
     with_choices = [prompt for prompt in prompts if prompt.choices]
     if with_choices:
         if len(with_choices) < len(prompts):
             other = next(prompt for prompt in prompts if not prompt.choices)
-            raise ValueError(f"--task {path}: some rows have choices, and {other.place} has none: make two tasks")
+            raise ValueError(f"--task {path}: some rows have choices, but {other.place} has none: make two tasks")
         if options.engines.engine != "hf":
-            raise ValueError(f"--task {path}: choices are measured by their likelihood, which needs --engine hf")
+            raise ValueError(f"--task {path}: choices are scored by likelihood, which needs --engine hf")
         return Task(name, prompts, CHOICE_MEASURES)
     for prompt in prompts:
         if not prompt.references:
@@ -95,7 +95,7 @@ def write_samples(path: Path, samples: Sequence[Sample], task: Task) -> None:
 
 
 def collect_task(task: Task, samples: Sequence[list[Sample]]) -> Measured:
-    """All models' samples, side by side."""
+    """All models' samples side by side."""
     shown = [
         {
             "place": prompt.place,
@@ -114,7 +114,7 @@ def collect_task(task: Task, samples: Sequence[list[Sample]]) -> Measured:
 
 
 def summarize_answers(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What is told of a model's answers as a whole, beside the means of their scores."""
+    """Corpus measures of a model's answers, in addition to the means of their scores."""
     if task.has_choices:
         return {}
     answers = [sample["answer"] for sample in samples]

@@ -1,10 +1,10 @@
-"""Packs samples with images under two caps, tokens and patches: `batch_packer.pack_batch` calls it where both count.
+"""Packs samples with images under two caps, tokens and patches: `batch_packer.pack_batch` calls it if both apply.
 
-Fewest steps first, then the least sum over steps of the costliest micro-batch, as there. A sample has two sizes, so
-there is no order in which what follows is always smaller, on which the search of texts stands. This one is plainer, in
-time O(n * bins): first-fit over three orders, level plans (each sample to the cheapest bin that has room) with fewer
-steps by bisection, then moves and swaps between bins of a step. Source: first-fit decreasing for vectors (Panigrahy,
-Talwar, Uyeda and Wieder 2011, "Heuristics for vector bin packing").
+As there, fewest steps first, then the least sum over steps of the costliest micro-batch. With two sizes per sample
+there is no descending order, which the search for texts relies on. This search is simpler, in time O(n * bins):
+first-fit over three orders, level plans (each sample to the cheapest bin that has room) with fewer steps by bisection,
+then moves and swaps between bins of a step. Source: first-fit decreasing for vectors (Panigrahy, Talwar, Uyeda and
+Wieder 2011, "Heuristics for vector bin packing").
 
 n samples, R ranks, K steps; bins k*R to k*R + R-1 are step k. The compiled code adds floats in a fixed order, without
 fast-math: the same table on every machine.
@@ -13,8 +13,8 @@ fast-math: the same table on every machine.
 import numpy as np
 from numba import njit
 
-NUM_ROUNDS = 8  # of exchanges between the bins of each step
-LEAST_GAIN = 2.0**-30  # share of a load below which no exchange is worth it
+NUM_ROUNDS = 8  # rounds of exchanges between the bins of each step
+LEAST_GAIN = 2.0**-30  # least gain of an exchange, as a share of the load
 
 compiled = njit(nogil=True)
 
@@ -53,7 +53,7 @@ def _fill_first(sizes, caps, order, bin_of):
 
 @compiled
 def _fill_level(sizes, costs, caps, order, num_bins, bin_of):
-    """Each sample into the cheapest bin with room; returns whether all found one."""
+    """Puts each sample into the cheapest bin with room; returns whether all found one."""
     filled, load = np.zeros((num_bins, 2), np.int64), np.zeros(num_bins)
     for sample in order:
         found = -1
@@ -71,7 +71,7 @@ def _fill_level(sizes, costs, caps, order, num_bins, bin_of):
 
 @compiled
 def _exchange(sizes, costs, caps, bin_of, heavy, light, load, filled):
-    """Moves a sample from `heavy` to `light`, or swaps two, so that the costlier of both costs least; whether any."""
+    """Moves a sample from `heavy` to `light`, or swaps two, to best level their loads; returns whether it did."""
     wanted = (load[heavy] - load[light]) / 2
     least_error = wanted - LEAST_GAIN * load[heavy]
     give, take = -1, -1
@@ -132,7 +132,7 @@ def _level_steps(sizes, costs, caps, num_steps, num_ranks, bin_of):
 
 @njit(nogil=True, cache=True)  # the one entry, so the one cache file
 def _assign(sizes, costs, caps, orders, num_ranks):
-    # The fewest steps that first-fit needs, or that a level plan has room in.
+    # Fewest steps of first-fit or a level plan.
     best, plan = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
     steps, least = len(sizes) + 1, 1
     for order in orders:
@@ -152,7 +152,7 @@ def _assign(sizes, costs, caps, orders, num_ranks):
         else:
             least = middle + 1
 
-    # With so many the cheapest of all plans that have room.
+    # Cheapest plan with that many steps.
     best_cost = _level_steps(sizes, costs, caps, steps, num_ranks, best)
     for order in orders:
         if _fill_level(sizes, costs, caps, order, steps * num_ranks, plan):

@@ -1,4 +1,4 @@
-"""Packs samples under one cap, tokens: `batch_packer.pack_batch` calls it where no images count.
+"""Packs samples under one cap, tokens: `batch_packer.pack_batch` calls it for samples without images.
 
 A heuristic in time O(n log n) per plan and memory O(n + K * num_ranks):
 
@@ -10,10 +10,10 @@ A heuristic in time O(n log n) per plan and memory O(n + K * num_ranks):
 Sources: first-fit decreasing needs at most 11/9 OPT + 6/9 bins (Dosa 2007); LPT is Graham 1969; the search
 per bin is a short form of minimum bin slack (Gupta and Ho 1999).
 
-Words: a bin is the micro-batch of one rank in one step; bins and samples are numbers, samples counted in
-descending order of length (so position 0 is the longest); `weights` are what a plan levels, costs or tokens,
-and never increase with position. Compiled code adds floats in a fixed order, without fast-math, and has no
-product that a compiler could fuse with a sum and change: the same table on every machine.
+Terms: a bin is the micro-batch of one rank in one step; bins and samples are numbers, samples counted in
+descending order of length (so position 0 is the longest); `weights` are the quantity that a plan levels, costs
+or tokens, and never increase with position. Compiled code adds floats in a fixed order, without fast-math, and
+has no product that a compiler could fuse with a sum: the same table on every machine.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit
 
 NUM_ROUNDS = 8  # rounds of exchanges between pairs of bins; later ones gain less than 0.02 %
-MAX_EXCHANGES = 4  # the most exchanges of a pair of bins in one round
+MAX_EXCHANGES = 4  # most exchanges of a pair of bins in one round
 SEARCH_WIDTH = 32  # second samples to try in a bin when first-fit decreasing needs too many bins
 LEAST_GAP = 2.0**-30  # share of a load below which a gap stays; a power of two, so the product is exact
 CLOSE_ENOUGH = 1 + 1e-5  # no further plan is tried below this multiple of the cost's lower bound
@@ -31,7 +31,7 @@ compiled = njit(nogil=True)  # nogil: a prefetch thread runs it
 
 
 # --- Filling bins -----------------------------------------------------------------------------------------
-# `next_free` (n + 1,) leads from any position to the first sample at or after it that is in no bin yet.
+# `next_free` (n + 1,) leads from any position to the first sample at or after it that is not in a bin yet.
 
 
 @compiled
@@ -71,10 +71,10 @@ def _take_greedily(lengths, weights, next_free, position, room, budget, bin_of, 
 
 @compiled
 def _fill_bin(lengths, weights, next_free, cap, budget, width, bin_of, bin_index):
-    """Fills a bin from the longest free sample on and returns what is left of the budget.
+    """Fills a bin, beginning with the longest free sample, and returns the rest of the budget.
 
-    With width 1 bins filled one after the other are those of first-fit decreasing; otherwise `width`
-    second samples of different lengths are tried, and the one that leaves the least room wins.
+    With width 1, successive bins are those of first-fit decreasing; otherwise `width` second samples of
+    different lengths are tried, and the one that leaves the least room wins.
     """
     seed = _find_free(next_free, 0)
     bin_of[seed] = bin_index
@@ -123,8 +123,8 @@ def _fill_level(lengths, weights, cap, num_steps, num_ranks, bin_of):
     """LPT under the cap, after whole steps for outliers; returns whether every sample found a bin.
 
     A sample heavier than the mean of the open bins fixes the cost of its step, so that step's bins are
-    filled up to it first; spreading the rest over all bins would leave them idle beside the outlier. The
-    last step takes what is left, so a cap that never binds always succeeds.
+    filled up to it first; spreading the rest over all bins would leave them idle next to the outlier. The
+    last step takes the rest, so a cap that never binds always succeeds.
     """
     num_samples, num_bins = len(lengths), num_steps * num_ranks
     next_free = np.arange(num_samples + 1)
@@ -206,7 +206,7 @@ def _move(lengths, weights, bins, position, source, target):
 
 @compiled
 def _find_exchange(lengths, weights, cap, bins, heavy, light):
-    """Returns which sample `heavy` gives and `light` gives back (-1: none) to bring their loads closest.
+    """Returns the samples that `heavy` gives and `light` gives back (-1: none) to bring their loads closest.
 
     The wanted difference is half the gap. Both lists descend, so one walk over the two finds it.
     """
@@ -244,7 +244,7 @@ def _level_pair(lengths, weights, cap, bins, one, other):
 
 @compiled
 def _sort_descending(bins, keys):
-    """Shell sort in place, quick where rounds change little; np.argsort takes seconds more to compile."""
+    """Shell sort in place, fast on nearly sorted bins; np.argsort takes seconds more to compile."""
     gap = 1
     while gap < len(bins) // 3:
         gap = 3 * gap + 1

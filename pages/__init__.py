@@ -1,1 +1,1 @@
-"""Pages for a browser: what all of them share."""
+"""Common parts of HTML pages."""

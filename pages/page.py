@@ -1,4 +1,4 @@
-"""One HTML file from a page's parts: it needs no network, and no script runs in it but its own."""
+"""Makes one HTML file from a page's parts: it needs no network, and runs only its own scripts."""
 
 import base64
 import hashlib
@@ -12,10 +12,10 @@ FOLDER = Path(__file__).parent
 
 
 def make_page(path: Path, parts: dict[str, str], *, title: str, library: str = "", policy: str = "") -> str:
-    """The page at `path` (.html), its style and script beside it, and `parts` in the places of $NAMES$.
+    """The page at `path` (.html) with the style and script next to it, and $NAMES$ replaced by `parts`.
 
-    Style and script come after those that all pages share. `parts` are HTML, `title` is text. The page's policy names
-    each script by its hash, `library` among them, and allows nothing else but what `policy` adds.
+    Style and script come after the common ones of all pages. `parts` are HTML, `title` is text. The page's policy
+    allows only its scripts, including `library`, by their hashes, and the additions in `policy`.
     """
     style, script = (
         (FOLDER / f"page{suffix}").read_text(encoding="utf-8") + path.with_suffix(suffix).read_text(encoding="utf-8")
@@ -34,12 +34,12 @@ def make_page(path: Path, parts: dict[str, str], *, title: str, library: str = "
 
 
 def hash_script(text: str) -> str:
-    """As a policy names it."""
+    """The script's hash in the form of a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def fold(text: str, limit: int) -> str:
-    """A long text without its middle."""
+    """`text`, without its middle if longer than `limit`."""
     if len(text) <= limit:
         return text
     head, tail = text[: limit * 2 // 3], text[len(text) - limit // 3 :]
@@ -47,6 +47,6 @@ def fold(text: str, limit: int) -> str:
 
 
 def escape_json(value: Any) -> str:
-    """JSON in ASCII without the characters that HTML gives a meaning to."""
+    """JSON in ASCII with the special characters of HTML escaped."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,1 +1,1 @@
-"""Files of runs -> their curves: a page for a browser, a picture, or a page that follows runs as they go."""
+"""Plots the curves of runs: a page for a browser, a picture, or a live page."""

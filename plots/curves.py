@@ -1,4 +1,4 @@
-"""The curves of runs as they go into a page or a picture: which there are, and long ones thinned, extremes kept."""
+"""Selects the curves of runs for a page or a picture, and thins long ones, keeping extremes."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ import numpy as np
 
 from plots.run_files import SET, SOURCE, Column, MetricsReader, Run
 
-# Colours that people with any colour vision tell apart (tests/test_plots.py measures it): on white, on black.
+# Colours that are distinct with any colour vision (tests/test_plots.py measures it): on white, on black.
 COLOURS = (
     ("#0078b4", "#3c96c3"),
     ("#d25a00", "#f09600"),
@@ -18,11 +18,11 @@ COLOURS = (
     ("#d25aff", "#e1c3ff"),
     ("#6900f0", "#a53cff"),
 )
-DASHES = ("solid", "dash", "dot", "dashdot")  # With more runs than colours these tell those of one colour apart.
-NUMBERS_ON_PAGE = 450_000  # about 5 MB, whatever runs there are
-FEWEST_POINTS, MOST_POINTS = 200, 10_000  # of a run's curve, however many runs there are
+DASHES = ("solid", "dash", "dot", "dashdot")  # distinguish runs of one colour if there are more runs than colours
+NUMBERS_ON_PAGE = 450_000  # about 5 MB, for any number of runs
+FEWEST_POINTS, MOST_POINTS = 200, 10_000  # per curve, for any number of runs
 MOST_PARTS = 12  # sources or sets with a chart of their own
-DIGITS = 6  # that numbers on the page have
+DIGITS = 6  # significant digits of numbers on the page
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Chart:
     key: str  # the column's name
     title: str
     unit: str = ""
-    is_noisy: bool = False  # and so worth to be smoothed
+    is_noisy: bool = False  # smoothed on the page
     is_of_validations: bool = False
     section: str = ""  # heading of a row of small charts
 
@@ -53,7 +53,7 @@ VALIDATION_CHARTS = (
 
 
 def list_charts(runs: list[Run]) -> list[Chart]:
-    """The charts that some run has numbers for, in the order in which they are looked at."""
+    """The charts for which some run has numbers, in the order of the page."""
     first, *others = [chart for chart in STEP_CHARTS if chart.key == "loss" or has_numbers(runs, chart)]
     validations = [chart for chart in VALIDATION_CHARTS if has_numbers(runs, chart)]
     sources = [
@@ -73,7 +73,7 @@ def has_numbers(runs: list[Run], chart: Chart) -> bool:
 
 
 def list_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
-    """Columns of all sources or sets, those with the most numbers first."""
+    """Columns of all sources or sets, sorted by count of numbers, highest first."""
     counts: dict[str, int] = {}
     for reader in readers:
         for name in reader.list_columns(prefix):
@@ -86,7 +86,7 @@ def choose_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
 
 
 def list_omissions(runs: list[Run]) -> list[str]:
-    """What the page does not show, in words: sources and sets without a chart, and runs whose points are merged."""
+    """Notes on omissions of the page: sources and sets without a chart, and runs with merged points."""
     omitted = []
     for readers, prefix, things in (
         ([run.steps for run in runs], SOURCE, "sources"),
@@ -97,14 +97,14 @@ def list_omissions(runs: list[Run]) -> list[str]:
     longest, most = max(len(run.steps) for run in runs), count_points(runs)
     if longest > most:
         omitted.append(
-            f"Long runs are thinned to {most:,} points, of the longest each of about {longest / most:.0f} steps: their"
-            " mean, and their lowest and highest value, so that no spike is lost."
+            f"Long runs are thinned to {most:,} points, in the longest run one per {longest / most:.0f} steps or so:"
+            " their mean, lowest and highest value, so that no spike is lost."
         )
     return omitted
 
 
 def count_points(runs: list[Run]) -> int:
-    """Points that each run's curves may have, for a page of bounded size."""
+    """Most points per curve, for a page of bounded size."""
     num_curves = sum(not chart.is_of_validations for chart in list_charts(runs))
     fitting = NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves))
     return min(MOST_POINTS, max(FEWEST_POINTS, fitting))
@@ -132,12 +132,12 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
 
 
 def choose_starts(num_steps: int, max_points: int) -> np.ndarray:
-    """Where each point's steps begin: as many of them as there are, or equal shares."""
+    """Index of each point's first step: one step per point, or equal shares."""
     return np.linspace(0, num_steps, min(num_steps, max_points), endpoint=False).astype(np.int64)
 
 
 def thin(values: Column, starts: np.ndarray) -> dict[str, list[float | None]]:
-    """The mean of each point's steps, and their lowest and highest value where there are several; None for none."""
+    """The mean of each point's steps, and their lowest and highest value if there are several; None for none."""
     if len(starts) == len(values):
         return {"mean": to_numbers(values)}
     is_there = np.isfinite(values)
@@ -150,7 +150,7 @@ def thin(values: Column, starts: np.ndarray) -> dict[str, list[float | None]]:
 
 
 def list_axes(run: Run) -> dict[str, Column]:
-    """What a curve can be drawn over, at the end of each step."""
+    """Values of the possible horizontal axes, at the end of each step."""
     return {
         "step": run.steps["step"],
         "samples": run.steps["total_samples_accumulated"],
@@ -160,7 +160,7 @@ def list_axes(run: Run) -> dict[str, Column]:
 
 
 def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | None]]:
-    """Where the ends of `steps` are on every axis; step 0 is before the first."""
+    """Positions of the ends of `steps` on every axis; step 0 is before the first."""
     steps = np.array(list(steps), dtype=np.float64)
     at = np.searchsorted(run.steps["step"], steps, side="right") - 1
     placed = {
@@ -186,7 +186,7 @@ def find_best(run: Run) -> int | None:
 
 
 def describe_resumes(run: Run) -> dict[str, Any]:
-    """Where the run was resumed, and what is said there."""
+    """Positions of the run's resumes, with their labels."""
     resumes = [start for start in run.starts[1:] if start.resumed_from]
     return {
         "x": place_on_axes(run, (start.first_step for start in resumes)),
@@ -199,13 +199,13 @@ def describe_charts(charts: list[Chart]) -> list[dict[str, Any]]:
 
 
 def to_numbers(values: Column) -> list[float | None]:
-    """As JSON has them: with `DIGITS` digits, but for whole numbers, and None for what is not finite."""
+    """The values for JSON: whole numbers, or rounded to `DIGITS` digits; None for values that are not finite."""
     is_there = np.isfinite(values)
     there = values[is_there]
     if (np.abs(there) < 2**53).all() and (there == np.rint(there)).all():
         rounded = there.astype(np.int64)
     else:
-        # A whole number over a power of ten is the double nearest to that decimal, which JSON then writes in short.
+        # A whole number over a power of ten is the double nearest to that decimal, which JSON writes in short form.
         sizes = np.floor(np.log10(np.abs(there), where=there != 0, out=np.zeros_like(there)))
         powers = 10.0 ** np.clip(DIGITS - 1 - sizes, 0, 22)
         rounded = np.rint(there * powers) / powers

@@ -1,4 +1,4 @@
-"""The curves of runs as a picture for papers: loss and validation large, learning rate and gradient norm small."""
+"""Draws curves of runs as a picture for papers: loss and validation large, learning rate and gradient norm small."""
 
 import warnings
 from pathlib import Path
@@ -11,12 +11,12 @@ from plots.curves import COLOURS, DASHES, choose_starts
 from plots.run_files import Column, Run
 from plots.tables import shorten_number
 
-INCHES = (7.2, 3.2)  # the width of a page's text; names of runs stand below
-INCHES_PER_ROW = 0.16  # of names
-CHARS_PER_ROW = 110  # of names, as wide as the picture
-LOG_FROM = 30  # times the lowest value: the gradient norm is then drawn on a logarithmic axis
+INCHES = (7.2, 3.2)  # width of a page's text; names of runs are below
+INCHES_PER_ROW = 0.16  # height of a row of names
+CHARS_PER_ROW = 110  # width of a row of names
+LOG_FROM = 30  # ratio of highest to lowest gradient norm that needs a logarithmic axis
 DOTS_PER_INCH = 300
-MOST_POINTS = 1500  # of a curve: more than a printed line shows
+MOST_POINTS = 1500  # per curve, more than print can show
 LINE_STYLES = dict(zip(DASHES, ("-", "--", ":", "-."), strict=True))
 STYLE = {
     "font.size": 8,
@@ -45,7 +45,7 @@ def write_figure(path: Path, runs: list[Run], *, smoothing: int) -> None:
     except ImportError:
         raise ValueError("a picture of curves needs matplotlib: pip install matplotlib") from None
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # A name may have letters that no font here has.
+        warnings.filterwarnings("ignore", message="Glyph")  # a name may have letters missing from all fonts
         figure = Figure(figsize=INCHES, layout="constrained")
         draw_figure(figure, runs, smoothing=smoothing)
         with written_aside(path) as (aside,):
@@ -53,7 +53,7 @@ def write_figure(path: Path, runs: list[Run], *, smoothing: int) -> None:
 
 
 def draw_figure(figure: Any, runs: list[Run], *, smoothing: int) -> None:
-    """`figure` is matplotlib's."""
+    """Draws all curves into `figure`, a matplotlib Figure."""
     grid = figure.add_gridspec(2, 2, width_ratios=(2.1, 1))
     loss = figure.add_subplot(grid[:, 0])
     lr, grad_norm = (figure.add_subplot(grid[row, 1], sharex=loss) for row in (0, 1))
@@ -78,18 +78,18 @@ def draw_figure(figure: Any, runs: list[Run], *, smoothing: int) -> None:
 
 
 def write_names(figure: Any, names: list[str], lines: list[Any]) -> None:
-    """Below the curves, as many beside each other as there is room for."""
+    """Writes the names below the curves, as many per row as fit."""
     num_columns = max(1, min(len(names), CHARS_PER_ROW // (max(map(len, names)) + 8)))
     num_rows = -(-len(names) // num_columns)
     figure.set_figheight(INCHES[1] + INCHES_PER_ROW * num_rows)
-    # Names are put in afterwards: one that begins with an underscore would be left out.
+    # Names are set afterwards, because one that begins with an underscore would be left out.
     legend = figure.legend(lines, [" "] * len(names), loc="outside lower left", ncols=num_columns)
     for text, name in zip(legend.get_texts(), names, strict=True):
-        text.set(text=name, parse_math=False)  # A dollar sign in a name is one.
+        text.set(text=name, parse_math=False)  # dollar signs are literal
 
 
 def draw_run(run: Run, index: int, axes: tuple[Any, Any, Any], *, smoothing: int) -> Any:
-    """Draws a run's curves, and returns the line that stands for it in the legend."""
+    """Draws a run's curves, and returns its line for the legend."""
     loss, lr, grad_norm = axes
     colour = COLOURS[index % len(COLOURS)][0]
     style = LINE_STYLES[DASHES[index // len(COLOURS) % len(DASHES)]]
@@ -109,7 +109,7 @@ def draw_run(run: Run, index: int, axes: tuple[Any, Any, Any], *, smoothing: int
 
 
 def draw_line(axes: Any, x: Column, y: Column, **style: Any) -> Any:
-    """A curve, of which a long one has the lowest and the highest value of every group of points."""
+    """Draws a curve; a long one as the lowest and highest value of every group of points."""
     starts = choose_starts(len(x), MOST_POINTS)
     if len(starts) < len(x):
         is_there = np.isfinite(y)
@@ -120,7 +120,7 @@ def draw_line(axes: Any, x: Column, y: Column, **style: Any) -> Any:
 
 
 def smooth(values: Column, window: int) -> Column:
-    """An average of the steps around each, whose weights fall with their distance, as on the page."""
+    """Average of the steps around each one, weighted by distance, as on the page."""
     decay = (window - 1) / (window + 1)
     is_there = np.isfinite(values)
     sums, totals = np.zeros(len(values)), np.zeros(len(values))

@@ -1,4 +1,4 @@
-"""The page of curves: what it is told of the runs, and its file."""
+"""Makes the page of curves and its data."""
 
 import os
 import time
@@ -11,12 +11,12 @@ from plots.run_files import Run
 from plots.tables import compare_options, list_starts, summarise
 
 PAGE = Path(__file__).with_name("curves.html")
-STEPS_PER_WINDOW = 50  # of the longest run: how far curves are smoothed if nobody says
+STEPS_PER_WINDOW = 50  # steps of the longest run per step of the default smoothing window
 SHORTEST_WINDOW = 3
 
 
 def describe_page(runs: list[Run], *, smoothing: int | None, is_live: bool) -> dict[str, Any]:
-    """What the page's script draws, as JSON."""
+    """The data for the page's script, as JSON."""
     charts, max_points = list_charts(runs), count_points(runs)
     differing, shared = compare_options(runs)
     warnings = [warning for run in runs for warning in run.warnings]
@@ -49,13 +49,13 @@ def make_title(runs: list[Run]) -> str:
 
 
 def choose_smoothing(runs: list[Run]) -> int:
-    """Steps of the window: short for short runs."""
+    """Steps of the smoothing window: few for short runs."""
     window = max(len(run.steps) for run in runs) // STEPS_PER_WINDOW
     return next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW)
 
 
 def make_version(runs: list[Run]) -> str:
-    """Something else whenever some run has something new to show."""
+    """A text that changes whenever a run has new data."""
     return repr([run.version for run in runs])
 
 
@@ -68,7 +68,7 @@ def make_curves_page(runs: list[Run], *, smoothing: int | None, is_live: bool = 
 
 
 def load_library() -> str:
-    """Plotly's script, which the page brings along."""
+    """Plotly's script, which is embedded in the page."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -1,7 +1,6 @@
-"""What runs have written of themselves, finished or going on, read into columns of numbers.
+"""Reads the files of finished or running runs into columns of numbers.
 
-A run that goes on is read while it writes: a line without its end is left for the next time, and only what is new is
-read again.
+A running run is read while it writes: an incomplete line is left for the next time, and only new lines are read.
 """
 
 import json
@@ -26,30 +25,30 @@ from ranks.lock import LOCK_FILE, SECONDS_TO_WATCH
 
 Row = dict[str, Any]
 Column = NDArray[np.float64]
-# Of the metrics of a step, what is drawn or told; the others are not kept.
+# Metrics of a step that are drawn or shown in tables; others are not kept.
 STEP_COLUMNS = (
     "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB", "mfu", "osft_leak", "time_per_batch",
     "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated",
 )  # fmt: skip
 VALIDATION_COLUMNS = ("total_samples_accumulated", "loss", "perplexity", "token_accuracy")
-SOURCE, SET = "source: ", "set: "  # before the name of a source or of a set, in a column's
+SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
 
 
 class MetricsReader:
-    """A file of JSON lines with a `step` each, as columns: NaN where a line has no such number."""
+    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers."""
 
     def __init__(self, path: Path, names: tuple[str, ...]):
         self.path, self.names = path, names
         self._forget()
 
     def _forget(self) -> None:
-        self.offset = 0  # bytes that have been read
-        self.last_line = b""  # which ends there
+        self.offset = 0  # number of bytes read
+        self.last_line = b""  # the line that ends at `offset`
         self.num_damaged = 0
         self.columns = {"step": array("d")} | {name: array("d") for name in self.names}
 
     def read(self) -> None:
-        """Reads the lines that are new, or all again where a resumed run has cut the file. OSError if it cannot."""
+        """Reads new lines, or all again if a resumed run has cut the file. OSError if that fails."""
         if not self.path.exists():
             self._forget()
             return
@@ -70,7 +69,7 @@ class MetricsReader:
             self.num_damaged += 1
             return
         steps = self.columns["step"]
-        while steps and steps[-1] >= row["step"]:  # A step that is there again has been taken again.
+        while steps and steps[-1] >= row["step"]:  # a repeated step was taken again after a resume
             for column in self.columns.values():
                 column.pop()
         for name in row.keys() - self.columns.keys():
@@ -86,12 +85,12 @@ class MetricsReader:
         return np.array(self.columns[name])
 
     def list_columns(self, prefix: str) -> list[str]:
-        """Those of the sources or of the sets."""
+        """The columns with this prefix."""
         return [name for name in self.columns if name.startswith(prefix)]
 
 
 def parse_row(line: bytes) -> Row | None:
-    """A line by name, the losses of its sources and sets among the rest; None if it is no line of metrics."""
+    """A line's values by name, including the losses of its sources and sets; None if it is not a line of metrics."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -106,7 +105,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def to_float(value: Any) -> float:
-    """NaN for what is no number."""
+    """The value as a float; NaN if it is not a number."""
     if type(value) is float:
         return value
     return float(value) if type(value) is int and abs(value) < 1e300 else math.nan
@@ -114,14 +113,14 @@ def to_float(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Start:
-    """One time that the run was started, or resumed."""
+    """One start or resume of the run."""
 
     when: str
-    first_step: int  # steps that it had taken before
+    first_step: int  # number of steps taken before
     resumed_from: str | None
     changed_options: list[str]
     machine: str
-    facts: dict[str, Any]  # what the start was made with beside its options
+    facts: dict[str, Any]  # machine, commit and versions
 
 
 class Run:
@@ -138,7 +137,7 @@ class Run:
         self.read()
 
     def read(self) -> None:
-        """Brings all up to what the files say now. ValueError or OSError if the run is no longer there."""
+        """Updates all data from the files. ValueError or OSError if the run is no longer there."""
         check_is_run(self.path)
         self.steps.read()
         self.validations.read()
@@ -161,7 +160,7 @@ class Run:
 
     @property
     def starts(self) -> list[Start]:
-        """In order, the first one included."""
+        """All starts in order, including the first."""
         starts = self.params.get("starts")
         return (
             [describe_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
@@ -169,20 +168,20 @@ class Run:
 
     @property
     def hours(self) -> Column:
-        """Of training and waiting for data, at the end of each step: without starts, checkpoints and exports."""
+        """Hours of training and waiting for data at the end of each step, without starts, checkpoints and exports."""
         seconds = self.steps["time_per_batch"] + self.steps["data_wait_seconds"]
         return np.cumsum(np.where(np.isfinite(seconds), seconds, 0)) / 3600
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Something else whenever there is something new to show."""
+        """A value that changes whenever there is new data."""
         return (self.steps.offset, self.validations.offset, self.params.get("started"), self.describe_state())
 
     def describe_state(self) -> str:
-        """Whether the run goes on, and otherwise how it ended."""
+        """The run's state: running, or how it ended."""
         try:
             seconds_silent = time.time() - (self.path / LOCK_FILE).stat().st_mtime
-        except OSError:  # There is none.
+        except OSError:  # no lock file
             seconds_silent = None
         if seconds_silent is not None and seconds_silent < SECONDS_TO_WATCH:
             return "running"
@@ -196,19 +195,19 @@ class Run:
 
 
 def check_is_run(path: Path) -> None:
-    """ValueError, with what could be meant, if the directory is not a run's."""
+    """Raises ValueError, with suggestions, if the directory is not a run's."""
     if not path.exists():
-        raise ValueError(f"{path}: there is no such directory; give the --output-dir of a run")
+        raise ValueError(f"{path}: no such directory; name the --output-dir of a run")
     if not path.is_dir():
-        raise ValueError(f"{path}: not a directory; give the --output-dir of a run")
+        raise ValueError(f"{path}: not a directory; name the --output-dir of a run")
     if is_run(path):
         return
     try:
         runs = sorted(shlex.quote(str(entry)) for entry in path.iterdir() if entry.is_dir() and is_run(entry))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    hint = f"; did you mean {' '.join(runs[:8])}?" if runs else "; give the --output-dir of a run"
-    raise ValueError(f"{path}: not a run's directory, there is no {METRICS_FILE} in it{hint}")
+    hint = f"; did you mean {' '.join(runs[:8])}?" if runs else "; name the --output-dir of a run"
+    raise ValueError(f"{path}: not a run's directory, it has no {METRICS_FILE}{hint}")
 
 
 def is_run(path: Path) -> bool:
@@ -241,7 +240,7 @@ def describe_exit(end: Row) -> str:
 
 
 def name_runs(paths: list[Path]) -> list[str]:
-    """The parts of the paths that tell the runs apart; of a single run the last two."""
+    """The parts of the paths that distinguish the runs; the last two for a single run."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     if len(parts) == 1:
         return ["/".join(part.strip("/") for part in parts[0][-2:] if part != "/") or "/"]
@@ -253,12 +252,12 @@ def name_runs(paths: list[Path]) -> list[str]:
 
 
 def count_shared(paths: list[tuple[str, ...]]) -> int:
-    """How many parts all of them begin with."""
+    """Length of the common prefix of the paths, in parts."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 def open_runs(paths: list[Path]) -> list[Run]:
-    """ValueError that names everything that is wrong with the directories."""
+    """Opens the runs; one ValueError lists all problems with the directories."""
     problems = []
     resolved = [path.resolve() for path in paths]
     problems += [f"{path}: given more than once" for i, path in enumerate(paths) if resolved[i] in resolved[:i]]

@@ -1,4 +1,4 @@
-"""The page of curves, served to browsers of this machine and read anew whenever one asks."""
+"""Serves the live page of curves to browsers of this machine."""
 
 import json
 import signal
@@ -15,20 +15,20 @@ DEFAULT_PORT = 8765
 
 
 class CurvesServer(ThreadingHTTPServer):
-    """Answers for the page itself, and for its data if they are no longer those that a page has."""
+    """Serves the page, and its data if they have changed since a page's version."""
 
     daemon_threads = True
-    allow_reuse_address = True  # A page that is still open must not keep the next start from its port.
+    allow_reuse_address = True  # a page that is still open must not block the port for the next start
 
     def __init__(self, runs: list[Run], *, port: int, smoothing: int | None):
-        """ValueError if the port cannot be had."""
-        load_library()  # which says at once if it is missing
+        """Raises ValueError if the port is not available."""
+        load_library()  # fails early if it is missing
         self.runs, self.smoothing = runs, smoothing
-        self.lock = threading.Lock()  # One page at a time reads the runs.
+        self.lock = threading.Lock()  # one request at a time reads the runs
         try:
             super().__init__((HOST, port), CurvesHandler)
         except OSError as error:
-            raise ValueError(f"--port {port}: cannot be had ({error.strerror}): give another one") from None
+            raise ValueError(f"--port {port}: not available ({error.strerror}): choose another one") from None
 
     @property
     def address(self) -> str:
@@ -40,7 +40,7 @@ class CurvesServer(ThreadingHTTPServer):
             return make_curves_page(self.runs, smoothing=self.smoothing, is_live=True)
 
     def make_data(self, version: str | None) -> str | None:
-        """The page's data; None if they are still those of `version`."""
+        """The page's data; None if unchanged since `version`."""
         with self.lock:
             self.read_runs()
             if version == make_version(self.runs):
@@ -54,12 +54,12 @@ class CurvesServer(ThreadingHTTPServer):
 
 
 class CurvesHandler(BaseHTTPRequestHandler):
-    """One request."""
+    """Handles one request."""
 
     server: CurvesServer
 
     def do_GET(self) -> None:
-        # A page of another site that has given itself this address has another host's name.
+        # Refuses DNS rebinding: a page of another site that resolves to this address has another host name.
         if self.headers.get("Host") not in (f"{name}:{self.server.server_port}" for name in (HOST, "localhost")):
             self.answer(HTTPStatus.FORBIDDEN, "text/plain", f"open {self.server.address}")
             return
@@ -73,7 +73,7 @@ class CurvesHandler(BaseHTTPRequestHandler):
                 self.answer(status, "application/json", data or "")
             else:
                 self.answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only one page")
-        except (ValueError, OSError) as error:  # the run's directory is gone, or cannot be read now
+        except (ValueError, OSError) as error:  # the run's directory is gone or unreadable
             self.answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", str(error))
 
     def answer(self, status: HTTPStatus, kind: str, text: str) -> None:
@@ -87,17 +87,17 @@ class CurvesHandler(BaseHTTPRequestHandler):
                 self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-        except ConnectionError:  # The reader has closed the page.
+        except ConnectionError:  # the browser has closed the page
             self.close_connection = True
 
     def log_message(self, form: str, *values: object) -> None:
-        """Says nothing: a line every few seconds would bury the address."""
+        """Logs nothing: a line every few seconds would bury the address."""
 
 
 def serve(runs: list[Run], *, port: int | None, smoothing: int | None) -> None:
     """Serves the page until Ctrl-C."""
     with CurvesServer(runs, port=DEFAULT_PORT if port is None else port, smoothing=smoothing) as server:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where this was started with Ctrl-C ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # even if this was started with Ctrl-C ignored
         print(f"curves: {server.address} (Ctrl-C ends this)", flush=True)
         try:
             server.serve_forever()

@@ -1,4 +1,4 @@
-"""Tables of runs: what came of each, which options differ, when each was started."""
+"""Tables of runs: results, options that differ, and starts."""
 
 import dataclasses
 import json
@@ -12,20 +12,20 @@ from plots.curves import find_best
 from plots.run_files import Run
 
 NO_VALUE = "–"
-OWN_OPTIONS = {"output_dir", "config"}  # what every run has for itself, or has been read into the others
+OWN_OPTIONS = {"output_dir", "config"}  # differ in every run, or are merged into the other options
 MAX_CELL_CHARS = 300
 
 
 @dataclass(frozen=True)
 class Table:
-    """Text in cells; the head has a cell more than a row where a row begins with the index of its run."""
+    """A table of texts. Rows of some tables begin with the index of their run."""
 
     head: list[str]
     rows: list[list[str]]
 
 
 def summarise(runs: list[Run]) -> Table:
-    """What came of each run, one a row."""
+    """Results of the runs, one per row."""
     head = ["state", "steps", "tokens", "loss", "best validation", "at step", "tokens/s", "memory", "hours"]
     return Table(head, [summarise_run(run) for run in runs])
 
@@ -62,7 +62,7 @@ def format_number(value: float, form: str, unit: str = "") -> str:
 
 
 def shorten_number(value: float) -> str:
-    """Three digits and a letter: 1.23 M."""
+    """The number with three digits and a letter: 1.23 M."""
     if not np.isfinite(value):
         return NO_VALUE
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -72,9 +72,9 @@ def shorten_number(value: float) -> str:
 
 
 def compare_options(runs: list[Run]) -> tuple[Table, Table]:
-    """Options, and what else a run was made with: those that differ; and those of all runs that are no defaults.
+    """Options and facts that differ between runs, and options that all runs share but that are not defaults.
 
-    A run whose options cannot be read has no value, which does not count as another one.
+    A run whose options cannot be read has no value, which does not count as different.
     """
     told = [{name: to_text(value) for name, value in list_values(run).items()} for run in runs]
     names = dict.fromkeys(name for values in told for name in values)
@@ -91,7 +91,7 @@ def compare_options(runs: list[Run]) -> tuple[Table, Table]:
 
 
 def list_values(run: Run) -> dict[str, Any]:
-    """A run's options, and what its last start says beside them."""
+    """A run's options, and the facts of its last start."""
     if not run.options:
         return {}
     options = {name: value for name, value in run.options.items() if name not in OWN_OPTIONS}
@@ -99,7 +99,7 @@ def list_values(run: Run) -> dict[str, Any]:
 
 
 def list_facts(run: Run) -> dict[str, Any]:
-    """What the last start was made with beside its options; digests cut short."""
+    """Facts of the last start other than options: machine, commit, versions, shortened digests."""
     identity = run.params.get("identity")
     identity = identity if isinstance(identity, dict) else {}
     digests = {
@@ -111,7 +111,7 @@ def list_facts(run: Run) -> dict[str, Any]:
 
 
 def show_default(option: dataclasses.Field) -> str | None:
-    """None for what has to be given."""
+    """The option's default as text; None for required options."""
     return None if option.default is dataclasses.MISSING else to_text(option.default)
 
 
@@ -130,7 +130,7 @@ def to_text(value: Any) -> str:
 
 
 def list_starts(runs: list[Run]) -> Table:
-    """Every start of runs that have been resumed; a row begins with the index of its run."""
+    """All starts of resumed runs; a row begins with the index of its run."""
     rows = [
         [str(index), start.when.replace("T", " ")[:19], f"{start.first_step:,}", start.resumed_from or NO_VALUE,
          start.machine, ", ".join(start.changed_options) or NO_VALUE]

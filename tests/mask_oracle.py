@@ -155,7 +155,7 @@ def with_text(message: dict) -> dict:
 def find_trained_characters(masker: ChatMasker, masked: TokenizedChat, text: str) -> list[bool]:
     """Which characters of the rendered chat have trained tokens."""
     encoding = masker.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    assert encoding["input_ids"] == masked.input_ids, "apply_chat_template gives other token ids"
+    assert encoding["input_ids"] == masked.input_ids, "apply_chat_template returns other token ids"
     trained = [False] * len(text)
     for (start, end), label in zip(encoding["offset_mapping"], masked.labels, strict=True):
         if label != IGNORED:

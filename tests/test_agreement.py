@@ -238,7 +238,7 @@ def test_a_data_set_without_a_recorded_hash_opens_and_one_of_another_size_does_n
     sidecar = Path(f"{data}.meta.json")
     content = json.loads(sidecar.read_text())
     shutil.copy(other, data)
-    with pytest.raises(ValueError, match=r"a\.arrow: [\d,]+ bytes, and .*a\.arrow\.meta\.json says [\d,]+: it was"):
+    with pytest.raises(ValueError, match=r"a\.arrow: [\d,]+ bytes, but .*a\.arrow\.meta\.json says [\d,]+: it was"):
         TokenizedData(data)
     del content["file"]  # as an older version wrote it
     sidecar.write_text(json.dumps(content))

@@ -451,7 +451,7 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
 def test_template_is_checked_first(name):
     masker = make_masker(name)
     if name in REFUSED_TEMPLATES:
-        with pytest.raises(ValueError, match=r"no end-of-turn token .* add --allow-missing-stop-token"):
+        with pytest.raises(ValueError, match=r"no end-of-turn token .* pass --allow-missing-stop-token"):
             masker.check_template()
     else:
         masker.check_template()

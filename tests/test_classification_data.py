@@ -267,13 +267,13 @@ def test_what_labels_are_shows_in_them(labels, expected, tmp_path):
     [
         (["a", 1], {}, r"several kinds: a name \(a.jsonl:1\) and an integer \(a.jsonl:2\)"),
         (["a", ["b"]], {}, r"several kinds: a name \(a.jsonl:1\) and a list of labels \(a.jsonl:2\)"),
-        ([1.0, 2.0], {}, "whole numbers written with a point"),
-        ([[0.0, 1.0], [1.0, 0.0]], {}, "labels are lists of numbers: give --label-type regression"),
+        ([1.0, 2.0], {}, "whole numbers with a decimal point"),
+        ([[0.0, 1.0], [1.0, 0.0]], {}, "labels are lists of numbers: pass --label-type regression"),
         ([f"text {i}" for i in range(30)], {}, "30 different labels in 30 rows"),
-        (["a", "a"], {}, "all labels are 'a': there is nothing to tell apart"),
-        (["a", "b"], {"label_type": "multi"}, r"one label where a list is needed \(a.jsonl:1\)"),
+        (["a", "a"], {}, "all labels are 'a': at least two classes are needed"),
+        (["a", "b"], {"label_type": "multi"}, r"one label, but a list is needed \(a.jsonl:1\)"),
         ([["a"], ["b"]], {"label_type": "single"}, r"a row has a list of labels \(a.jsonl:1\)"),
-        ([0.5, 1.5], {"label_names": ("a", "b")}, "--label-names has no effect: the labels are numbers"),
+        ([0.5, 1.5], {"label_names": ("a", "b")}, "--label-names has no effect: regression labels"),
     ],
 )
 def test_labels_that_can_mean_two_things_are_refused(labels, options, reason, tmp_path):
@@ -360,7 +360,7 @@ def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_
     assert (data.sidecar["rows"]["too_long"], data.sidecar["rows"]["truncated"]) == (0, 1)
     assert "truncated                            1" in capsys.readouterr().out
     prepare(encoder, source, tmp_path / "out.arrow")
-    assert "note: 1 of the samples have more than 20 tokens, which the tokenizer says" in capsys.readouterr().out
+    assert "note: 1 of the samples have more than 20 tokens, the model's maximum" in capsys.readouterr().out
     words = write_jsonl(tmp_path / "b.jsonl", [{"tokens": ["good", "bad"] * 20, "labels": ["x", "y"] * 20}])
     data = prepare(encoder, words, tmp_path / "words.arrow", max_sample_num_tokens=7, truncate=True)
     assert (data.lengths.tolist(), data.num_loss_tokens.tolist()) == ([7], [5])
@@ -394,8 +394,8 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
         ROW + b'{"text": "x", "tokens": ["x"], "label": "pos"}\n',
         r"two.jsonl:3: has both 'text' and 'tokens'",
     ),
-    "columns.csv": (TABLE + b"a,b,c\n", r"columns.csv:4: 3 cells where the header has 2 columns"),
-    "too_few.csv": (TABLE + b"only\n", r"too_few.csv:4: 1 cells where the header has 2 columns"),
+    "columns.csv": (TABLE + b"a,b,c\n", r"columns.csv:4: 3 cells, but the header has 2 columns"),
+    "too_few.csv": (TABLE + b"only\n", r"too_few.csv:4: 1 cells, but the header has 2 columns"),
     "latin.csv": (TABLE + b"caf\xe9,pos\n", r"latin.csv:4: not UTF-8: b'\\xe9'; save the table as UTF-8"),
     "nul.csv": (TABLE + b"a\0b,pos\n", r"nul.csv:4: has the character NUL"),
     "quote.csv": (TABLE + b'"a"b,pos\ngood,pos\n', r"quote.csv:4: text follows a closing quote"),
@@ -417,12 +417,12 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
     ),
     "lost_word.jsonl": (
         '{"tokens": ["a", "\u200b"], "labels": ["O", "B"]}\n'.encode(),
-        r"lost_word.jsonl:1: word 2, '.*', gives no token",
+        r"lost_word.jsonl:1: word 2, '.*', has no token",
     ),
     "mixed.jsonl": (ROW + b'{"tokens": ["x"], "labels": ["pos"]}\n', r"labels are of several kinds: .*mixed.jsonl:3"),
     "one_hot.jsonl": (
         b'{"text": "a", "label": [0, 1, 0]}\n{"text": "b", "label": [1, 2]}\n',
-        r"one_hot.jsonl:1: the label 0 is there twice",
+        r"one_hot.jsonl:1: the label 0 occurs twice",
     ),
 }
 
@@ -439,7 +439,7 @@ def test_what_is_broken_is_named_with_its_line(name, encoder, tmp_path):
 def test_a_quote_that_is_not_closed_does_not_fill_memory(tmp_path, encoder, monkeypatch):
     monkeypatch.setattr("corpus.tables.MAX_ROW_BYTES", 1 << 10)
     (tmp_path / "a.csv").write_bytes(TABLE + b'"x,pos\n' + b"good film,pos\n" * 1000)
-    with pytest.raises(ValueError, match="the row that begins in line 4 is longer than 1,024 bytes: perhaps a quote"):
+    with pytest.raises(ValueError, match="begins in line 4 is longer than 1,024 bytes: perhaps it has an"):
         prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
 
 
@@ -481,7 +481,7 @@ def test_sets_that_are_trained_together_have_the_same_labels(encoder, tmp_path):
     sets = [prepare(encoder, source, path, label_names=("pos", "neg")) for path in paths]
     assert Mixture(sets).task.label_names == ("pos", "neg")
     sets[1] = prepare(encoder, source, paths[1])
-    with pytest.raises(ValueError, match=r"0\.arrow is for .* labels pos, neg, and .*1\.arrow .* labels neg, pos"):
+    with pytest.raises(ValueError, match=r"0\.arrow is for .* labels pos, neg, but .*1\.arrow .* labels neg, pos"):
         Mixture(sets)
 
 

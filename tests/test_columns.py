@@ -117,7 +117,7 @@ IN_NO_FORMAT = {"chosen", "preferred_output"}  # columns of rows that have nothi
 def test_ignored_columns_are_as_if_they_were_not_there(name, model, tmp_path, capsys):
     row, columns = OF_OTHERS[name]
     ignored = prepare(model, write_jsonl(tmp_path / "a.jsonl", [row]), ignore_columns=tuple(columns))
-    assert "columns that are not read" not in capsys.readouterr().out
+    assert "unread columns" not in capsys.readouterr().out
     assert ignored == prepare(model, write_jsonl(tmp_path / "b.jsonl", [without(row, columns)]))
 
 
@@ -145,11 +145,11 @@ def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
     rows = [{"messages": WEATHER, "id": i, "source": "x", "prompt": "twice"} for i in range(5)]
     rows[0] |= {"notes": None, "topic": "weather"}
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows))
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
-    assert note == "note: columns that are not read: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "unread" in line]
+    assert note == "note: unread columns: id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)"
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; unread columns are prompt"):
+    with pytest.raises(ValueError, match=r"--ignore-columns nots: no row has a value there; unread columns: prompt"):
         prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "nots"))
 
 
@@ -170,7 +170,7 @@ def test_what_a_format_is_read_from_cannot_be_ignored(name, model, tmp_path):
 
 def test_names_that_a_shell_would_split_are_quoted(model, tmp_path, capsys):
     prepare(model, write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER, "a\nb": 1, "": 2}]))
-    assert r"columns that are not read: '' (1 row), 'a\nb' (1 row)" in capsys.readouterr().out
+    assert r"unread columns: '' (1 row), 'a\nb' (1 row)" in capsys.readouterr().out
     source = write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER, "Rejected Response": "no"}])
     with pytest.raises(RefusedColumn, match="--ignore-columns 'Rejected Response' to train"):
         prepare(model, source)

@@ -89,8 +89,8 @@ HOSTILE = [
     (b"{}", "no messages row: its keys are []"),
     (b'{"messages": null}', "no messages row"),
     (b'{"prompt": "a", "completion": "b"}', "of another format than the file's: completion"),
-    (b'{"messages": []}', "'messages' has to be a list"),
-    (b'{"messages": "hi"}', "'messages' has to be a list"),
+    (b'{"messages": []}', "'messages' must be a list"),
+    (b'{"messages": "hi"}', "'messages' must be a list"),
     (b'{"messages": ["hi"]}', "message 1 is 'hi'"),
     (b'{"messages": [{"role": "wizard", "content": "a"}]}', "the role 'wizard', allowed: system"),
     (b'{"messages": [{"role": ["user"], "content": "a"}]}', "the role"),
@@ -114,11 +114,11 @@ HOSTILE = [
     (b'{"messages": [{"role": "user", "content": "a"}], "unmask": "yes"}', "'unmask' is 'yes'"),
     (b'{"messages": [{"role": "user", "content": "a\x00b"}]}', "not JSON"),
     (b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}", "5000 digits"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}', "NaN is no JSON number"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "n": -Infinity}', "-Infinity is no JSON number"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}', "NaN is not a JSON number"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "n": -Infinity}', "-Infinity is not a JSON number"),
     (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
-    (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "the key 'role' is there twice"),
+    (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "the key 'role' occurs twice"),
     (b'{"conversations": ["a"]}', "turn 1 is 'a'"),
     (b'{"conversations": [{"from": "cat", "value": "a"}]}', "turn 1 is from 'cat', allowed: system"),
     (b'{"conversations": [{"from": "human"}]}', "message 1 (user) has the content missing or null"),
@@ -259,7 +259,7 @@ def test_each_file_has_its_own_format(tmp_path):
     (tmp_path / "b.jsonl").write_text('[]\n{"prompt": "a", "completion": "b"}\n')
     (_, first), (_, second), (_, third), (_, fourth) = read_all(tmp_path)
     assert first == Document("a") and fourth == Completion("a", "b")
-    assert "another format than the file's: completion, where the first row is document" in str(second)
+    assert "another format than the file's: completion, but the first row is document" in str(second)
     assert "expected an object" in str(third)
 
 
@@ -356,5 +356,5 @@ def test_damaged_files_are_refused(tmp_path, name, damage):
     content = bytearray(path.read_bytes())
     content = content[:-9] if damage == "cut" else content[:4] + bytes(byte ^ 0x5A for byte in content[4:])
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}: damaged, or not what its ending says"):
+    with pytest.raises(ValueError, match=f"{name}: damaged, or not in the format of its ending"):
         read_all(path)

@@ -365,7 +365,7 @@ def list_bombs() -> dict[str, bytes]:
 def test_files_that_say_they_have_too_many_pixels_are_refused():
     for name, data in list_bombs().items():
         assert len(data) < 1 << 20, name
-        with pytest.raises(ValueError, match=r"more pixels than the 89,478,485|pixels, allowed are 89,478,485 in all"):
+        with pytest.raises(ValueError, match=r"more than 89,478,485 pixels|pixels, allowed are 89,478,485 in all"):
             decode_image(data)
 
 

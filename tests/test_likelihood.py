@@ -230,7 +230,7 @@ def test_groups_of_tasks_are_measured_one_by_one(world, base, tmp_path):
     sets = evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(group))["sets"]
     assert [one["name"] for one in sets] == ["first", "second"]
     group.write_text("group: both\ntask: [first]\n")
-    with pytest.raises(ValueError, match=r"lm_eval\.json: was measured otherwise before"):
+    with pytest.raises(ValueError, match=r"lm_eval\.json: was measured differently before"):
         evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(group))
 
 
@@ -243,7 +243,7 @@ def test_a_task_whose_file_has_changed_is_not_answered_from_before(world, base, 
     written = kept.stat().st_mtime_ns
     assert evaluate_here(world, tmp_path / "out", **options) == first and kept.stat().st_mtime_ns == written
     file.write_text(file.read_text().replace("' '", "''"))
-    with pytest.raises(ValueError, match="was measured otherwise before"):
+    with pytest.raises(ValueError, match="was measured differently before"):
         evaluate_here(world, tmp_path / "out", **options)
 
 

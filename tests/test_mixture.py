@@ -171,7 +171,7 @@ def test_weights_that_cannot_be_meant_are_refused(changes, problem, inputs):
 
 def test_a_data_set_given_twice_or_made_otherwise_is_named(inputs, world, tmp_path):
     first = inputs["data_path"][0]
-    with pytest.raises(ValueError, match=r"given twice: .*a\.arrow; of a data set that is to count more"):
+    with pytest.raises(ValueError, match=r"given twice: .*a\.arrow; to make a data set count more"):
         train_here(world, **inputs | dict(data_path=(first,) * 3), output_dir=str(tmp_path / "run"))
     other = Path(shutil.copy(first, tmp_path / "other.arrow"))
     sidecar = dict(tokenizer_fingerprint="0" * 64, max_token_id=5)

@@ -395,7 +395,7 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gone", "--output", "x.html"], "error: gone: there is no such directory"),
+        (["gone", "--output", "x.html"], "error: gone: no such directory"),
         ([".", "--output", "x.html"], "error: .: not a run's directory"),
         (["--output", "x.html"], "no run is given"),
         (["a", "--ouput", "x.html"], "--output"),
@@ -471,7 +471,7 @@ def test_a_followed_page_hears_of_what_is_new_and_of_nothing_else(server):
     assert fetch(server, "data", Host="evil.example")[0] == 403
     shutil.rmtree(path)
     status, text = fetch(server, "data")
-    assert status == 500 and "there is no such directory" in text and "Traceback" not in text
+    assert status == 500 and "no such directory" in text and "Traceback" not in text
 
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
@@ -482,7 +482,7 @@ def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
     try:
         assert process.stdout.readline() == f"curves: http://127.0.0.1:{port}/ (Ctrl-C ends this)\n"
         second = run(command)
-        assert second.returncode == 2 and f"--port {port}: cannot be had" in second.stderr
+        assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
@@ -687,4 +687,4 @@ def test_a_followed_page_grows_without_losing_its_place(browser, server):
     assert browser.list_complaints() == []
     shutil.rmtree(path)
     browser.wait_until("byId('live').className === 'lost'")
-    assert "there is no such directory" in browser.ask("byId('live').textContent")
+    assert "no such directory" in browser.ask("byId('live').textContent")

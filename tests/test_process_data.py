@@ -181,9 +181,9 @@ HOSTILE_LINES = {
     b'{"conversations": [{"from": "human", "value": "a"}]}': "of another format than the file's: sharegpt",
     b'{"messages": [{"role": "user", "content": "a\x00b"}]}': "not JSON",
     b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}": "5000 digits",
-    b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}': "NaN is no JSON number",
+    b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}': "NaN is not a JSON number",
     b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested too deeply",
-    b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}': "the key 'role' is there twice",
+    b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}': "the key 'role' occurs twice",
     b'{"messages": [{"role": "user", "content": "a\\ud800"}]}': "contains half a character",
 }
 TOO_LONG = 200_000_000  # bytes, in a line after the others
@@ -392,7 +392,7 @@ def test_blocks_are_cut_within_the_stream_of_documents(model, tokenizer, tmp_pat
 
 def test_only_documents_are_cut(model, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "pretrain", "content": "How?"}]}, chat(1)])
-    with pytest.raises(ValueError, match=r"in.jsonl:2: no document: --block-size cuts documents"):
+    with pytest.raises(ValueError, match=r"in.jsonl:2: not a document: --block-size cuts only documents"):
         process_data(options_for(model, source, tmp_path / "out.jsonl", block_size=8))
 
 

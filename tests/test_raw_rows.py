@@ -93,7 +93,7 @@ def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
         ),
         (dict(input_dataset=str(tmp_path / "empty")), "--input-dataset .*empty: "),
         (dict(input_dataset=str(tmp_path / "several"), revision="v1"), "is a local folder, which has no revisions"),
-        (dict(input_dataset=str(tmp_path / "parquet" / "train-0.parquet")), "is a file: name it by --input-file"),
+        (dict(input_dataset=str(tmp_path / "parquet" / "train-0.parquet")), "is a file: pass it with --input-file"),
     ):
         with pytest.raises(ValueError, match=message):
             tokenize(tokenizer_dir, tmp_path / "o.arrow", **given)
@@ -119,7 +119,7 @@ for name, revision in (("me/chats", None), ("me/chats:config", "v1"), ("me/chats
     found = done.stdout.splitlines()
     assert found[:2] == ["a" * 40, "b" * 40], done.stderr
     assert "the hub has no --revision v2 of it" in found[2]
-    assert "--input-dataset me/none: no such folder, and no data set of the hub" in found[3]
+    assert "--input-dataset me/none: no such folder, and no such data set on the hub" in found[3]
 
 
 # --- columns of other names

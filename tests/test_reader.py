@@ -150,7 +150,7 @@ def test_a_row_that_breaks_the_contract_is_named(change, reason, tmp_path):
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_row_without_tokens_is_named_when_the_data_set_is_opened(ending, tmp_path):
     empty = dict(input_ids=[], labels=[], len=0, num_loss_counted_tokens=0)
-    with pytest.raises(ValueError, match=rf"data\{ending}: row 3: len is 0, and a sample has at least one token"):
+    with pytest.raises(ValueError, match=rf"data\{ending}: row 3: len is 0, but a sample has at least one token"):
         TokenizedData(write_rows(tmp_path / f"data{ending}", [ROW, ROW, empty, ROW]))
 
 
@@ -159,7 +159,7 @@ def test_a_row_without_tokens_is_named_when_the_data_set_is_opened(ending, tmp_p
 def test_numbers_that_are_null_are_refused(ending, name, tmp_path):
     values = [None, *WEIGHTED[name][1:]]
     path = write_rows(tmp_path / f"data{ending}", [WEIGHTED, WEIGHTED | {name: values}])
-    with pytest.raises(ValueError, match=f"column {name} has lists that hold null"):
+    with pytest.raises(ValueError, match=f"column {name} has lists with null"):
         TokenizedData(path)
 
 

@@ -164,7 +164,7 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
     bare = [{key: message[key] for key in ("role", "content")} for message in inner]
     assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(bare, tokenize=False)
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 0}
-    assert "--append-stop-token has appended nothing" in capsys.readouterr().out
+    assert "--append-stop-token had no effect" in capsys.readouterr().out
     # A weight is the stop token's, too.
     ((sample,), _) = prepare(model, rows_of(ASK, ANSWER | {"weight": 0.25}), tmp_path, append_stop_token=True)
     assert sample["loss_weights"][-1] == 0.25 and sample["labels"][-1] == tokenizer.eos_token_id
@@ -172,7 +172,7 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
 
 def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(models["none"])
-    with pytest.raises(ValueError, match="add --allow-missing-stop-token"):
+    with pytest.raises(ValueError, match="pass --allow-missing-stop-token"):
         prepare(models["none"], rows_of(ASK, ANSWER), tmp_path)
     samples, sidecar = prepare(models["none"], rows_of(ASK, ANSWER, count=3), tmp_path, append_stop_token=True)
     rendered = tokenizer.apply_chat_template([ASK, ANSWER], tokenize=False)

@@ -187,9 +187,9 @@ REASONS = {
     ("an id in place of the name", "text"): "writes the id of a call of message 2, which is 'abc123def', in place of",
     ("only arguments that are text", "a boolean"): "leaves the key 'deep' out of a call of message 2",
     ("arguments without keys", "a boolean"): "leaves the key 'deep' out of a call of message 2",
-    ("content that may not be null", "no content"): 'it takes messages with calls whose content is "", not null or',
-    ("a result before the content", "content"): "writes what others say within an assistant's turn",
-    ("the names of tools are looked up", "text"): "tried with other texts and names",
+    ("content that may not be null", "no content"): 'it accepts messages with calls if their content is "", not null',
+    ("a result before the content", "content"): "writes other messages within an assistant's turn",
+    ("the names of tools are looked up", "text"): "tried with placeholder texts and names",
 }
 
 
@@ -240,7 +240,7 @@ def test_templates_that_work_only_with_tools_or_parts():
         if name in TEMPLATES:
             masker = make_masker(name)
             (note,) = masker.check_template()
-            assert "takes contents as lists of parts, so it is given texts as such" in note
+            assert "takes contents as lists of parts, so texts are passed as such" in note
             turns = [USER, ANSWER, MORE, {**ANSWER, "content": "Six of us."}]
             as_text, as_list = masker.mask([Chat(turns), Chat([in_parts(message) for message in turns])])
             assert as_text == as_list

@@ -343,9 +343,9 @@ def test_the_option_on_the_command_line():
 @pytest.mark.parametrize(
     ("share", "num_rows", "reason"),
     [
-        (1e-9, 40, r"1e-09: of 40 rows that are kept, none is left for validation; give a larger share"),
-        (1 - 1e-9, 40, r"of 40 rows that are kept, none is left for training; give a smaller share"),
-        (0.5, 1, r"of 1 rows that are kept, none is left for (validation|training)"),
+        (1e-9, 40, r"1e-09: of 40 kept rows, none is left for validation; use a larger share"),
+        (1 - 1e-9, 40, r"of 40 kept rows, none is left for training; use a smaller share"),
+        (0.5, 1, r"of 1 kept rows, none is left for (validation|training)"),
     ],
 )
 def test_a_side_without_rows_is_refused(models, tmp_path, share, num_rows, reason):

@@ -356,26 +356,26 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
 
     words = {"type": "text", "text": "what?"}
     cases = [
-        (ask(show("none.png"), words), "image 1: .*none.png: there is no such file"),
+        (ask(show("none.png"), words), "image 1: .*none.png: no such file"),
         (ask(show("fine.png"), show("cut.png"), words), "image 2: cut.png: is broken"),
         (ask(show("text.png"), words), "text.png: not an image in a known format"),
         (ask(show("empty.png"), words), "empty.png: not an image in a known format"),
         (ask(show("folder.png"), words), "folder.png: cannot be read: Is a directory"),
-        (ask(show("bomb.png"), words), "bomb.png: more pixels than the 89,478,485"),
+        (ask(show("bomb.png"), words), "bomb.png: more than 89,478,485 pixels"),
         (ask(show("moving.gif"), words), "moving.gif: is animated .2 frames."),
-        (ask(show("https://example.org/a.png"), words), "fetched from the network only with --allow-downloads"),
+        (ask(show("https://example.org/a.png"), words), "downloads need --allow-downloads"),
         (ask(show("data:image/png;base64,!!"), words), "a data: URL whose base64 is broken"),
         (ask(show("data:image/png,abc"), words), "a data: URL that is not"),
         (ask(show(3), words), "an image is 3, expected a path"),
         (ask(show(""), words), "an image is '', expected a path"),
         (ask({"type": "image"}, words), "more places for images than there are images"),
-        (ask(words, images=["fine.png"]), "1 images, and the texts have places for 0"),
-        (ask(show("fine.png"), {"type": "text", "text": "<image> too"}), "1 images, and the rendered .* 2 times"),
-        (ask({"type": "text", "text": "an <image>"}), "0 images, and the rendered conversation has 1 times"),
+        (ask(words, images=["fine.png"]), "1 images, but the texts have places for 0"),
+        (ask(show("fine.png"), {"type": "text", "text": "<image> too"}), "1 images, but the rendered .* 2 times"),
+        (ask({"type": "text", "text": "an <image>"}), "0 images, but the rendered conversation has .* 1 times"),
         (ask({"type": "video", "video": "a.mp4"}, words), "has the content part"),
-        (ask(words, answer=[show("fine.png"), words]), "an image stands in what the assistant says"),
-        (ask(words, show("fine.png"), words, unmask=True), "an image stands in what the user says"),
-        ({"text": "a document", "images": ["fine.png"]}, "has images and no messages"),
+        (ask(words, answer=[show("fine.png"), words]), "a trained message of the assistant has an image"),
+        (ask(words, show("fine.png"), words, unmask=True), "a trained message of the user has an image"),
+        ({"text": "a document", "images": ["fine.png"]}, "has images but no messages"),
     ]
     fine = [ask(show(name), words) for name in ("fine.png", "cmyk.jpg", "turned.jpg")]
     data = tokenize(fine + [row for row, _ in cases], models["llava"], tmp_path, skip_invalid=True)
