@@ -1,4 +1,4 @@
-"""Options from flags and a YAML file, checked together, and one message for whatever is wrong with them.
+"""Options from flags and a YAML file, checked together, with one message for all errors.
 
 Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 """
@@ -116,7 +116,7 @@ def refuse_hub_kernels() -> None:
 
 
 def find_preset_words(words: list[str], options_class: type) -> list[str]:
-    """The command line of the preset that `words` name; whatever they say themselves comes later, and wins."""
+    """The command line of the preset that `words` name; their own values come later, and win."""
     if options_class is not TrainOptions:
         return []
     names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == "--preset"]
@@ -142,7 +142,7 @@ def describe_options(options_class: type, values: dict[str, Any]) -> str:
 
 
 def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
-    """Of two values for one option, one would be dropped without a word."""
+    """Refuses two values for one option, of which one would be dropped silently."""
     names = [word.split("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
     names = [name.removeprefix("no_") for name in names]
     repeated = {option.name for option, _ in iterate_fields(options_class) if names.count(option.name) > 1}
@@ -181,7 +181,7 @@ def read_configs_as_flags(paths: list[Path], options_class: type) -> list[str]:
 
 
 def read_config(path: Path, options_class: type) -> dict[str, list[str]]:
-    """By option, what a YAML file says of it, as command-line words."""
+    """A YAML file's values as command-line words, by option."""
     config = read_yaml(path, named=f"--config {path}", numbers_as_written=True)
     types, flags, problems = list_types(options_class), {}, []
     for key, value in config.items():

@@ -1,11 +1,11 @@
-"""Asks a model: prompts from files, or a chat in the terminal.
+"""Generates from a model: prompts from files, or a chat in the terminal.
 
     python generate.py --model runs/qwen/hf_format/samples_7473 --prompts questions.jsonl --output answers.jsonl
     python generate.py --model runs/qwen/hf_format/samples_7473
     torchrun --nproc-per-node=8 generate.py --model M --prompts questions.jsonl --output answers.jsonl
 
-Greedy unless a temperature is given. Several processes share the prompts. A run that was killed goes on where it was
-when the same command is started again.
+Greedy unless a temperature is given. Several processes share the prompts. A run that was killed resumes when the
+same command is started again.
 """
 
 from command_line import parse_options

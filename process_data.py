@@ -75,7 +75,7 @@ interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
 
 
 def process_data(options: ProcessDataOptions) -> None:
-    """Writes the data set and its sidecar, prints the report. Raises ValueError or OSError for what a user can mend."""
+    """Writes the data set and its sidecar, prints the report. ValueError or OSError for errors that a user can fix."""
     check_choices(options, IMPLEMENTED_ROWS)
     # What can be refused is refused before any row is read.
     sources = open_sources(options.rows)

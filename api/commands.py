@@ -76,7 +76,7 @@ ENDS = ("max_steps", "max_epochs", "max_samples", "max_tokens")
 
 
 class Values(dict):
-    """Options by name; whatever is given twice, by any name, is refused."""
+    """Options by name; an option given twice, by any of its names, is refused."""
 
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ class TrainingError(RuntimeError):
 
 
 class BadInputError(TrainingError, ValueError):
-    """Options, data or model that the user can mend."""
+    """Errors in options, data or model that the user can fix."""
 
 
 class NoValidCheckpointError(TrainingError):
@@ -37,7 +37,7 @@ class StorageError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """Of a GPU, or of the machine."""
+    """Out of memory, on a GPU or on the machine."""
 
 
 class PeerDiedError(TrainingError):

@@ -36,7 +36,7 @@ class TrainingResult:
     """How a run ended, and what it left."""
 
     output_dir: Path
-    code: int  # an `ExitCode`: 0 when the run is done; 3 or 10 when it was stopped, and can be started again to go on
+    code: int  # an `ExitCode`: 0 when the run is done; 3 or 10 when it was stopped and can be resumed
     reason: str
     exports: list[Path]  # complete ones, oldest first
     last_metrics: dict[str, Any] | None  # of the last step
@@ -57,8 +57,8 @@ def run_training(
 ) -> TrainingResult:
     """Tokenizes (unless `process_data` is False) and trains, in child processes, whose output is printed as it comes.
 
-    Every machine calls this, with its own `node_rank`. Started again with the same arguments after whatever ended it, a
-    run goes on where it was. The output is also added to {output_dir}.console_node{N}.log.
+    Every machine calls this, with its own `node_rank`. Started again with the same arguments, a run
+    resumes after any end. The output is also added to {output_dir}.console_node{N}.log.
 
     Args:
         torchrun_args: Which processes; None: one. Also taken as `torch_args`, InstructLab's name.
@@ -156,7 +156,7 @@ def run_child(
 
 
 def end_child(child: subprocess.Popen) -> None:
-    """Leaves no process of the child behind, whatever ended the reading of its output."""
+    """Leaves no process of the child behind, however reading its output ended."""
     if child.poll() is not None:
         return
     child.terminate()  # a run saves its state

@@ -1,4 +1,4 @@
-"""Keys of transformers.TrainingArguments, which all peers share, whatever else their files hold."""
+"""Keys of transformers.TrainingArguments, which all peers' files share."""
 
 from importers.rules import (
     DIFFERS,

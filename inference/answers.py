@@ -1,4 +1,4 @@
-"""The file of answers: appended to as they come, so that a killed run goes on where it was; in order at the end.
+"""The file of answers: appended to as they come, so that a killed run can resume; in order at the end.
 
 Every line has the row, the answer, and what it was made by. While answers come they are in OUTPUT.part0, .part1, one
 for each process.

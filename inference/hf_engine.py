@@ -72,7 +72,7 @@ class HFEngine:
 
     def check_length(self, prompt: Prompt, num_tokens: int) -> None:
         if num_tokens == 0:
-            raise ValueError(f"{prompt.place}: is no token long, and there is nothing to go on with")
+            raise ValueError(f"{prompt.place}: is no token long, and there is nothing to continue")
         if self.max_length is not None and num_tokens >= self.max_length:
             raise ValueError(
                 f"{prompt.place}: has {num_tokens:,} tokens, and the model has room for {self.max_length:,} with the"
@@ -132,7 +132,7 @@ class HFEngine:
         return Answer(text, "stop" if ends else "length", num_prompt_tokens, num_tokens)
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        """The thread that computes is told to end when this is closed, and has ended when this returns."""
+        """Closing it ends the computing thread, and returns when the thread has ended."""
         ids = encode_prompt(prompt, self.tokenizer)
         self.check_length(prompt, len(ids))
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -148,7 +148,7 @@ class HFEngine:
                     stopping_criteria=StoppingCriteriaList([stop]),
                     streamer=streamer,
                 )
-            except Exception as error:  # told to the thread that waits
+            except Exception as error:  # raised in the thread that waits
                 errors.append(error)
                 streamer.end()
 

@@ -67,7 +67,7 @@ def find_answering_model(
     trust_remote_code: bool = False,
     flag: str = "--model",
 ) -> FoundModel:
-    """The model of `flag`, with the adapter if there is one. ValueError or OSError for what a user can mend."""
+    """The model of `flag`, with the adapter if there is one. ValueError or OSError for errors that a user can fix."""
     base_name, adapter_dir = name, None if adapter is None else Path(adapter)
     if adapter is None and is_adapter(Path(name)):
         adapter_dir = Path(name)

@@ -1,8 +1,7 @@
 """Answers from a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, llama.cpp, or OpenAI's own.
 
-Chats go to /chat/completions, texts to go on with to /completions. Many requests are under way at once; what fails for
-a reason that may pass (no connection, too many requests, an error of the server) is tried again by the client, later
-and later.
+Chats go to /chat/completions, texts to continue to /completions. Requests run concurrently; the client retries those
+that fail for a transient reason (no connection, too many requests, an error of the server), with growing delays.
 """
 
 import os
@@ -49,7 +48,7 @@ class OpenAIEngine:
     def answer(
         self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
-        """As answers come in. What is still under way when one fails is given up."""
+        """Yields answers as they come in; if one fails, pending requests are dropped."""
         pool, waiting = ThreadPoolExecutor(self.engine.concurrency), iter(requests)
         running: dict[Future, Request] = {}
         try:

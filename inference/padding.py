@@ -33,7 +33,7 @@ def find_padding_obstacle(model: nn.Module, generation_config: GenerationConfig)
 
 @torch.no_grad()
 def measure_padding(model: nn.Module, generation_config: GenerationConfig) -> float:
-    """By how much padding on its left changes the logits of a prompt, as a share of their spread."""
+    """Change of a prompt's logits by padding on its left, as a share of their spread."""
     device, vocab_size = model.device, model.config.get_text_config(decoder=True).vocab_size
     short, longest = PROBE_LENGTHS
     ids = (7 * torch.arange(2 * longest) % vocab_size).view(2, longest)

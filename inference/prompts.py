@@ -1,13 +1,13 @@
-"""Rows of any file -> prompts: what a model is to answer, and what is known of the right answer.
+"""Rows of any file -> prompts and references.
 
 Rows are those that process_data.py reads (corpus/formats.py). A chat's last message, if it is the assistant's, and a
-completion are the reference, which the model is not shown. Beside them there are:
+completion are the reference, which the model is not shown. There are also:
 
 | row                                        | becomes                                                        |
 |--------------------------------------------|----------------------------------------------------------------|
-| a line of a .txt file                      | a user's message; a text to go on with where there is no template |
+| a line of a .txt file                      | a user's message; a text to continue where there is no template |
 | question, and answer or choices            | the same                                                       |
-| prompt alone, document, text               | a text to go on with                                           |
+| prompt alone, document, text               | a text to continue                                             |
 | text and label                             | as a question and its answer                                   |
 | any of them with choices and answer        | a choice by likelihood; `answer` is the right one's index, from 0 |
 | any of them with references                | several right answers                                          |
@@ -33,7 +33,7 @@ Tools = list[dict[str, Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What a model is asked. It has messages, or a text to go on with; with both, the tokenizer's template decides."""
+    """A prompt: messages, or a text to continue; with both, the tokenizer's template decides."""
 
     place: str = ""  # file and line
     row: Fields  # as it stands in the file

@@ -80,7 +80,9 @@ class Uploads:
         if not self.has_told:
             self.has_told = True
             command = describe_command(self.repo_id, export_dir or Path("EXPORT"), branch)
-            log.warning(f"warning: --push-to-hub {self.repo_id}: {what}; training goes on. To upload later: {command}")
+            log.warning(
+                f"warning: --push-to-hub {self.repo_id}: {what}; training continues. To upload later: {command}"
+            )
 
     def _work(self) -> None:
         self._prepare()

@@ -51,14 +51,14 @@ class TrackedRun:
     facts: dict[str, Any]  # host, directory, versions, devices: JSON
     read_earlier: Callable[[int], Iterator[Entry]]  # from a step on, what the metrics files have of earlier starts
     known: dict[str, str]  # what `keep` was given by an earlier start; empty in the first
-    keep: Callable[[dict[str, str]], None]  # writes down what the next start needs to go on with the tracker's run
+    keep: Callable[[dict[str, str]], None]  # writes down what the next start needs to resume the tracker's run
 
 
 class Tracker(Protocol):
     """One package. Every function is called in the thread of this tracker, and may raise or wait as it will."""
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
-        """Makes the tracker's run, or goes on with the earlier one.
+        """Makes the tracker's run, or resumes the earlier one.
 
         Returns where it can be looked at, and the first step that it does not have; None if that cannot be known.
         """
@@ -100,7 +100,7 @@ class TrackerThread:
         if kind not in self.told:
             self.told.add(kind)
             log.warning(
-                f"warning: --track {self.title}: {what}; training goes on, and everything is in the metrics files"
+                f"warning: --track {self.title}: {what}; training continues, and everything is in the metrics files"
             )
 
     def _work(self) -> None:

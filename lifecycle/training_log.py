@@ -63,7 +63,7 @@ class TrainingLog:
 class MetricsFile:
     """A JSON line a step, and in a file of its own one a validation.
 
-    A run that goes on after `first_step` steps and `num_validations` keeps their lines, and takes later ones again.
+    A run that resumes after `first_step` steps and `num_validations` keeps their lines, and takes later ones again.
     """
 
     def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):

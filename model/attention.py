@@ -86,7 +86,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         **_not_about_attention,  # position_ids, cache flags and the like
     ) -> tuple[Tensor, None]:
         if micro_batch is None:
-            raise ValueError(f"{type(module).__name__} is not told what is packed: its model hands no arguments on")
+            raise ValueError(f"{type(module).__name__} does not get the micro-batch: its model passes no arguments on")
         row = micro_batch.row
         has_blocks = row.blocks is not None and (row.blocks.are_everywhere or sliding_window is not None)
         blocks = row.blocks.of if has_blocks else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.blocks import HeldRow
 
-# What a layer is not told: of the whole row, while it sees one sequence.
+# Arguments of the whole row, which a layer that sees one sequence does not get.
 OF_THE_ROW = frozenset({"micro_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 OF_PAIRS = ("mask", "alibi", "bias")  # in the names of what has a number for each key, or each query and key
 

@@ -74,7 +74,7 @@ def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attentio
 
 
 def use_kernels(blocks: nn.ModuleList, device: torch.device) -> bool:
-    """Lets mixers take whole rows if their kernels can be told where sequences end; returns whether.
+    """Lets mixers take whole rows if their kernels take the ends of sequences; returns whether.
 
     The start check tries them, and `use_loop` takes it back. A mixer reads either cu_seq_lens_q (gated delta nets) or
     hands cu_seqlens on (KDA); all hand seq_idx on, and kernels are given what they take.

@@ -1,4 +1,4 @@
-"""The optimizer: built, told of the step, and given clipped gradients."""
+"""The optimizer: built, set to each step, and given clipped gradients."""
 
 import torch
 from torch import nn

@@ -41,7 +41,7 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
 
 
 def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
-    """Of a run of `num_steps`; a share is rounded up, as transformers does."""
+    """Warm-up steps of a run of `num_steps`; a share is rounded up, as transformers does."""
     if options.warmup_ratio is None:
         return options.num_warmup_steps
     return math.ceil(options.warmup_ratio * num_steps)

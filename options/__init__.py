@@ -1,6 +1,6 @@
-"""The options of every script, in groups: one frozen dataclass a concern, each option declared once.
+"""The options of every script, in groups: one frozen dataclass for each concern, each option declared once.
 
-An option's name is its flag and its YAML key, in whatever group it stands; no two groups have one of the same name. A
+An option's name is its flag and its YAML key, in any group; no two groups have one of the same name. A
 function takes the group that it needs. Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 """
 

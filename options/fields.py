@@ -1,4 +1,4 @@
-"""Options by name, in whatever group they stand; and values that are written as text."""
+"""Options by name, in any group; and values that are written as text."""
 
 import dataclasses
 import math

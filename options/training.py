@@ -98,7 +98,7 @@ def list_identifying_options() -> list[str]:
 
 
 def list_unchangeable_options() -> list[str]:
-    """Those of them that even --allow-changed-options cannot change."""
+    """Identifying options that even --allow-changed-options cannot change."""
     return list_group_options(UNCHANGEABLE_GROUPS)
 
 

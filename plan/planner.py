@@ -131,7 +131,7 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
 
 
 def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
-    """Reads what a run reads, in the same order, and goes on after what is wrong."""
+    """Reads what a run reads, in the same order, and continues after errors."""
     name, num_before = options.model.model_name_or_path, len(findings.problems)
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
     resumes = options.checkpoints.resume != "none"

@@ -24,7 +24,7 @@ def find_peak_flops(name: str) -> float | None:
 
 
 def peak_flops(device: torch.device, compute_dtype: torch.dtype) -> float | None:
-    """As `find_peak_flops`; None, too, where bf16 is not what is computed in."""
+    """`find_peak_flops` of a device; None for other types than bf16."""
     is_known = device.type == "cuda" and compute_dtype == torch.bfloat16
     return find_peak_flops(describe_device(device)) if is_known else None
 

@@ -1,4 +1,4 @@
-"""How a process ends: the exit codes, why a run ends and how that is told, and the last call of every process."""
+"""How a process ends: exit codes, the reason of a run's end and its report, and the last call of every process."""
 
 import _thread
 import contextlib
@@ -30,8 +30,8 @@ class ExitCode(IntEnum):
 
     DONE = 0
     FAILED = 1  # a bug, ours or a library's: a traceback says where
-    BAD_INPUT = 2  # options, data or model that the user can mend
-    SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: start it again to go on
+    BAD_INPUT = 2  # an error in options, data or model that the user can fix
+    SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: start it again to resume
     NO_VALID_CHECKPOINT = 4  # there are checkpoints, and none can be trusted
     NON_FINITE = 5  # loss or gradient
     HANG = 6  # a rank gave no sign of life, or none moved on
@@ -106,7 +106,7 @@ def choose_cause(causes: list[Cause]) -> Cause:
 
 
 def describe_error(error: BaseException, where: str = "a call on rank 0") -> tuple[ExitCode, str, str]:
-    """The exit code, the message and the traceback (for what no user can mend) of an exception raised `where`."""
+    """The exit code, the message and the traceback (for errors that no user can fix) of an exception raised `where`."""
     if isinstance(error, RunError):
         return error.code, str(error), ""
     if is_out_of_memory(error):

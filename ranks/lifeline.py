@@ -76,7 +76,7 @@ class Lifeline:
     One thread calls `poll` again and again. Other threads may call `listen` and `connect`, once, and `call`; all other
     methods belong to the thread that polls.
 
-    `poll` tells of three things by calling what it was given for them, which may send:
+    `poll` reports three events by callbacks, which may send:
     - `on_met(rank, host, pid)`: a rank is connected, for rank 0 with every rank's introduction; another rank meets
       rank 0 twice, first under its address and with process id 0, then by its introduction;
     - `on_message(rank, message)`: ValueError, KeyError or TypeError from it says that this is none of ours, and ends
@@ -158,7 +158,7 @@ class Lifeline:
         self.selector.register(source, selectors.EVENT_READ, on_readable)
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends to a rank that has been met. Never waits; a rank that is gone is told nothing."""
+        """Sends to a rank that has been met. Never waits; a rank that is gone gets nothing."""
         self.connections[rank].send(message)
 
     def send_to_all(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""How a run ends: requests to stop, dead and stuck ranks, the first cause told once, one exit code on every rank.
+"""How a run ends: requests to stop, dead and stuck ranks, the first cause reported once, one exit code on every rank.
 
 A daemon thread in every process (the monitor) watches. The training thread leaves marks (`progress`), reads `flags`
 once a step, and hands over its end (`finish`, `fail`); only the monitor ends the process. What it knows of the other
@@ -129,7 +129,7 @@ class RunControl:
         # The monitor hears of a signal even while the main thread waits inside a collective.
         signal.set_wakeup_fd(self.signals_in.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            # What nohup has told this process to ignore it goes on ignoring.
+            # A signal that nohup made this process ignore stays ignored.
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._watch, name="monitor", daemon=True).start()
@@ -205,7 +205,7 @@ class RunControl:
         wait_forever()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """This rank's own end; every process ends once rank 0 has told the first cause."""
+        """This rank's own end; every process ends once rank 0 has reported the first cause."""
         code, message, details = describe_error(error, self.marks.where)
         if code == ExitCode.IO and self.held is not None and not self.held.is_in_place():
             message = self.held.describe_loss()  # why nothing could be written
@@ -320,7 +320,7 @@ class RunControl:
     def _on_lost(self, rank: int) -> None:
         """A connection ended, so its process is gone; rank 0 tells everybody before it goes."""
         if self.rank == 0 and any(cause.rank == rank and not cause.died for cause in self.causes):
-            return  # It has told why it ends, and has not waited for the verdict.
+            return  # It has said why it ends, and has not waited for the verdict.
         message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
         self.causes.append(Cause(ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True))
         if self.rank > 0:

@@ -37,7 +37,7 @@ def without_library_bars() -> Iterator[None]:
 
 
 class LinesAboveBars(logging.Handler):
-    """Writes each message to stderr above whatever bars there are, and draws them again below it."""
+    """Writes each message to stderr above the bars, if any, and redraws them below it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

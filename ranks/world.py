@@ -142,9 +142,9 @@ def setup_logging(level: str) -> None:
 
 
 def call_with_world(
-    work: Callable[[World], None], *, when_interrupted: str = "interrupted; start the same command again to go on"
+    work: Callable[[World], None], *, when_interrupted: str = "interrupted; start the same command again to resume"
 ) -> None:
-    """A script's whole work, which computes and has no run: one message for what a user can mend, and for Ctrl-C."""
+    """A script's whole work, which computes and has no run: one message for a user's errors and for Ctrl-C."""
     setup_logging("WARNING")
     world = init_world()
     try:

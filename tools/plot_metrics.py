@@ -1,11 +1,11 @@
-"""Draws the curves of training runs, laid over each other: a page for a browser, or a picture for papers.
+"""Plots the curves of training runs together: an HTML page, or a picture for papers.
 
     python tools/plot_metrics.py runs/a runs/b --output curves.html
     python tools/plot_metrics.py runs/a runs/b --output curves.png
     python tools/plot_metrics.py runs/a --follow
 
 The page is one file that needs no network (docs/curves.md). With --follow it is served to this machine's browsers,
-and keeps up with runs that go on. Runs may have ended or not: they are only read.
+and updated while runs continue. Runs are only read, whether they have ended or not.
 """
 
 import sys

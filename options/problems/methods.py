@@ -5,7 +5,7 @@ import math
 from options import OSFTOptions, TrainOptions, VisionOptions, flag_name
 from options.problems.given import list_given
 
-# What an adapter to go on from says, and no option beside it.
+# Settings that an adapter to continue from determines, which options may not repeat.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
 

@@ -12,7 +12,7 @@ TRACKER_MODULES = {
 
 
 def find_tracking_problems(o: TrackingOptions) -> list[str]:
-    """Of trackers: without effect, given twice, or not installed."""
+    """Trackers: without effect, given twice, or not installed."""
     given = list_given(o)
     if not o.track:
         return [f"{', '.join(given)}: no effect without --track"] if given else []
@@ -25,7 +25,7 @@ def find_tracking_problems(o: TrackingOptions) -> list[str]:
 
 
 def find_hub_problems(o: HubOptions) -> list[str]:
-    """Of uploads: without effect, or to what cannot be a repository."""
+    """Uploads: without effect, or to an impossible repository."""
     if o.push_to_hub is None:
         return [f"{', '.join(list_given(o))}: no effect without --push-to-hub"] if list_given(o) else []
     part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"

@@ -28,7 +28,7 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
 
 
 def find_row_problems(o: RowOptions) -> list[str]:
-    """Of rows: values out of range, options without effect, and two that say the same."""
+    """Rows: values out of range, options without effect, and two that say the same."""
     problems, given = [], list_row_sources(o)
     if len(given) > 1:
         problems.append(f"{' and '.join(given)} both say where rows are: give one of them")
@@ -64,7 +64,7 @@ def find_row_problems(o: RowOptions) -> list[str]:
 
 
 def find_field_problems(o: RowOptions) -> list[str]:
-    """Of the names of columns: of several formats, or of another than --format."""
+    """Column names: of several formats, or of another than --format."""
     formats = {
         "messages_field": ("messages", "sharegpt"),
         "prompt_field": ("completion",),

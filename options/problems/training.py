@@ -12,7 +12,7 @@ MOST_SECONDS = 10 * 24 * 3600  # of a timeout; torch's clocks overflow at far la
 
 
 def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
-    """Of single options, by name."""
+    """Numbers out of range, by option."""
     problems = []
 
     def require(condition: bool, name: str, allowed: str) -> None:
@@ -59,7 +59,7 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
 
 
 def find_training_data_problems(options: TrainOptions) -> list[str]:
-    """Of what is trained on: none, too much, or of several data sets."""
+    """Training data: none, several sources, or weights that do not fit the data sets."""
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
     problems = find_row_problems(options.rows)
     if not o.data_path and not rows:
@@ -126,7 +126,7 @@ def find_classifier_problems(options: TrainOptions) -> list[str]:
 
 
 def find_optimization_problems(options: TrainOptions) -> list[str]:
-    """Of the schedule and the optimizer."""
+    """Schedule and optimizer."""
     problems, o = [], options.optimization
     decays = o.lr_scheduler in SCHEDULES_WITH_END
     if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
@@ -167,7 +167,7 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
 
 
 def find_compute_problems(options: TrainOptions) -> list[str]:
-    """Of what a rank computes, how that is sharded, and what is auto."""
+    """Computation, sharding, and values that are auto."""
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
     if sharding.shard_size is not None and sharding.sharding != "hybrid":
         problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
@@ -226,7 +226,7 @@ def find_sharing_problems(options: TrainOptions) -> list[str]:
 
 
 def find_ending_problems(options: TrainOptions) -> list[str]:
-    """Of what a run goes on from, leaves behind, and only plans."""
+    """Checkpoints, exports and dry runs."""
     problems, exports, plan = [], options.exports, options.plan
     if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
         problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
