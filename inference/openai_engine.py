@@ -19,7 +19,17 @@ from ranks.messages import HIDDEN, hide_secrets
 
 NUM_RETRIES = 6  # each waits longer, up to the client's 8 seconds
 SECONDS_FOR_AN_ANSWER = 1800.0
+MALFORMED = (AttributeError, TypeError, LookupError)  # of an answer with other parts than the protocol's
+MAX_SHOWN = 200  # characters of such an answer
 NO_KEY = "none"  # what a server without keys is given
+
+
+def read_text(part: Any) -> str:
+    """The text of a choice, a message or a piece of one; "" where there is none. TypeError for anything else."""
+    text = part.content if hasattr(part, "content") else part.text
+    if not isinstance(text, str | None):
+        raise TypeError(f"a text is {text!r}")
+    return text or ""
 
 
 class OpenAIEngine:
@@ -65,23 +75,32 @@ class OpenAIEngine:
     def ask(self, request: Request) -> Answer:
         """One answer; ValueError for what the server refuses, or cannot be had."""
         response = self.send(request.prompt, make_seed(self.sampling.seed, *request.key), stream=False)
-        if not response.choices:
-            raise ValueError(f"{self.where}: gave no answer to {request.prompt.place}")
-        choice, usage = response.choices[0], response.usage
-        text = choice.text if request.prompt.messages is None else choice.message.content
-        return Answer(
-            text or "",
-            choice.finish_reason or "stop",
-            None if usage is None else usage.prompt_tokens,
-            None if usage is None else usage.completion_tokens,
-        )
+        try:
+            choice, usage = response.choices[0], response.usage
+            return Answer(
+                read_text(choice if request.prompt.messages is None else choice.message),
+                choice.finish_reason or "stop",
+                None if usage is None else usage.prompt_tokens,
+                None if usage is None else usage.completion_tokens,
+            )
+        except MALFORMED:
+            shown = self.hide(repr(response))[:MAX_SHOWN]
+            raise ValueError(f"{self.where}: gave no answer to {request.prompt.place}: {shown}") from None
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        with self.send(prompt, self.sampling.seed, stream=True) as pieces:
+        from httpx import HTTPError
+        from openai import APIError
+
+        pieces = self.send(prompt, self.sampling.seed, stream=True)
+        try:
             for piece in pieces:
                 if piece.choices:
                     choice = piece.choices[0]
-                    yield (choice.text if prompt.messages is None else choice.delta.content) or ""
+                    yield read_text(choice if prompt.messages is None else choice.delta)
+        except (HTTPError, APIError, ValueError, *MALFORMED) as error:
+            raise ValueError(f"{self.where}: the answer broke off: {self.hide(str(error))[:MAX_SHOWN]}") from None
+        finally:
+            pieces.close()
 
     @property
     def where(self) -> str:
@@ -109,7 +128,7 @@ class OpenAIEngine:
             raise ValueError(f"{self.where}: refused ({error.status_code}): {self.hide(error.message)}") from None
         except APIConnectionError as error:
             raise ValueError(f"{self.where}: cannot be reached: {self.hide(str(error.__cause__ or error))}") from None
-        except APIError as error:
+        except (APIError, ValueError) as error:  # a ValueError: what came is no JSON
             raise ValueError(f"{self.where}: {self.hide(str(error))}") from None
 
     def hide(self, text: str) -> str:

@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
         self.num_running = self.most_running = 0
         self.failures = 0  # requests that still fail with 503
         self.refuses: str | None = None
+        self.says: tuple[str, str] | None = None  # a content type and a body, instead of an answer
         self.lock = threading.Lock()
 
     @property
@@ -65,6 +66,12 @@ class Handler(BaseHTTPRequestHandler):
             server.num_running -= 1
         if fails or server.refuses is not None:
             send_json(self, 503 if fails else 400, {"error": {"message": server.refuses or "busy"}})
+        elif server.says is not None:
+            kind, text = server.says
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(text.encode())
         elif body["stream"]:
             self.stream(body["messages"][-1]["content"].upper())
         else:
@@ -173,6 +180,32 @@ def test_what_a_server_refuses_is_told_and_what_was_answered_before_is_kept(serv
     assert len(lines) == 10
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("text/html", "<html>a proxy's page</html>"),
+        ("application/json", "[1, 2]"),
+        ("application/json", "no JSON"),
+        ("application/json", '{"choices": []}'),
+        ("application/json", '{"choices": 5}'),
+        ("application/json", '{"choices": [{"message": null}]}'),
+        ("application/json", '{"choices": [{"message": {"content": 7}}]}'),
+    ],
+)
+def test_an_answer_that_is_none_names_the_server(kind, text, server, prompts, world, tmp_path):
+    server.says = kind, text
+    with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: "):
+        run(world, server, prompts, tmp_path / "answers.jsonl")
+
+
+@pytest.mark.parametrize("text", ['data: {"choices": [{"delta": {"content": 7}}]}', "data: no JSON", "data: [7]"])
+def test_a_stream_that_is_none_names_the_server(text, server):
+    server.says = "text/event-stream", f"{text}\n\n"
+    engine = open_engine(None, "m", EngineOptions(engine="openai", base_url=server.url), SamplingOptions(), device=None)
+    with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: the answer broke off: "):
+        list(engine.stream(Prompt(row={}, place="here", messages=[{"role": "user", "content": "hi"}])))
+
+
 def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_LOGIN", "k3y")
     output = tmp_path / "answers.jsonl"
@@ -201,7 +234,14 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
 
 @pytest.mark.parametrize(
     "address",
-    ["localhost:8000/v1", "http://h/v1?api-key=s3cret", "http://u:s3cret/x@h/v1", "ftp://u:s3cret@h", "http:///v1"],
+    [
+        "localhost:8000/v1",
+        "http://h/v1?api-key=s3cret",
+        "http://u:s3cret/x@h/v1",
+        "ftp://u:s3cret@h",
+        "http:///v1",
+        "http://s3cret h/v1",
+    ],
 )
 def test_addresses_that_the_client_cannot_use_are_refused_and_not_repeated(address):
     options = group_options(GenerateOptions, model="m", engine="openai", base_url=address, api_key_env="s3cret-key")

@@ -84,6 +84,8 @@ def find_engine_problems(o: EngineOptions) -> list[str]:
 
 def is_address(text: str) -> bool:
     """Whether `text` is a server's address without parts that the client would drop."""
+    if any(map(str.isspace, text)):
+        return False
     try:
         parts = urlsplit(text)
         parts.port  # noqa: B018  (a ValueError if it is no number)
