@@ -91,7 +91,7 @@ class FSDPOptions:
 
 @dataclass(kw_only=True)
 class DeepSpeedOptions:
-    """Of DeepSpeed's options, offloading has a counterpart."""
+    """DeepSpeed's offloading, the one of its options with a counterpart."""
 
     cpu_offload_optimizer: bool = False
     cpu_offload_optimizer_ratio: float = 1

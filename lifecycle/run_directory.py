@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from disk import remove_leftovers
+from disk import MADE, remove_leftovers
 from lifecycle.checkpoint_files import has_checkpoints
 from lifecycle.checkpointing import Checkpoint, Checkpointer
 from lifecycle.exports import EXPORTS_DIR, Exports
@@ -44,6 +44,7 @@ class RunDirectory:
     def __init__(self, options: TrainOptions, world: World, control: RunControl):
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
         self.options, self.world, self.control = options, world, control
+        MADE.clear()  # an earlier run in this process had another directory
         self.path = Path(options.output_dir)
         call_on_rank0(world, lambda: control.lock(self.path))
         call_on_rank0(world, lambda: check_output_dir(self.path))

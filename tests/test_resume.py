@@ -190,7 +190,7 @@ DAMAGES = {
     "changed state": ("state.json", lambda path: path.write_text(path.read_text().replace(": 6", ": 7", 1)), "SHA-256"),
     "stray file": (".metadata", lambda path: path.write_bytes(b"cos\nsystem\n(S'false'\ntR."), "does not belong"),
     "no manifest": ("manifest.json", Path.unlink, "missing"),
-    "manifest is a pipe": ("manifest.json", lambda path: (path.unlink(), os.mkfifo(path)), "no regular file"),
+    "manifest is a pipe": ("manifest.json", lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
     "torn manifest": ("manifest.json", truncate, "damaged"),
     "changed manifest": ("manifest.json", lambda path: path.write_text(path.read_text().replace("F32", "F64", 1)),
                          "damaged"),
