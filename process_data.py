@@ -32,6 +32,7 @@ from corpus.labelled import CLASSIFICATION, FieldNames
 from corpus.labelled_tokens import LabelledTokenizer, describe_pairs
 from corpus.labels import describe_similar
 from corpus.outputs import Outputs
+from corpus.preferences import PREFERENCE, PreferenceFields
 from corpus.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 from corpus.random_rows import make_random_source, prepare_random
 from corpus.report import (
@@ -51,6 +52,7 @@ from corpus.rows import (
     prepare_chats,
     prepare_labelled,
     prepare_pictured,
+    prepare_preferences,
     process_chunk,
     read_formatted_chunks,
     write_rejected,
@@ -168,8 +170,8 @@ def open_sources(options: RowOptions) -> list[Source]:
 
 
 def choose_paths(options: RowOptions) -> FieldPaths:
-    """Paths to the tokenized values of rows; rows for classifiers have a reader of their own."""
-    if options.format == CLASSIFICATION:
+    """Paths to the tokenized values of rows; rows for classifiers and preferences have readers of their own."""
+    if options.format in (CLASSIFICATION, PREFERENCE):
         return OWN_NAMES
     fields = (options.messages_field, options.prompt_field, options.completion_field, options.text_field)
     return FieldPaths(*fields, ignored=options.ignore_columns)
@@ -200,9 +202,13 @@ def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander 
 
 
 def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
-    """How rows of conversations, completions and documents become samples."""
-    paths, is_given = choose_paths(options.rows), options.rows.format is not None
-    if not options.rows.images:
+    """How rows of conversations, preferences, completions and documents become samples."""
+    rows = options.rows
+    if rows.format == PREFERENCE:
+        names = (rows.prompt_field, rows.chosen_field, rows.rejected_field)
+        return prepare_preferences(masker, PreferenceFields(*names, ignored=rows.ignore_columns))
+    paths, is_given = choose_paths(rows), rows.format is not None
+    if not rows.images:
         return prepare_chats(masker, paths, format_is_given=is_given)
     directories = {source.name: source.path.resolve().parent for source in sources}
     if len(directories) < len(sources):

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -89,12 +89,55 @@ class TokenizedChat:
         return f"{len(self.input_ids):,} tokens, {self.num_loss_counted_tokens:,} trained{images}"
 
     @property
+    def shown(self) -> tuple[tuple[str, "TokenizedChat"], ...]:
+        """The parts of a preview, each with its title."""
+        return (("", self),)
+
+    @property
     def num_trained_by_role(self) -> Counter[str]:
         """Number of targets by role."""
         counts: Counter[str] = Counter()
         for span in self.spans:
             counts[span.role] += span.num_targets
         return +counts
+
+
+@dataclass(frozen=True)
+class TokenizedPair(TokenizedChat):
+    """Two tokenized chats, one after the other: the chosen and the rejected side of a preference."""
+
+    sides: tuple[TokenizedChat, ...] = ()
+    margin: float | None = None
+    weight: float | None = None
+
+    @property
+    def summary(self) -> str:
+        chosen, rejected = self.sides
+        return f"chosen: {chosen.summary}; rejected: {rejected.summary}"
+
+    @property
+    def shown(self) -> tuple[tuple[str, TokenizedChat], ...]:
+        return tuple(zip(("chosen", "rejected"), self.sides, strict=True))
+
+
+def pair_up(
+    chosen: TokenizedChat, rejected: TokenizedChat, *, margin: float | None = None, weight: float | None = None
+) -> TokenizedPair:
+    """The pair; its spans have the sides' names as their roles."""
+    length = len(chosen.input_ids)
+    spans = [replace(span, role="chosen") for span in chosen.spans]
+    spans += [
+        replace(span, start=span.start + length, end=span.end + length, role="rejected") for span in rejected.spans
+    ]
+    return TokenizedPair(
+        chosen.input_ids + rejected.input_ids,
+        spans,
+        is_stop_appended=chosen.is_stop_appended or rejected.is_stop_appended,
+        remarks=chosen.remarks + rejected.remarks,
+        sides=(chosen, rejected),
+        margin=margin,
+        weight=weight,
+    )
 
 
 @dataclass(frozen=True)

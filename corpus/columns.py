@@ -44,6 +44,8 @@ MEANINGS = {
 }
 OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, ASKING, SEEING))
 HINTS = {
+    "chosen": "--format preference reads chosen and rejected answers",
+    "rejected": "--format preference reads chosen and rejected answers",
     "label": "--format classification reads labels",
     "labels": "--format classification reads labels",
     "image": "--images reads images",

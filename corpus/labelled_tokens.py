@@ -46,6 +46,11 @@ class TokenizedText:
     def summary(self) -> str:
         return f"{len(self.input_ids):,} tokens, {self.said}"
 
+    @property
+    def shown(self) -> tuple[tuple[str, "TokenizedText"], ...]:
+        """The parts of a preview, each with its title."""
+        return (("", self),)
+
 
 class LabelledTokenizer:
     """Tokenizes rows and encodes their labels. `truncates`: cut longer rows to `max_length` tokens."""

@@ -1,5 +1,6 @@
 """One or several tokenized data sets as one: their rows are numbered consecutively, in the order of the sets."""
 
+import copy
 import functools
 import math
 from collections import Counter
@@ -68,6 +69,7 @@ class Mixture:
         self.squares = join([source.squares for source in sources]) if has_squares else None
         self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by `count_images`
+        self.computed: dict[str, np.ndarray] = {}  # columns (rows, ...) that no file has; set by `add_column`
         self._find_kept()
 
     def _find_kept(self) -> None:
@@ -178,9 +180,21 @@ class Mixture:
         """A row's columns, including the optional columns of any set: samples packed into one row must agree."""
         source, own_row = self._find(row)
         sample = source.read(own_row)
-        return sample | {
-            name: source.kind.fill(name, len(sample["input_ids"])) for name in self.columns if name not in sample
-        }
+        return (
+            sample
+            | {name: source.kind.fill(name, len(sample["input_ids"])) for name in self.columns if name not in sample}
+            | {name: values[row] for name, values in self.computed.items()}
+        )
+
+    def add_column(self, name: str, values: np.ndarray) -> None:
+        """Gives each row (rows, ...) one value more of the sample."""
+        self.computed[name] = values
+
+    def restricted_to(self, rows: np.ndarray) -> "Mixture":
+        """The same data, of which only `rows` are kept."""
+        part = copy.copy(self)
+        part.kept = rows
+        return part
 
     @functools.cached_property
     def columns(self) -> frozenset[str]:

@@ -1,5 +1,5 @@
 const samples = JSON.parse(byId("samples").textContent);
-const texts = samples.map(sample => sample.parts.map(part => part[0]).join("").toLowerCase());
+const texts = samples.map(sample => sample.sides.flatMap(side => side.parts.map(part => part[0])).join("").toLowerCase());
 let found = samples.map((_, i) => i), at = 0;
 
 // Text is only ever put in as text. Line breaks are made visible, and so is what was searched for.
@@ -32,6 +32,24 @@ function makeFigure(text, name, thumbnail, wanted) {
   return figure;
 }
 
+// One sequence of a sample: its parts, or with a title a column of them.
+function fillSide(sample, { title, parts }, wanted) {
+  const nodes = [];
+  let weightBefore = null;
+  for (const [text, trained, special, weight, image] of parts) {
+    if (image !== null) { nodes.push(makeFigure(text, ...sample.images[image], wanted)); continue; }
+    if (trained && weight !== null && weight !== weightBefore) nodes.push(make("span", "w", "×" + weight));
+    weightBefore = trained ? weight : null;
+    const node = make("span", (trained ? "t" : "") + (special ? " s" : ""), "");
+    fill(node, text, wanted);
+    nodes.push(node);
+  }
+  if (!title) return nodes;
+  const column = make("section", "", "");
+  column.append(make("h3", "", title), ...nodes);
+  return [column];
+}
+
 function show() {
   const sample = samples[found[at]], box = byId("text"), wanted = byId("search").value.toLowerCase();
   byId("position").textContent = found.length ? `${at + 1} of ${found.length}` : "none";
@@ -40,15 +58,8 @@ function show() {
   byId("place").textContent = sample ? sample.place : "";
   byId("counts").textContent = sample ? sample.summary : "";
   if (!sample) { box.textContent = "Nothing found."; return; }
-  let weightBefore = null;
-  for (const [text, trained, special, weight, image] of sample.parts) {
-    if (image !== null) { box.append(makeFigure(text, ...sample.images[image], wanted)); continue; }
-    if (trained && weight !== null && weight !== weightBefore) box.append(make("span", "w", "×" + weight));
-    weightBefore = trained ? weight : null;
-    const node = make("span", (trained ? "t" : "") + (special ? " s" : ""), "");
-    fill(node, text, wanted);
-    box.append(node);
-  }
+  box.classList.toggle("sides", sample.sides.length > 1);
+  for (const side of sample.sides) box.append(...fillSide(sample, side, wanted));
   const first = box.querySelector("mark");
   box.scrollTop = first ? first.offsetTop - box.offsetTop - 60 : 0;
 }

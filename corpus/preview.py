@@ -122,7 +122,10 @@ def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: s
     in_colour = sys.stdout.isatty()
     for sample in samples:
         say(f"\n--- {sample.place}: {sample.tokens.summary}")
-        print(format_sample(split_segments(sample.tokens, tokenizer), mask=mask, in_colour=in_colour))
+        for title, tokens in sample.tokens.shown:
+            if title:
+                say(f"{title}:")
+            print(format_sample(split_segments(tokens, tokenizer), mask=mask, in_colour=in_colour))
 
 
 def format_sample(segments: Iterable[Segment], *, mask: str | None, in_colour: bool) -> str:
@@ -170,20 +173,22 @@ def write_page(
 
 
 def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
-    """A sample for the page; each part is [text, is_trained, is_special, weight, image]."""
+    """A sample for the page: its sequences, each with a title, which stand next to each other."""
+    sides = [{"title": title, "parts": describe_parts(tokens, tokenizer)} for title, tokens in sample.tokens.shown]
+    return {"place": sample.place, "summary": sample.tokens.summary, "sides": sides}
+
+
+def describe_parts(tokens: TokenizedChat, tokenizer: Any) -> list[list[Any]]:
+    """The parts of a sequence, each as [text, is_trained, is_special, weight, image]."""
     parts, num_chars = [], 0
-    for segment in split_segments(sample.tokens, tokenizer):
+    for segment in split_segments(tokens, tokenizer):
         text = fold(segment.text, MAX_PAGE_SEGMENT_CHARS)
         num_chars += len(text)
         parts.append([text, int(segment.is_trained), int(segment.is_special), segment.weight, segment.image])
         if num_chars > MAX_PAGE_CHARS:
             parts.append([" … (the rest is not shown)", 0, 0, None, None])
             break
-    return {
-        "place": sample.place,
-        "summary": sample.tokens.summary,
-        "parts": parts,
-    }
+    return parts
 
 
 def add_thumbnails(samples: Sequence[dict[str, Any]], totals: Totals, directory: Path | None) -> None:

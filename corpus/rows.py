@@ -20,21 +20,23 @@ from corpus.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
 from corpus.labelled_tokens import LabelledTokenizer, TokenizedText
 from corpus.lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
 from corpus.pictured import read_pictured
+from corpus.preferences import PREFERENCE, Preference, PreferenceFields, mask_preferences, read_preferences
 from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
 from corpus.writer import TokenizedSample, encode_samples
+from objectives.columns import PREFERENCE as PREFERENCES
 from objectives.columns import VISION, Task
 from objectives.label_columns import LABEL_TYPES
 from options.choices import Implemented
 
 IMPLEMENTED_ROWS: Implemented = {
-    "format": (*FORMATS, CLASSIFICATION),
+    "format": (*FORMATS, CLASSIFICATION, PREFERENCE),
     "label_type": LABEL_TYPES,
     "thinking_prefix": THINKING_PREFIXES,
 }
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None until a row of the file has one
-AnyExample = Example | Labelled
+AnyExample = Example | Labelled | Preference
 ReadRow = tuple[Row, AnyExample | ValueError | None]
 
 
@@ -79,6 +81,18 @@ def read_labelled_rows(
     formatted_chunk: FormattedChunk, tally: Counter[str], *, fields: FieldNames
 ) -> Iterator[ReadRow]:
     return read_labelled(formatted_chunk[0], fields, tally)
+
+
+def prepare_preferences(masker: ChatMasker, fields: PreferenceFields) -> Preparation:
+    """Preparation of rows with a chosen and a rejected answer."""
+    read = partial(read_preference_rows, fields=fields)
+    return Preparation(Task(PREFERENCES), read, partial(mask_preferences, masker), masker.stop_token_ids)
+
+
+def read_preference_rows(
+    formatted_chunk: FormattedChunk, tally: Counter[str], *, fields: PreferenceFields
+) -> Iterator[ReadRow]:
+    return read_preferences(formatted_chunk[0], fields, tally)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from chat.masking import Chat, Completion, Document
 from chat.placeholders import REASONING_KEYS
 from corpus.formats import Example, join_parts, parse_json
 from corpus.labelled import Labelled, TextPair, Words
+from corpus.preferences import Preference
 from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_samples
 from objectives.columns import Task
@@ -38,20 +39,20 @@ class SideResult:
     totals: Totals
 
 
-def falls_into_validation(example: Example | Labelled, share: float) -> bool:
+def falls_into_validation(example: Example | Labelled | Preference, share: float) -> bool:
     return hash_example(example) < share * 256**HASH_BYTES
 
 
-def hash_example(example: Example | Labelled) -> int:
+def hash_example(example: Example | Labelled | Preference) -> int:
     """A number from 0 to 256**HASH_BYTES, the same for examples with the same texts."""
     said = CANONICAL_JSON.encode(list_said(example))
     digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
 
-def list_said(example: Example | Labelled) -> Any:
+def list_said(example: Example | Labelled | Preference) -> Any:
     """The example's texts in canonical form. Omissions can only put more rows on the same side, so chats are just
-    roles and texts, without weights, ids or offered tools, and labelled rows have no label."""
+    roles and texts, without weights, ids or offered tools, labelled rows have no label, and preferences no answers."""
     match example:
         case Labelled(content=str() as text):
             return text
@@ -61,6 +62,10 @@ def list_said(example: Example | Labelled) -> Any:
             return " ".join(text.words)
         case Labelled():
             return list_said(example.content)
+        case Preference(prompt=str() as prompt):
+            return prompt
+        case Preference():
+            return [list_message(message) for message in example.prompt]
         case Document():
             return example.text
         case Completion():

@@ -24,6 +24,7 @@ from .learning import (
     ModelOptions,
     OptimizationOptions,
     OSFTOptions,
+    PreferenceOptions,
     VisionOptions,
 )
 from .running import (

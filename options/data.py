@@ -47,14 +47,20 @@ class RowOptions:
     """Instead of rows: this many samples of random tokens, to measure training speed."""
     mock_length: int | None = None
     """Tokens in each sample of --mock-data. Default: 2048."""
-    format: Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification"] | None = None
-    """Format of the rows. Default: detected from each file's first row, except classification."""
+    format: (
+        Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification", "preference"] | None
+    ) = None
+    """Format of the rows. Default: detected from each file's first row, except classification and preference."""
     messages_field: str | None = None
     """Column or key of the messages; dots reach into nested ones (chat.turns). Default: messages."""
     prompt_field: str | None = None
     """Column or key of the prompt. Default: prompt."""
     completion_field: str | None = None
     """Column or key of the completion. Default: completion or generation."""
+    chosen_field: str | None = None
+    """Preferences: column or key of the better answer. Default: chosen or chosen_response."""
+    rejected_field: str | None = None
+    """Preferences: column or key of the worse answer. Default: rejected or rejected_response."""
     text_field: str | None = None
     """Column or key of the text: a document, or the text, words or chat to classify."""
     ignore_columns: tuple[str, ...] = ()

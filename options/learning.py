@@ -21,16 +21,41 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationOptions:
-    """The objective: language modelling or classification (docs/classification.md)."""
+    """The objective: language modelling, classification (docs/classification.md) or preferences."""
 
-    objective: Literal["causal-lm", "sequence-classification", "token-classification"] = "causal-lm"
-    """Training objective; the data must have been tokenized for it."""
+    objective: Literal["causal-lm", "sequence-classification", "token-classification", "preference", "reward"] = (
+        "causal-lm"
+    )
+    """Training objective; the data must have been tokenized for it. reward: a reward model, on preferences."""
     class_weights: tuple[str, ...] = ()
     """Classifiers: weight of each class in the loss, in the order of the labels; balanced: inversely proportional to
     its frequency."""
     label_smoothing: float = 0.0
     """Share of each target spread over all classes, or over the vocabulary for language models. Validations of language
     models do not use it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions:
+    """Learning from pairs of a chosen and a rejected answer (docs/preferences.md)."""
+
+    preference_loss: Literal["dpo", "robust", "ipo", "hinge", "apo-zero", "apo-down", "simpo", "orpo"] = "dpo"
+    """Loss of a pair. simpo and orpo need no reference model."""
+    preference_beta: float | None = None
+    """Scale of rewards: larger values keep the model closer to its reference. orpo: weight of the odds ratio. Default:
+    0.1; simpo: 2."""
+    preference_gamma: float | None = None
+    """simpo only: target margin between the rewards. Default: 0.5."""
+    preference_label_smoothing: float = 0.0
+    """dpo and robust only: share of pairs whose answers are assumed to be swapped (conservative DPO, robust DPO)."""
+    preference_nll_weight: float | None = None
+    """Weight of the chosen answers' negative log-likelihood per token, which is added (RPO). Default: 0; orpo: 1."""
+    reference_model: str | None = None
+    """Directory or hub name of the reference model. Default: the model that the run starts with."""
+    reuse_reference_only: bool = False
+    """Refuse to start unless the reference's log-probabilities were computed by an earlier run."""
+    reward_centering: float = 0.0
+    """reward only: weight of the squared sum of a pair's rewards, which keeps their mean near 0; such as 0.01."""
 
 
 @dataclass(frozen=True, kw_only=True)

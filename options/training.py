@@ -6,7 +6,15 @@ from typing import Any, Literal
 
 from .data import DataOptions, RowOptions, ValidationOptions
 from .fields import iterate_fields
-from .learning import ClassificationOptions, LoRAOptions, ModelOptions, OptimizationOptions, OSFTOptions, VisionOptions
+from .learning import (
+    ClassificationOptions,
+    LoRAOptions,
+    ModelOptions,
+    OptimizationOptions,
+    OSFTOptions,
+    PreferenceOptions,
+    VisionOptions,
+)
 from .running import (
     CheckpointOptions,
     ComputeOptions,
@@ -40,6 +48,7 @@ class TrainOptions:
     data: DataOptions = field(default_factory=DataOptions)
     rows: RowOptions = field(default_factory=RowOptions)
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
+    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
     vision: VisionOptions = field(default_factory=VisionOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     optimization: OptimizationOptions = field(default_factory=OptimizationOptions)

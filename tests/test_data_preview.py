@@ -137,8 +137,8 @@ def test_the_page_shows_the_report_and_every_sample(tokenizer, tmp_path):
     parser, shown = parse_page(tmp_path, totals, tokenizer)
     assert [sample["place"] for sample in shown] == [sample.place for sample in samples]
     for sample, there in zip(samples, shown, strict=True):
-        assert "".join(part[0] for part in there["parts"]) == tokenizer.decode(sample.tokens.input_ids)
-        trained = "".join(part[0] for part in there["parts"] if part[1])
+        assert "".join(part[0] for part in there["sides"][0]["parts"]) == tokenizer.decode(sample.tokens.input_ids)
+        trained = "".join(part[0] for part in there["sides"][0]["parts"] if part[1])
         assert trained == tokenizer.decode([label for label in sample.tokens.labels if label != IGNORED])
         assert there["summary"] == sample.tokens.summary
     text = " ".join(parser.text.split())
@@ -153,7 +153,7 @@ def test_nothing_in_the_data_becomes_a_part_of_the_page(tokenizer, tmp_path):
     totals.trained_by_role = Counter({HOSTILE: 1})
     totals.reasons[HOSTILE] += 1
     parser, shown = parse_page(tmp_path, totals, tokenizer, title=HOSTILE)
-    assert "".join(part[0] for part in shown[0]["parts"]).count(HOSTILE) == 2
+    assert "".join(part[0] for part in shown[0]["sides"][0]["parts"]).count(HOSTILE) == 2
     assert parser.tags - calm.tags == Counter({"h3": 1, "table": 1, "tr": 1, "td": 2})  # of the reason
     assert len(parser.scripts) == 2
     digest = base64.b64encode(hashlib.sha256(parser.scripts[1].encode()).digest()).decode()
@@ -168,5 +168,5 @@ def test_a_huge_sample_and_many_reasons_stay_bounded(tokenizer, tmp_path):
         totals.add_invalid("x" * (i % 97) + "yz" * i)
     assert len(totals.reasons) <= MAX_REASON_KINDS + 1 and totals.reasons.total() == 5000
     _, shown = parse_page(tmp_path, totals, tokenizer)
-    text = "".join(part[0] for part in shown[0]["parts"])
+    text = "".join(part[0] for part in shown[0]["sides"][0]["parts"])
     assert len(text) < 9_000 and "characters)" in text and text.endswith("42<|im_end|>\n")

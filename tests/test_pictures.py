@@ -62,7 +62,7 @@ def test_samples_are_shown_with_their_images_in_the_place_of_placeholders(models
     samples = json.loads(re.search(r"<script id=samples type=application/json>(.*?)</script>", page)[1])
     assert "; img-src data:" in page and "<|image_pad|>" not in said + page and "<b>large" not in page
     by_row = {sample["place"].removeprefix("rows.jsonl:"): sample for sample in samples}
-    third = [part for part in by_row["3"]["parts"] if part[4] is not None]
+    third = [part for part in by_row["3"]["sides"][0]["parts"] if part[4] is not None]
     assert [part[4] for part in third] == [0, 1, 2] and not any(part[1] for part in third)
     for part, name in zip(third, ("0.png", "1.png", None), strict=True):
         image = make_image(9) if name is None else Image.open(tmp_path / name)

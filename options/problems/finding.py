@@ -26,6 +26,7 @@ from options.problems.training import (
     find_ending_problems,
     find_numbers_out_of_range,
     find_optimization_problems,
+    find_preference_problems,
     find_training_data_problems,
     find_validation_problems,
 )
@@ -51,6 +52,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_training_data_problems(options),
         *find_validation_problems(options),
         *find_classifier_problems(options),
+        *find_preference_problems(options),
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_osft_problems(options.osft),

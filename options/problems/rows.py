@@ -58,26 +58,33 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":
         problems.append("--images: classifiers see none, so it has no effect with --format classification")
+    if o.images and o.format == "preference":
+        problems.append("--images: preferences are read without images: leave it out")
     if o.images and o.input_dataset is not None:
         problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
     return [*problems, *find_field_problems(o), *find_classification_problems(o)]
+
+
+ONLY_GIVEN = ("chosen_field", "rejected_field")  # of a format that is never detected
 
 
 def find_field_problems(o: RowOptions) -> list[str]:
     """Column names: of several formats, or of another than --format."""
     formats = {
         "messages_field": ("messages", "sharegpt"),
-        "prompt_field": ("completion",),
+        "prompt_field": ("completion", "preference"),
         "completion_field": ("completion",),
         "text_field": ("document", "classification"),
+        "chosen_field": ("preference",),
+        "rejected_field": ("preference",),
     }
     given = [name for name in formats if getattr(o, name) is not None]
-    if len({formats[name] for name in given}) > 1:
+    if given and not set.intersection(*(set(formats[name]) for name in given)):
         return [f"{', '.join(map(flag_name, given))}: belong to several formats; rows have one"]
     return [
         f"{flag_name(name)} has no effect with --format {o.format}: it belongs to {' and '.join(formats[name])}"
         for name in given
-        if o.format is not None and o.format not in formats[name]
+        if o.format not in (formats[name] if name in ONLY_GIVEN else (None, *formats[name]))
     ]
 
 

@@ -8,6 +8,14 @@ from options import SCHEDULES_WITH_END, TrainOptions, flag_name, parse_duration,
 from options.problems.given import is_installed, list_changed, list_given, list_row_sources
 from options.problems.rows import find_row_problems
 
+FORMATS = {  # of rows, for the objectives that need one of their own
+    "sequence-classification": "classification",
+    "token-classification": "classification",
+    "preference": "preference",
+    "reward": "preference",
+}
+WITHOUT_TOKEN_LOSS = ("sequence-classification", "token-classification", "reward")
+CLASSIFIERS = tuple(name for name, wanted in FORMATS.items() if wanted == "classification")
 MOST_SECONDS = 10 * 24 * 3600  # of a timeout; torch's clocks overflow at far larger ones
 
 
@@ -68,14 +76,7 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--data-path and {rows[0]} both say what is trained on: give one of them")
     if not rows and (given := list_changed(options.rows)):
         problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
-    if options.rows.format == "classification" and options.classification.objective == "causal-lm":
-        problems.append("--format classification has no effect on --objective causal-lm: say what kind of classifier")
-    if rows and options.classification.objective != "causal-lm":
-        needs = f"--objective {options.classification.objective} needs rows of --format classification"
-        if options.rows.mock_data is not None:
-            problems.append(f"{needs}, with labels: --mock-data has none")
-        elif options.rows.format != "classification":
-            problems.append(needs)
+    problems += find_format_problems(options, has_rows=bool(rows))
     if weights and o.data_path and len(weights) != len(o.data_path):
         problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
     if not all(0 < weight < math.inf for weight in weights):
@@ -106,16 +107,70 @@ def find_validation_problems(options: TrainOptions) -> list[str]:
     return []
 
 
+def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
+    """Rows in another format than the objective learns from."""
+    objective, rows = options.classification.objective, options.rows
+    wanted = FORMATS.get(objective)
+    if wanted is None:
+        fitting = [f"--objective {name}" for name, known in FORMATS.items() if known == rows.format]
+        useless = f"--format {rows.format} has no effect on --objective {objective}: give {' or '.join(fitting)}"
+        return [useless] if fitting else []
+    needs = f"--objective {objective} needs rows of --format {wanted}"
+    if has_rows and rows.mock_data is not None:
+        return [f"{needs}: --mock-data has none"]
+    return [needs] if has_rows and rows.format != wanted else []
+
+
+def find_preference_problems(options: TrainOptions) -> list[str]:
+    """Options that only preferences have, or only some of their losses."""
+    o, problems = options.preference, []
+    objective, changed = options.classification.objective, list_changed(o)
+    of_losses = [name for name in changed if name != "reward_centering"]
+    useless = {"preference": ["reward_centering"], "reward": of_losses}.get(objective, changed)
+    given = [flag_name(name) for name in changed if name in useless]
+    if given:
+        problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
+    if FORMATS.get(objective) != "preference":
+        return problems
+    if not 0 <= o.reward_centering < math.inf:
+        problems.append(f"--reward-centering {o.reward_centering}: must be at least 0")
+    if options.classification.label_smoothing:
+        problems.append("--label-smoothing: no effect on preferences; see --preference-label-smoothing")
+    if options.optimization.neftune_alpha is not None:
+        problems.append(f"--neftune-alpha: not with --objective {objective}, whose answers would get different noise")
+    if objective == "reward":
+        if options.optimization.router_aux_loss:
+            problems.append("--router-aux-loss: reward models have no such loss here")
+        return problems
+    loss = f"--preference-loss {o.preference_loss}"
+    if o.preference_beta is not None and not 0 < o.preference_beta < math.inf:
+        problems.append(f"--preference-beta {o.preference_beta}: must be above 0")
+    if o.preference_gamma is not None and o.preference_loss != "simpo":
+        problems.append(f"--preference-gamma has no effect with {loss}")
+    if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
+        problems.append(f"--preference-label-smoothing has no effect with {loss}")
+    if not 0 <= o.preference_label_smoothing < 0.5:
+        problems.append(f"--preference-label-smoothing {o.preference_label_smoothing}: must be at least 0, below 0.5")
+    if o.preference_nll_weight is not None and not 0 <= o.preference_nll_weight < math.inf:
+        problems.append(f"--preference-nll-weight {o.preference_nll_weight}: must be at least 0")
+    if o.preference_loss in ("simpo", "orpo"):
+        given = [name for name in ("reference_model", "reuse_reference_only") if name in list_changed(o)]
+        problems += (
+            [f"{', '.join(map(flag_name, given))}: no effect with {loss}, which has no reference"] if given else []
+        )
+    return problems
+
+
 def find_classifier_problems(options: TrainOptions) -> list[str]:
     """What only classifiers have, and what they do not."""
     problems, o = [], options.classification
     if not 0 <= o.label_smoothing < 1:
         problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
-    if o.objective == "causal-lm":
-        given = list_given(dataclasses.replace(o, label_smoothing=0.0))
+    if o.objective not in CLASSIFIERS:
+        given = list_given(dataclasses.replace(o, label_smoothing=0.0, objective="causal-lm"))
         if options.validation.write_predictions:
             given.append("--write-predictions")
-        return [*problems, f"{', '.join(given)}: no effect on --objective causal-lm"] if given else problems
+        return [*problems, f"{', '.join(given)}: no effect on --objective {o.objective}"] if given else problems
     if options.optimization.router_aux_loss:
         problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
     if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
@@ -216,8 +271,8 @@ def find_sharing_problems(options: TrainOptions) -> list[str]:
     if num_sharing is None:
         return []
     reasons = []
-    if objective != "causal-lm":
-        reasons.append(f"not for --objective {objective}, whose classes are of whole sequences")
+    if objective in WITHOUT_TOKEN_LOSS:
+        reasons.append(f"not for --objective {objective}, whose targets are of whole sequences")
     if options.optimization.neftune_alpha is not None:
         reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
     if options.compute.compile:

@@ -1,0 +1,61 @@
+"""The columns of preferences: pairs of a chosen and a rejected sequence, which begin with the same prompt."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from chat.labels import IGNORED
+from chat.token_spans import TokenizedPair
+from families.sample import LENGTHS_COLUMN, Sample
+from objectives.columns import Columns, Counts, RowFacts, Task
+from objectives.token_columns import TextColumns
+
+MARGIN_COLUMN, PAIR_WEIGHT_COLUMN = "margin", "pair_weight"
+REFERENCE_COLUMN = "reference_logps"  # computed before training: of the chosen and of the rejected answer
+
+
+class PreferenceColumns(TextColumns):
+    """A chosen sequence and a rejected one, one after the other; labels as those of language models."""
+
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.int32()),
+            "labels": pa.list_(pa.int32()),
+            LENGTHS_COLUMN: pa.list_(pa.int32()),  # of the chosen and of the rejected sequence
+            "len": pa.int32(),  # of both
+            "num_loss_counted_tokens": pa.int32(),  # of both
+            MARGIN_COLUMN: pa.list_(pa.float32()),  # one number: by how much the chosen one is to be better
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: what the pair counts in the mean
+        }
+    )
+    optional: ClassVar = {MARGIN_COLUMN: np.float32(0), PAIR_WEIGHT_COLUMN: np.float32(1)}
+
+    def fill(self, name: str, length: int) -> np.ndarray:
+        return super().fill(name, 1 if name in (MARGIN_COLUMN, PAIR_WEIGHT_COLUMN) else length)
+
+    def describe(self, task: Task) -> str:
+        return "preferences"
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        return {"objective": task.objective}
+
+    def check(self, sample: Sample, row: RowFacts) -> None:
+        super().check(sample, row)
+        lengths, labels = sample[LENGTHS_COLUMN], sample["labels"]
+        if len(lengths) != 2:
+            raise ValueError(f"{row.where}: {LENGTHS_COLUMN} are {lengths.tolist()}, expected two: chosen and rejected")
+        for name, side in zip(("chosen", "rejected"), np.split(labels, lengths[:1]), strict=True):
+            if side[0] != IGNORED or (side == IGNORED).all():
+                raise ValueError(f"{row.where}: the {name} sequence must train some of its tokens, and not its first")
+        for name, least in ((MARGIN_COLUMN, 0), (PAIR_WEIGHT_COLUMN, np.finfo(np.float32).tiny)):
+            value = sample.get(name)
+            if value is not None and not (len(value) == 1 and least <= value[0] < np.inf):
+                raise ValueError(f"{row.where}: {name} is {value.tolist()}, expected one number from {least:g}")
+
+    def make_row(self, tokens: TokenizedPair) -> dict[str, Any]:
+        row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
+        numbers = {MARGIN_COLUMN: tokens.margin, PAIR_WEIGHT_COLUMN: tokens.weight}
+        return row | {name: [number] for name, number in numbers.items() if number is not None}
+
+    encode = Columns.encode

@@ -1,0 +1,149 @@
+"""Rows of preferences: what is read of them, what is trained, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from forked import run_forked
+from processes import flags
+from tiny_data import write_jsonl
+from tiny_models import FAMILIES, save_model, save_tokenizer
+
+from chat.templates import load_tokenizer
+from corpus.reader import TokenizedData
+from families.sample import list_sequences
+
+USER, GOOD, BAD = "What is red?", "blue", "a cat"
+ASKED = [{"role": "user", "content": USER}]
+CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
+END = "<|im_end|>"
+
+
+def say(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
+
+
+def process(rows: list[dict], model: Path, root: Path, *more: str):
+    options = dict(
+        format="preference",
+        input_file=write_jsonl(root / "rows.jsonl", rows),
+        output_file=root / "data.arrow",
+        model_name_or_path=model,
+        num_proc=1,
+    )
+    return run_forked(0, "process_data.py", *flags(**options), *more)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "chosen": [say(GOOD)], "rejected": [say(BAD)]},
+        {"prompt": USER, "chosen": [say(GOOD)], "rejected": say(BAD)},
+        {"prompt": USER, "chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, say(BAD)], "score_chosen": 9.0},
+        {"chosen": f"\n\nHuman: {USER}\n\nAssistant: {GOOD}", "rejected": f"\n\nHuman: {USER}\n\nAssistant: {BAD}"},
+        {"question": USER, "chosen": GOOD, "rejected": BAD},
+        {"instruction": USER, "input": "", "chosen_response": GOOD, "rejected_response": BAD},
+        {"conversations": [{"from": "human", "value": USER}], "chosen": {"from": "gpt", "value": GOOD},
+         "rejected": {"from": "gpt", "value": BAD}},
+        {"messages": ASKED, "chosen": GOOD, "rejected": BAD},
+    ],
+    ids=["messages", "text and messages", "whole chats", "hh", "question", "instruction", "sharegpt", "chat and texts"],
+)  # fmt: skip
+def test_formats_say_the_same(row, model, tmp_path):
+    assert process([row], model, tmp_path).returncode == 0
+    assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
+
+
+def read_sides(data: Path, model: Path, row: int = 0) -> list[tuple[str, str]]:
+    """Of each side the text that is not trained, and the text that is; nothing trained stands before."""
+    tokenizer, sample, sides, start = load_tokenizer(str(model)), TokenizedData(data).read(row), [], 0
+    for ids in list_sequences(sample):
+        trained = sample["labels"][start : start + len(ids)] != -100
+        first, end = trained.argmax(), len(ids) - trained[::-1].argmax()
+        assert trained[first:end].all() and not trained[:first].any()
+        sides.append((tokenizer.decode(ids[:first]), tokenizer.decode(ids[first:end])))
+        start += len(ids)
+    return sides
+
+
+def test_texts_are_continued_without_a_template(model, tmp_path):
+    process([{"prompt": "red is ", "chosen": "blue", "rejected": "a cat"}], model, tmp_path)
+    end = load_tokenizer(str(model)).eos_token
+    assert read_sides(tmp_path / "data.arrow", model) == [("red is ", "blue" + end), ("red is ", "a cat" + end)]
+
+
+def test_only_what_follows_the_common_beginning_is_trained(model, tmp_path):
+    beginning = [*ASKED, say("one"), {"role": "user", "content": "two"}]
+    row = {"chosen": [*beginning, say(GOOD)], "rejected": [*beginning, say(BAD)], "weight": 2, "margin": 0.5}
+    process([row, {"prompt": ASKED, "chosen": "yes", "rejected": "no"}], model, tmp_path)
+    prompt = f"{CHAT}one{END}\n<|im_start|>user\ntwo{END}\n<|im_start|>assistant\n"
+    assert read_sides(tmp_path / "data.arrow", model) == [(prompt, GOOD + END), (prompt, BAD + END)]
+    data = TokenizedData(tmp_path / "data.arrow")
+    assert [data.read(0)["pair_weight"].tolist(), data.read(0)["margin"].tolist()] == [[2], [0.5]]
+    assert [data.read(1)["pair_weight"].tolist(), data.read(1)["margin"].tolist()] == [[1], [0]]
+
+
+def test_names_of_columns_are_options(model, tmp_path):
+    row = {"ask": ASKED, "up": GOOD, "down": {"text": BAD}}
+    options = ("--prompt-field", "ask", "--chosen-field", "up", "--rejected-field", "down.text")
+    assert process([row], model, tmp_path, *options).returncode == 0
+    assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
+
+
+PAIR = {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (PAIR | {"rejected": GOOD}, "are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
+        (PAIR | {"chosen": None}, "'chosen' or 'chosen_response' is missing or empty"),
+        (PAIR | {"rejected": ""}, "'rejected' is '', expected text"),
+        (PAIR | {"rejected": 3}, "'rejected' is 3, expected text or messages"),
+        ({"chosen": GOOD, "rejected": BAD}, "'prompt' or 'question' or 'instruction'"),
+        (PAIR | {"question": USER}, "has both 'prompt' and 'question'"),
+        (PAIR | {"chosen_response": GOOD}, "has both 'chosen' and 'chosen_response'"),
+        ({"chosen": [*ASKED, say(GOOD)], "rejected": [{"role": "user", "content": "other"}, say(BAD)]}, "in common"),
+        ({"chosen": [*ASKED, say(GOOD)], "rejected": ASKED}, "the rejected side has nothing"),
+        (
+            {"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, {"role": "user", "content": "x"}]},
+            "the rejected side has the role 'user'",
+        ),
+        (PAIR | {"chosen": [say(GOOD) | {"train": False}]}, "chosen: no token is trained"),
+        (PAIR | {"chosen": [say(GOOD) | {"weight": 0.5}]}, "weighted as a whole"),
+        (PAIR | {"margin": -1}, "'margin' is -1, allowed: numbers from 0"),
+        (PAIR | {"weight": 0}, "'weight' is 0"),
+        (PAIR | {"weight": "much"}, "'weight' is 'much'"),
+        ({"prompt": "a", "system": "b", "chosen": "c", "rejected": "d"}, "has 'system'"),
+        (PAIR | {"input": "more"}, "has 'input'"),
+        (PAIR | {"chosen": [{"role": "bot", "content": "x"}]}, "the role 'bot'"),
+        (PAIR | {"prompt": [{"from": "nobody", "value": "x"}]}, "is from 'nobody'"),
+    ],
+)
+def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
+    done = process([PAIR, row], model, tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "rows.jsonl:2: " in done.stderr and reason in done.stderr
+    assert not (tmp_path / "data.arrow").exists()
+
+
+def test_columns_that_change_the_prompt_or_the_weights_are_refused(model, tmp_path):
+    for name in ("context", "images", "loss_weight", "functions"):
+        done = process([PAIR | {name: "x"}], model, tmp_path)
+        assert done.returncode == 2 and f"{name!r}" in done.stderr and "--ignore-columns" in done.stderr
+
+
+def test_long_pairs_are_dropped_whole_and_one_prompts_pairs_fall_on_one_side(model, tmp_path):
+    rows = [{"prompt": f"red {i // 3}", "chosen": [say(f"one {i}")], "rejected": [say("two")]} for i in range(60)]
+    rows.append(PAIR | {"rejected": "cat " * 200})
+    done = process(rows, model, tmp_path, "--validation-share", "0.3", "--max-sample-num-tokens", "300")
+    assert done.returncode == 0
+    kept = json.loads((tmp_path / "data.arrow.meta.json").read_text())["rows"]["kept"]
+    held_out = json.loads((tmp_path / "data.validation.arrow.meta.json").read_text())["rows"]["kept"]
+    assert kept % 3 == held_out % 3 == 0 and kept + held_out == 60 and held_out
