@@ -93,9 +93,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     if world.device.type == "cuda":
         batches = pin_memory(batches)
     epoch_length, position, due = len(inputs.data.kept), run.start, None
-    meter = StepMeter(
-        epoch_length, options.data.max_tokens_per_gpu, flops, peak_flops(world.device, inputs.compute_dtype)
-    )
+    peak = peak_flops(world.device, inputs.compute_dtype)
+    meter = StepMeter(epoch_length, options.data.max_tokens_per_gpu, flops, peak, inputs.objective)
     exports = Exports(options, inputs, world, control)
     training_log = run.open_log(num_steps=inputs.num_steps, num_validations=validations.num_done)
     if run.checkpoint and exports.is_missing(position, epoch_length=epoch_length, num_steps=num_steps):

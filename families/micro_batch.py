@@ -53,6 +53,10 @@ class Targets:
         """The sequence of the row that each target is of."""
         return torch.searchsorted(row.cu_seqlens[1:].long(), self.index, right=True)
 
+    def with_sample_sources(self, sources: np.ndarray) -> "Targets":
+        """The targets, which may keep the data set (samples,) of each sample, too."""
+        return self
+
     def take_part(self, part: slice) -> "Targets":
         """The targets of the row's tokens in `part` (--context-parallel)."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")

@@ -19,6 +19,7 @@ from model.sharding import RESHARDING
 from objectives.choice import KINDS, Settings
 from objectives.columns import CAUSAL_LM, VISION
 from objectives.embedding_noise import EmbeddingNoise
+from objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
 from optim.optimizers import OPTIMIZERS
 from optim.schedules import SCHEDULES
 from options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
@@ -44,6 +45,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "optimizer": OPTIMIZERS,
     "osft_basis": BASES,
     "osft_rank_allocation": ALLOCATIONS,
+    "preference_loss": PREFERENCE_LOSSES,
     "preset": PRESETS,
     "reshard_after_forward": RESHARDING,
     "sharding": ("full", "hybrid"),
@@ -76,6 +78,7 @@ def choose_settings(options: TrainOptions) -> Settings:
     return Settings(
         options.classification,
         options.vision,
+        options.preference,
         options.optimization.router_aux_loss,
         None if alpha is None else EmbeddingNoise(alpha, seed=seed),
         head_seed=seed,

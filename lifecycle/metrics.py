@@ -7,7 +7,7 @@ import numpy as np
 
 from batch_packer import cost_samples
 from model.flops import FlopCount
-from objectives.objective import TARGETS, TOKENS
+from objectives.objective import TARGETS, TOKENS, Objective
 from optim.reduction import StepSums
 from sampler import Batch, RunPosition, count_drawn
 
@@ -55,6 +55,7 @@ class StepMeter:
     max_tokens_per_gpu: int
     flops: FlopCount
     peak_flops: float | None  # of one device; None where it is unknown
+    objective: Objective
 
     def measure(
         self, batch: Batch, sums: StepSums, position: RunPosition, *, lr: float, seconds: float
@@ -92,7 +93,8 @@ class StepMeter:
             data_wait_seconds=sums.data_wait_seconds,
             mfu=None if peak is None else batch_flops / total_seconds / (peak * world_size),
         )
-        return asdict(metrics) | measure_sources(batch, sums, position) | measure_routers(batch, sums)
+        own = self.objective.describe_step(sums.reports, batch.divisors)
+        return asdict(metrics) | own | measure_sources(batch, sums, position) | measure_routers(batch, sums)
 
 
 def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from families.packed_row import check_positions
 from lifecycle.inputs import RunInputs
+from lifecycle.reference import add_reference
 from lifecycle.start_report import describe_model
 from methods.full import Full
 from model.build import build_model
@@ -26,21 +27,29 @@ def build_run_model(
     if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
     method, compute = inputs.method, options.compute
-    build = functools.partial(
+    build_from = functools.partial(
         build_model,
-        inputs.source(options.model),
         sharding=options.sharding,
         objective=inputs.objective,
         weights_dtype=DTYPES[options.optimization.master_weights],
         world=world,
         progress=progress,
     )
+    build = functools.partial(build_from, inputs.source(options.model))
     plain = replace(compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False)
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, world=world)
     weigh_images(inputs, count_flops(model.model))
+    add_reference(
+        options,
+        inputs,
+        model,
+        functools.partial(build_from, compute=plain, method=Full()),
+        world=world,
+        progress=progress,
+    )
     log.info(describe_model(options, inputs, model))
     return model
 

@@ -8,11 +8,13 @@ from families.family import Family
 from families.seeing import SeeingFamily
 from families.text import TextFamily
 from objectives.classes import Classification, make_classification
-from objectives.columns import CAUSAL_LM, SEQUENCES, TOKENS, VISION, CountLabels, Task
+from objectives.columns import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, VISION, CountLabels, Task
 from objectives.embedding_noise import EmbeddingNoise
 from objectives.next_tokens import CausalLM, VisionLanguage
 from objectives.objective import Objective
-from options import ClassificationOptions, VisionOptions
+from objectives.preferences import Preferences, make_preferences
+from objectives.rewards import LABELS, REWARD, Rewards
+from options import ClassificationOptions, PreferenceOptions, VisionOptions
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Settings:
 
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
     vision: VisionOptions = field(default_factory=VisionOptions)
+    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
     router_aux_loss: float | None = None
     noise: EmbeddingNoise | None = None
     head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
@@ -32,6 +35,7 @@ class Kind:
 
     make_family: Callable[[Settings], Family]
     make: Callable[[Settings, Family, Task, CountLabels], Objective]
+    data: str | None = None  # the kind of data it learns from (objectives.data_kinds); None: of its own name
 
 
 def make_text_family(settings: Settings) -> TextFamily:
@@ -49,6 +53,14 @@ def make_classifier(
     return make_classification(settings.classification, family, task, count_labels, noise=settings.noise)
 
 
+def make_preference(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> Preferences:
+    return make_preferences(settings.preference, family)
+
+
+def make_rewards(settings: Settings, family: ClassifierFamily, task: Task, count_labels: CountLabels) -> Rewards:
+    return Rewards(family, centering=settings.preference.reward_centering)
+
+
 def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
     def make(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> CausalLM:
         return kind(family, settings.noise, label_smoothing=settings.classification.label_smoothing)
@@ -59,6 +71,10 @@ def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
 KINDS = {
     CAUSAL_LM: Kind(make_text_family, make_language_model(CausalLM)),
     VISION: Kind(make_seeing_family, make_language_model(VisionLanguage)),
+    PREFERENCE: Kind(make_text_family, make_preference),
+    REWARD: Kind(
+        lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed, labels=LABELS), make_rewards, data=PREFERENCE
+    ),
     SEQUENCES: Kind(lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
     TOKENS: Kind(lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
 }
@@ -76,9 +92,10 @@ def make_objective(
 
     `count_labels`: of classifiers.
     """
-    if task.objective != name:
+    if task.objective != (KINDS[name].data or name):
+        fitting = [f"--objective {other}" for other, kind in KINDS.items() if task.objective == (kind.data or other)]
         raise ValueError(
-            f"--objective {name}: the data was tokenized for {task.objective}: give --objective {task.objective}, or"
-            " tokenize the data again"
+            f"--objective {name}: the data was tokenized for {task.objective}: give {' or '.join(fitting)}, or tokenize"
+            " the data again"
         )
     return KINDS[name].make(settings, family, task, count_labels)

@@ -5,7 +5,7 @@ row, with targets, a loss and what a validation reports. T tokens in a packed ro
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -71,6 +71,8 @@ class Objective(ABC):
     metrics: ClassVar[dict[str, bool]]  # numbers of `summarize` that can choose the best model; whether more is better
 
     gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
+    # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
+    reference_column: ClassVar[str | None] = None
 
     # What it learns from.
 
@@ -101,9 +103,18 @@ class Objective(ABC):
         Of `predictions`, each row as of `Scores` without its first two numbers.
         """
 
+    def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a training step beside its loss, from the loss's `reports`, summed over the global batch."""
+        return {}
+
     def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:
         """One of these rows as it is written to a file."""
         raise AssertionError(f"validations of {self.name} give no predictions")
+
+    def read_reference(self, sums: np.ndarray) -> np.ndarray:
+        """The values of `reference_column` for some samples (samples, ...) fp32, from their `Scores.sums` (samples,
+        scores) by the reference model."""
+        raise NotImplementedError
 
     # What follows from the above.
 
@@ -127,7 +138,7 @@ class Objective(ABC):
         if sources is not None:
             sample_of = np.repeat(np.arange(len(samples)), [len(list_sequences(sample)) for sample in samples])
             of_targets = sample_of[targets.find_sequences(row).numpy()]  # never an idle sample, which has no targets
-            targets = replace(targets, sources=torch.from_numpy(sources[of_targets]))
+            targets = replace(targets, sources=torch.from_numpy(sources[of_targets])).with_sample_sources(sources)
         if row_group is not None:
             row, part = take_part(row, row_group)
             targets = targets.take_part(part)

@@ -147,7 +147,7 @@ def test_a_model_whose_rows_cannot_be_divided_is_refused(name, config, reason):
         (dict(context_parallel=1), "must be at least 2"),
         (dict(context_parallel=2, neftune_alpha=5.0), "not with --neftune-alpha"),
         (dict(context_parallel=2, compile=True), "not with --compile"),
-        (dict(context_parallel=2, objective="token-classification"), "whose classes are of whole sequences"),
+        (dict(context_parallel=2, objective="token-classification"), "whose targets are of whole sequences"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(changes, problem):

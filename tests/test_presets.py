@@ -72,8 +72,34 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         (dict(input_file="r", objective="token-classification"), "needs rows of --format classification"),
         (
             dict(mock_data=9, objective="sequence-classification"),
-            "needs rows of --format classification, with labels: --mock-data has none",
+            "needs rows of --format classification: --mock-data has none",
         ),
+        (dict(input_file="r", objective="preference"), "needs rows of --format preference"),
+        (dict(input_file="r", format="preference"), "give --objective preference or --objective reward"),
+        (dict(data_path="d", preference_loss="ipo"), "--preference-loss: no effect on --objective causal-lm"),
+        (
+            dict(data_path="d", objective="reward", preference_beta=0.2, reward_centering=0.1),
+            "--preference-beta: no effect on --objective reward",
+        ),
+        (dict(data_path="d", objective="preference", reward_centering=0.1), "--reward-centering: no effect"),
+        (dict(data_path="d", objective="preference", preference_beta=0.0), "--preference-beta 0.0: must be above 0"),
+        (dict(data_path="d", objective="preference", preference_gamma=1.0), "no effect with --preference-loss dpo"),
+        (
+            dict(data_path="d", objective="preference", preference_loss="ipo", preference_label_smoothing=0.1),
+            "--preference-label-smoothing has no effect with --preference-loss ipo",
+        ),
+        (
+            dict(data_path="d", objective="preference", preference_label_smoothing=0.5),
+            "--preference-label-smoothing 0.5: must be at least 0, below 0.5",
+        ),
+        (dict(data_path="d", objective="preference", preference_nll_weight=-1.0), "--preference-nll-weight -1.0"),
+        (
+            dict(data_path="d", objective="preference", preference_loss="orpo", reference_model="m"),
+            "--reference-model: no effect with --preference-loss orpo",
+        ),
+        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha: not with"),
+        (dict(data_path="d", objective="preference", label_smoothing=0.1), "--label-smoothing: no effect"),
+        (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
         (
             dict(input_file="r", format="classification"),
             "--format classification has no effect on --objective",

@@ -260,6 +260,14 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "objective",  # these: test_classification.py
     "class_weights",
     "label_smoothing",
+    "preference_loss",  # these: test_preferences.py
+    "preference_beta",
+    "preference_gamma",
+    "preference_label_smoothing",
+    "preference_nll_weight",
+    "reference_model",
+    "reuse_reference_only",
+    "reward_centering",
     "neftune_alpha",  # test_regularization.py
     "best_metric",  # these two: test_class_validation.py
     "write_predictions",

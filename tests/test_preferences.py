@@ -1,0 +1,270 @@
+"""Preferences against a plain loop over transformers' own logits: losses, gradients, ranks, resuming."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from in_process import train_on
+from op_recording import OpRecorder
+from small_runs import read_rows
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from torch.nn.functional import cross_entropy, linear, logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from chat.fingerprints import fingerprint_tokenizer
+from chat.templates import load_tokenizer
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from families.sample import list_sequences
+from objectives.preference_columns import PreferenceColumns
+from objectives.preference_losses import LOSSES
+from objectives.sequence_logps import sum_logps
+from objectives.token_loss import TrainedTokens
+from sampler import draw_samples
+
+NUM_PAIRS, BATCH_SIZE, BETA = 24, 8, 0.3
+
+
+def write_pairs(path: Path, model: Path, *, seed: int = 0, numbers: bool = False) -> Path:
+    random, rows = np.random.default_rng(seed), []
+    for prompt, *answers in random.integers(2, 12, (NUM_PAIRS, 3)).tolist():
+        shared = random.integers(3, VOCAB_SIZE, prompt)
+        sides = [np.concatenate([shared, random.integers(3, VOCAB_SIZE, length)]) for length in answers]
+        ids, labels = np.concatenate(sides), np.concatenate(sides)
+        labels[:prompt] = labels[len(sides[0]) : len(sides[0]) + prompt] = -100
+        row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "sequence_lengths": list(map(len, sides)),
+               "len": len(ids), "num_loss_counted_tokens": sum(answers)}  # fmt: skip
+        rows.append(row | ({"margin": [random.random()], "pair_weight": [random.random() + 0.5]} if numbers else {}))
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, PreferenceColumns.schema) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=PreferenceColumns.schema))
+    made_by = {
+        "tokenizer_fingerprint": fingerprint_tokenizer(load_tokenizer(str(model))),
+        "max_token_id": VOCAB_SIZE - 1,
+    }
+    Path(f"{path}.meta.json").write_text(json.dumps({"objective": "preference"} | made_by))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """A model, and one that differs from it."""
+    paths = []
+    for seed in (0, 1):
+        paths.append(save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model"), seed=seed)))
+    return tuple(paths)
+
+
+def make_options(root: Path, models: tuple[Path, Path], *, numbers: bool = False, **changes: object) -> dict:
+    data = write_pairs(root / "pairs.arrow", models[0], numbers=numbers)
+    return dict(
+        model_name_or_path=str(models[0]), data_path=(str(data),), objective="preference",
+        output_dir=str(root / "run"), batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, max_steps=3,
+        compute_dtype="float32", activation_checkpointing="none", export_dtype="float32", preference_beta=BETA,
+        checkpoint_every_steps=1,
+    ) | changes  # fmt: skip
+
+
+def sum_plainly(model: torch.nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
+    return -cross_entropy(logits, torch.from_numpy(labels[1:].astype(np.int64)), ignore_index=-100, reduction="sum")
+
+
+def measure_plainly(model, reference, data: Mixture, rows: list[int], loss: str) -> torch.Tensor:
+    """The loss of the pairs, each sequence by itself, by the formulas of the papers."""
+    total, weights, nll, num_chosen = 0.0, 0.0, 0.0, 0
+    for row in rows:
+        sample = data.read(row)
+        labels = np.split(sample["labels"], sample["sequence_lengths"][:1])
+        sequences = list(zip(list_sequences(sample), labels, strict=True))
+        c, r = (sum_plainly(model, *sequence) for sequence in sequences)
+        with torch.no_grad():
+            rc, rr = (sum_plainly(reference, *sequence) for sequence in sequences)
+        nc, nr = (int((side != -100).sum()) for side in labels)
+        margin, weight = float(sample.get("margin", [0])[0]), float(sample.get("pair_weight", [1])[0])
+        value = measure_pair(loss, c, r, rc, rr, nc, nr, margin)
+        total, weights, nll, num_chosen = total + weight * value, weights + weight, nll - c, num_chosen + nc
+    return total / weights, nll / num_chosen
+
+
+def measure_pair(loss: str, c, r, rc, rr, nc: int, nr: int, margin: float) -> torch.Tensor:
+    """From the log-probabilities of the chosen and the rejected answer, the reference's, and their tokens."""
+    h = BETA * ((c - rc) - (r - rr))
+    match loss:
+        case "dpo":
+            return -logsigmoid(h - margin)
+        case "cdpo":
+            return -0.8 * logsigmoid(h) - 0.2 * logsigmoid(-h)
+        case "robust":
+            return (-0.8 * logsigmoid(h) + 0.2 * logsigmoid(-h)) / 0.6
+        case "ipo":
+            return ((c - rc) / nc - (r - rr) / nr - 1 / (2 * BETA)) ** 2
+        case "hinge":
+            return torch.relu(1 - h)
+        case "apo-zero":
+            return 1 - torch.sigmoid(BETA * (c - rc)) + torch.sigmoid(BETA * (r - rr))
+        case "apo-down":
+            return torch.sigmoid(BETA * (c - rc)) + 1 - torch.sigmoid(h)
+        case "simpo":
+            return -logsigmoid(BETA * (c / nc - r / nr) - 0.5)
+        case "orpo":
+            return -BETA * logsigmoid(log_odds(c / nc) - log_odds(r / nr))
+    raise ValueError(loss)
+
+
+def log_odds(mean: torch.Tensor) -> torch.Tensor:
+    return mean - torch.log(1 - torch.exp(mean))
+
+
+@pytest.mark.parametrize("loss", ["cdpo", *LOSSES])
+def test_loss_and_gradient_are_those_of_a_plain_loop(loss, models, world, tmp_path):
+    own = dict(preference_loss="dpo", preference_label_smoothing=0.2) if loss == "cdpo" else dict(preference_loss=loss)
+    own |= dict(preference_label_smoothing=0.2) if loss == "robust" else {}
+    own |= dict(reference_model=str(models[1])) if loss not in ("simpo", "orpo") else {}
+    options = make_options(tmp_path, models, max_steps=1, numbers=loss == "dpo", **own)
+    train_on(1, world, **options)
+    (row,) = read_rows(tmp_path / "run")
+    model, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models)
+    data = Mixture([TokenizedData(options["data_path"][0])])
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
+    expected, nll = measure_plainly(model, reference, data, rows, loss)
+    (expected + (nll if loss == "orpo" else 0)).backward()
+    norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert row["nll_loss"] == pytest.approx(nll.item(), rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def read_numbers(root: Path) -> np.ndarray:
+    keys = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "nll_loss")
+    return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        (1, dict(max_tokens_per_gpu=1024)),
+        (1, dict(max_tokens_per_gpu=48)),
+        (2, {}),
+        (4, {}),
+        (2, dict(context_parallel=2)),
+        (1, dict(activation_checkpointing="full")),
+    ],
+    ids=["cap", "small cap", "2 ranks", "4 ranks", "context parallel", "checkpointing"],
+)
+def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, world, tmp_path):
+    (tmp_path / "one").mkdir(), (tmp_path / "other").mkdir()
+    common = dict(preference_nll_weight=0.5, numbers=True)
+    train_on(1, world, **make_options(tmp_path / "one", models, **common))
+    train_on(num_ranks, world, **make_options(tmp_path / "other", models, **common, **changes))
+    np.testing.assert_allclose(read_numbers(tmp_path / "other"), read_numbers(tmp_path / "one"), rtol=2e-5, atol=1e-6)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit_and_reads_its_reference(models, world, tmp_path):
+    (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
+    train_on(1, world, **make_options(tmp_path / "whole", models))
+    options = make_options(tmp_path / "parts", models)
+    train_on(1, world, **options | dict(max_steps=1))
+    (stored,) = (tmp_path / "parts").glob("pairs.arrow.reference-*.npy")
+    written = stored.stat().st_mtime_ns
+    train_on(1, world, **options | dict(reuse_reference_only=True))
+    assert read_rows(tmp_path / "parts" / "run") == read_rows(tmp_path / "whole" / "run")
+    assert stored.stat().st_mtime_ns == written
+
+
+def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, tmp_path):
+    options = make_options(tmp_path, models, max_steps=1)
+    with pytest.raises(ValueError, match=r"--reuse-reference-only: 24 samples"):
+        train_on(1, world, **options | dict(reuse_reference_only=True))
+    train_on(1, world, **options)
+    (stored,) = tmp_path.glob("pairs.arrow.reference-*.npy")
+    known = np.load(stored)
+    part = known.copy()
+    part[5:] = np.nan  # as a run leaves it that is killed while it scores
+    np.save(stored, part)
+    train_on(1, world, **options | dict(output_dir=str(tmp_path / "again")))
+    np.testing.assert_allclose(np.load(stored), known, rtol=1e-6)
+    with pytest.raises(ValueError, match="24 samples"):
+        train_on(1, world, **options | dict(output_dir=str(tmp_path / "x"), reference_model=str(models[1]),
+                                            reuse_reference_only=True))  # fmt: skip
+
+
+def test_validation_reports_rewards_and_chooses_the_best_by_them(models, world, tmp_path):
+    held_out = write_pairs(tmp_path / "held_out.arrow", models[0], seed=3)
+    options = make_options(tmp_path, models, validation_data_path=(str(held_out),), best_metric="rewards/accuracies")
+    train_on(1, world, **options)
+    first, last = map(json.loads, (tmp_path / "run" / "validation_metrics_0.jsonl").read_text().splitlines())
+    assert first["loss"] == pytest.approx(np.log(2)) and first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
+    assert first["rewards/accuracies"] < last["rewards/accuracies"] == last["sets"]["held_out"]["rewards/accuracies"]
+
+
+def test_margins_that_a_loss_does_not_use_are_refused(models, world, tmp_path):
+    with pytest.raises(ValueError, match="margins"):
+        train_on(1, world, **make_options(tmp_path, models, numbers=True, preference_loss="ipo"))
+
+
+N, H, V, NUM_SUMS = 17, 8, 31, 4
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 5, 100])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+def test_sums_and_their_gradients_are_those_of_all_logits_at_once(rows_per_chunk, softcap, trained):
+    def make():
+        torch.manual_seed(0)
+        tensors = [torch.randn(N, H), torch.randn(V, H), torch.randn(V)]
+        return [
+            tensor.requires_grad_(on) for tensor, on in zip(tensors, (trained[0], trained[1], trained[1]), strict=True)
+        ]
+
+    targets, places = torch.randint(V, (N,)), torch.randint(NUM_SUMS, (N,))
+    ours, naive = make(), make()
+    tokens = TrainedTokens(ours[0], ours[1], targets, ours[2], softcap=softcap)
+    sums = sum_logps(tokens, places, NUM_SUMS, chunk_bytes=rows_per_chunk * 4 * V)
+    logits = linear(*naive)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = torch.zeros(NUM_SUMS).index_add(0, places, -cross_entropy(logits, targets, reduction="none"))
+    torch.testing.assert_close(sums, expected)
+    factors = torch.randn(NUM_SUMS)
+    (sums.sin() @ factors).backward(), (expected.sin() @ factors).backward()
+    for tensor, reference in zip(ours, naive, strict=True):
+        torch.testing.assert_close(tensor.grad, reference.grad)
+
+
+def test_logits_are_never_all_held_and_a_frozen_head_is_multiplied_twice():
+    hidden, weight = torch.randn(64, H, requires_grad=True), torch.randn(V, H)
+    tokens = TrainedTokens(hidden, weight, torch.randint(V, (64,)))
+    with OpRecorder() as recorder:
+        sums = sum_logps(tokens, torch.zeros(64, dtype=torch.long), 2, chunk_bytes=8 * 4 * V)
+        sums.square().sum().backward()
+    assert recorder.largest <= max(64 * H, 8 * V, V * H) * 4
+    assert sum(name in ("aten::mm", "aten::addmm") for name in recorder.names) == 2 * 8  # logits, and back
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_reward_model_is_transformers_own_and_its_loss_a_plain_loops(num_ranks, models, world, tmp_path):
+    """The export has the random head that the run started with, as nothing is learned at a rate of 0."""
+    options = make_options(tmp_path, models, numbers=True, objective="reward", reward_centering=0.1, max_steps=1)
+    del options["preference_beta"]
+    train_on(num_ranks, world, **options | dict(learning_rate=0.0))
+    (export,) = (tmp_path / "run/hf_format").glob("samples_*")
+    model = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+    assert model.config.num_labels == 1
+    data, total, weights = Mixture([TokenizedData(options["data_path"][0])]), 0.0, 0.0
+    for row in draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist():
+        sample = data.read(row)
+        sides = [torch.from_numpy(ids.astype(np.int64)) for ids in list_sequences(sample)]
+        padding = torch.full((20,), model.config.pad_token_id)  # which must not change an answer's reward
+        c, r = (model(torch.cat([ids, padding])[None]).logits[0, 0] for ids in sides)
+        weight = float(sample["pair_weight"][0])
+        total = total + weight * (-logsigmoid(c - r - float(sample["margin"][0])) + 0.1 * (c + r) ** 2)
+        weights += weight
+    loss = total / weights
+    loss.backward()
+    (metrics,) = read_rows(tmp_path / "run")
+    norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
