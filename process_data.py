@@ -25,6 +25,7 @@ from chat.pictures import ImageExpander, load_processor
 from chat.templates import change_tokenizer, load_tokenizer
 from command_line import parse_options
 from corpus.columns import describe_unread
+from corpus.feedback import FEEDBACK, FeedbackFields
 from corpus.files import Source, find_sources
 from corpus.formats import OWN_NAMES, FieldPaths
 from corpus.hub_rows import find_dataset
@@ -50,6 +51,7 @@ from corpus.rows import (
     IMPLEMENTED_ROWS,
     Preparation,
     prepare_chats,
+    prepare_feedback,
     prepare_labelled,
     prepare_pictured,
     prepare_preferences,
@@ -170,8 +172,8 @@ def open_sources(options: RowOptions) -> list[Source]:
 
 
 def choose_paths(options: RowOptions) -> FieldPaths:
-    """Paths to the tokenized values of rows; rows for classifiers and preferences have readers of their own."""
-    if options.format in (CLASSIFICATION, PREFERENCE):
+    """Paths to the tokenized values of rows; formats that are never detected have readers of their own."""
+    if options.format in (CLASSIFICATION, PREFERENCE, FEEDBACK):
         return OWN_NAMES
     fields = (options.messages_field, options.prompt_field, options.completion_field, options.text_field)
     return FieldPaths(*fields, ignored=options.ignore_columns)
@@ -202,11 +204,14 @@ def open_expander(model_dir: str, options: ProcessDataOptions) -> ImageExpander 
 
 
 def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: ProcessDataOptions) -> Preparation:
-    """How rows of conversations, preferences, completions and documents become samples."""
+    """How rows of conversations, preferences, feedback, completions and documents become samples."""
     rows = options.rows
     if rows.format == PREFERENCE:
-        names = (rows.prompt_field, rows.chosen_field, rows.rejected_field)
-        return prepare_preferences(masker, PreferenceFields(*names, ignored=rows.ignore_columns))
+        fields = PreferenceFields(rows.prompt_field, rows.chosen_field, rows.rejected_field, rows.ignore_columns)
+        return (prepare_feedback if rows.feedback_from_pairs else prepare_preferences)(masker, fields)
+    if rows.format == FEEDBACK:
+        names = (rows.prompt_field, rows.completion_field, rows.label_field)
+        return prepare_feedback(masker, FeedbackFields(*names, ignored=rows.ignore_columns))
     paths, is_given = choose_paths(rows), rows.format is not None
     if not rows.images:
         return prepare_chats(masker, paths, format_is_given=is_given)

@@ -14,7 +14,7 @@ Answers may also be called chosen_response and rejected_response. Optional: tool
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,11 +127,11 @@ def read_preference(values: Fields, fields: PreferenceFields, tally: Counter[str
     if is_whole:
         refuse_unread(values, ("input",), "whole chats")
         beginning = read_system(values)
-        sides = [[*beginning, *read_whole_chat(side, name, tally, fields)]
+        sides = [[*beginning, *read_whole_chat(side, name, tally, fields.ignored)]
                  for side, name in ((chosen, chosen_name), (rejected, rejected_name))]  # fmt: skip
     else:
-        beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, fields)]
-        sides = [[*beginning, *read_answer(side, name, tally, fields)]
+        beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, fields.ignored)]
+        sides = [[*beginning, *read_answer(side, name, tally, fields.ignored)]
                  for side, name in ((chosen, chosen_name), (rejected, rejected_name))]  # fmt: skip
     return build_preference(*sides, values, numbers)
 
@@ -187,41 +187,41 @@ def normalize(message: Any, number: int) -> Any:
     return read_turn(message, number) if isinstance(message, dict) and "from" in message else message
 
 
-def read_messages(value: Any, name: str, tally: Counter[str], fields: PreferenceFields) -> list[Any]:
+def read_messages(value: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
     """The messages of a list, or of a single object."""
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{name!r} is {quote(value)}, expected text or messages")
     checked = [
-        check_keys(message, name, fields.ignored, tally, marks=("train", "training", "weight"), meanings=(WEIGHING,))
+        check_keys(message, name, ignored, tally, marks=("train", "training", "weight"), meanings=(WEIGHING,))
         for message in messages
     ]
     return [normalize(message, number) for number, message in enumerate(checked, start=1)]
 
 
-def read_whole_chat(side: Any, name: str, tally: Counter[str], fields: PreferenceFields) -> list[Any]:
+def read_whole_chat(side: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
     if not isinstance(side, str):
-        return read_messages(side, name, tally, fields)
+        return read_messages(side, name, tally, ignored)
     pieces = SPEAKERS.split(side)[1:]  # speaker, text, speaker, text, ...
     turns = list(zip(pieces[::2], pieces[1::2], strict=True))
     return [{"role": ROLES[speaker], "content": text.strip()} for speaker, text in turns]
 
 
-def read_prompt(values: Fields, name: str, tally: Counter[str], fields: PreferenceFields) -> list[Any]:
+def read_prompt(values: Fields, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
     """The prompt's messages; a text is the user's, followed by a non-empty `input` after a blank line."""
     prompt, extra = look_up(values, name), values.get("input") or ""
     if isinstance(prompt, str):
         text = require_text({name: prompt}, name)
         return [{"role": "user", "content": f"{text}\n\n{require_text(values, 'input')}" if extra else text}]
     refuse_unread(values, ("input",), "a prompt of messages")
-    return read_messages(prompt, name, tally, fields)
+    return read_messages(prompt, name, tally, ignored)
 
 
-def read_answer(side: Any, name: str, tally: Counter[str], fields: PreferenceFields) -> list[Any]:
+def read_answer(side: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
     """The answer's messages; a text is the assistant's."""
     if isinstance(side, str):
         return [{"role": ASSISTANT, "content": require_text({name: side}, name)}]
-    return read_messages(side, name, tally, fields)
+    return read_messages(side, name, tally, ignored)
 
 
 def build_preference(
@@ -248,14 +248,15 @@ def build_preference(
     if num_common == 0:
         raise ValueError("the answers have no prompt in common: their first messages differ")
     prompt = first[:num_common]
-    sides = [
-        replace(chat, messages=[*({**message, "train": False} for message in prompt), *chat.messages[num_common:]])
-        for chat in chats
-    ]
-    for side in sides:
-        for message in side.messages[:num_common]:
-            message.pop("weight", None)
+    sides = [leave_untrained(chat, num_common) for chat in chats]
     return Preference(prompt, *sides, **numbers)
+
+
+def leave_untrained(chat: Chat, num_messages: int) -> Chat:
+    """The chat, of which the first messages are not trained."""
+    prompt = [{key: value for key, value in message.items() if key != "weight"} for message in chat.messages]
+    untrained = [message | {"train": False} for message in prompt[:num_messages]]
+    return replace(chat, messages=[*untrained, *chat.messages[num_messages:]])
 
 
 def mask_preferences(masker: ChatMasker, rows: Sequence[Preference]) -> list[TokenizedPair | ValueError]:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from chat.examples import ASSISTANT
 from chat.masking import THINKING_PREFIXES, ChatMasker, Document, TokenizedChat
 from chat.rendering import one_line
+from corpus.feedback import FEEDBACK, Feedback, FeedbackFields, mask_feedback, read_feedback, read_pairs
 from corpus.files import Chunk, Source, iterate_rows, read_chunks
 from corpus.formats import FORMATS, OWN_NAMES, Example, FieldPaths, check_paths, detect_format, read_examples
 from corpus.labelled import CLASSIFICATION, FieldNames, Labelled, read_labelled
@@ -24,19 +25,20 @@ from corpus.preferences import PREFERENCE, Preference, PreferenceFields, mask_pr
 from corpus.report import SHOWN_SAMPLES_SEED, Totals
 from corpus.split import SIDES, SideResult, falls_into_validation, mark_place
 from corpus.writer import TokenizedSample, encode_samples
-from objectives.columns import PREFERENCE as PREFERENCES
+from objectives.columns import FEEDBACK as FEEDBACK_DATA
+from objectives.columns import PREFERENCE as PREFERENCE_DATA
 from objectives.columns import VISION, Task
 from objectives.label_columns import LABEL_TYPES
 from options.choices import Implemented
 
 IMPLEMENTED_ROWS: Implemented = {
-    "format": (*FORMATS, CLASSIFICATION, PREFERENCE),
+    "format": (*FORMATS, CLASSIFICATION, PREFERENCE, FEEDBACK),
     "label_type": LABEL_TYPES,
     "thinking_prefix": THINKING_PREFIXES,
 }
 
 FormattedChunk = tuple[Chunk, str | None]  # the format is None until a row of the file has one
-AnyExample = Example | Labelled | Preference
+AnyExample = Example | Labelled | Preference | Feedback
 ReadRow = tuple[Row, AnyExample | ValueError | None]
 
 
@@ -85,14 +87,20 @@ def read_labelled_rows(
 
 def prepare_preferences(masker: ChatMasker, fields: PreferenceFields) -> Preparation:
     """Preparation of rows with a chosen and a rejected answer."""
-    read = partial(read_preference_rows, fields=fields)
-    return Preparation(Task(PREFERENCES), read, partial(mask_preferences, masker), masker.stop_token_ids)
+    read = partial(read_chunk, read_preferences, fields)
+    return Preparation(Task(PREFERENCE_DATA), read, partial(mask_preferences, masker), masker.stop_token_ids)
 
 
-def read_preference_rows(
-    formatted_chunk: FormattedChunk, tally: Counter[str], *, fields: PreferenceFields
+def prepare_feedback(masker: ChatMasker, fields: FeedbackFields | PreferenceFields) -> Preparation:
+    """Preparation of rows with a good or bad answer, or of preferences as two such rows."""
+    read = partial(read_chunk, read_feedback if isinstance(fields, FeedbackFields) else read_pairs, fields)
+    return Preparation(Task(FEEDBACK_DATA), read, partial(mask_feedback, masker), masker.stop_token_ids)
+
+
+def read_chunk(
+    read: Callable[..., Iterator[ReadRow]], fields: Any, formatted_chunk: FormattedChunk, tally: Counter[str]
 ) -> Iterator[ReadRow]:
-    return read_preferences(formatted_chunk[0], fields, tally)
+    return read(formatted_chunk[0], fields, tally)
 
 
 @dataclass

@@ -18,6 +18,7 @@ import numpy as np
 
 from chat.masking import Chat, Completion, Document
 from chat.placeholders import REASONING_KEYS
+from corpus.feedback import Feedback
 from corpus.formats import Example, join_parts, parse_json
 from corpus.labelled import Labelled, TextPair, Words
 from corpus.preferences import Preference
@@ -39,20 +40,21 @@ class SideResult:
     totals: Totals
 
 
-def falls_into_validation(example: Example | Labelled | Preference, share: float) -> bool:
+def falls_into_validation(example: Example | Labelled | Preference | Feedback, share: float) -> bool:
     return hash_example(example) < share * 256**HASH_BYTES
 
 
-def hash_example(example: Example | Labelled | Preference) -> int:
+def hash_example(example: Example | Labelled | Preference | Feedback) -> int:
     """A number from 0 to 256**HASH_BYTES, the same for examples with the same texts."""
     said = CANONICAL_JSON.encode(list_said(example))
     digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
 
-def list_said(example: Example | Labelled | Preference) -> Any:
+def list_said(example: Example | Labelled | Preference | Feedback) -> Any:
     """The example's texts in canonical form. Omissions can only put more rows on the same side, so chats are just
-    roles and texts, without weights, ids or offered tools, labelled rows have no label, and preferences no answers."""
+    roles and texts, without weights, ids or offered tools, labelled rows have no label, and
+    preferences and feedback no answers."""
     match example:
         case Labelled(content=str() as text):
             return text
@@ -62,9 +64,9 @@ def list_said(example: Example | Labelled | Preference) -> Any:
             return " ".join(text.words)
         case Labelled():
             return list_said(example.content)
-        case Preference(prompt=str() as prompt):
+        case Preference(prompt=str() as prompt) | Feedback(prompt=str() as prompt):
             return prompt
-        case Preference():
+        case Preference() | Feedback():
             return [list_message(message) for message in example.prompt]
         case Document():
             return example.text

@@ -95,9 +95,11 @@ class MicroBatch:
 
 
 def map_tensors(part: Part, function: Callable[[Tensor], Tensor]) -> Part:
-    """The part with `function` applied to its tensors, also to those in dataclasses and dicts inside of it."""
+    """The part with `function` applied to its tensors, and to those in dataclasses, dicts and micro-batches in it."""
     if isinstance(part, Tensor):
         return function(part)
+    if isinstance(part, MicroBatch):
+        return part.map(function)
     if isinstance(part, dict):
         return {name: map_tensors(value, function) for name, value in part.items()}
     if is_dataclass(part):

@@ -8,8 +8,9 @@ from families.family import Family
 from families.seeing import SeeingFamily
 from families.text import TextFamily
 from objectives.classes import Classification, make_classification
-from objectives.columns import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, VISION, CountLabels, Task
+from objectives.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, SEQUENCES, TOKENS, VISION, CountLabels, Task
 from objectives.embedding_noise import EmbeddingNoise
+from objectives.kto import KTO, Feedback, make_kto
 from objectives.next_tokens import CausalLM, VisionLanguage
 from objectives.objective import Objective
 from objectives.preferences import Preferences, make_preferences
@@ -57,6 +58,10 @@ def make_preference(settings: Settings, family: Family, task: Task, count_labels
     return make_preferences(settings.preference, family)
 
 
+def make_feedback(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> Feedback:
+    return make_kto(settings.preference, family)
+
+
 def make_rewards(settings: Settings, family: ClassifierFamily, task: Task, count_labels: CountLabels) -> Rewards:
     return Rewards(family, centering=settings.preference.reward_centering)
 
@@ -72,6 +77,7 @@ KINDS = {
     CAUSAL_LM: Kind(make_text_family, make_language_model(CausalLM)),
     VISION: Kind(make_seeing_family, make_language_model(VisionLanguage)),
     PREFERENCE: Kind(make_text_family, make_preference),
+    KTO: Kind(make_text_family, make_feedback, data=FEEDBACK),
     REWARD: Kind(
         lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed, labels=LABELS), make_rewards, data=PREFERENCE
     ),

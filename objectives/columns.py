@@ -12,7 +12,7 @@ import pyarrow as pa
 from families.sample import LENGTHS_COLUMN, Sample
 
 CAUSAL_LM, SEQUENCES, TOKENS = "causal-lm", "sequence-classification", "token-classification"
-VISION, PREFERENCE = "vision-language", "preference"
+VISION, PREFERENCE, FEEDBACK = "vision-language", "preference", "feedback"
 LabelType = Literal["single", "multi", "regression"]
 
 # Number of targets of each class, (classes,), and of all, in the samples that are trained.

@@ -2,9 +2,9 @@
 
 from typing import Any, get_args
 
-from objectives.columns import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS, VISION, Columns, LabelType, Task
+from objectives.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, SEQUENCES, TOKENS, VISION, Columns, LabelType, Task
 from objectives.label_columns import SequenceColumns, TokenColumns
-from objectives.preference_columns import PreferenceColumns
+from objectives.preference_columns import FeedbackColumns, PreferenceColumns
 from objectives.token_columns import PicturedColumns, TextColumns
 
 COLUMNS: dict[str, Columns] = {
@@ -13,6 +13,7 @@ COLUMNS: dict[str, Columns] = {
     SEQUENCES: SequenceColumns(),
     TOKENS: TokenColumns(),
     PREFERENCE: PreferenceColumns(),
+    FEEDBACK: FeedbackColumns(),
 }
 
 

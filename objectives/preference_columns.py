@@ -1,4 +1,4 @@
-"""The columns of preferences: pairs of a chosen and a rejected sequence, which begin with the same prompt."""
+"""The columns of preferences (a chosen and a rejected sequence of one prompt), and of good and bad answers."""
 
 from typing import Any, ClassVar
 
@@ -6,13 +6,16 @@ import numpy as np
 import pyarrow as pa
 
 from chat.labels import IGNORED
-from chat.token_spans import TokenizedPair
+from chat.token_spans import TokenizedFeedback, TokenizedPair
 from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, Counts, RowFacts, Task
 from objectives.token_columns import TextColumns
 
-MARGIN_COLUMN, PAIR_WEIGHT_COLUMN = "margin", "pair_weight"
-REFERENCE_COLUMN = "reference_logps"  # computed before training: of the chosen and of the rejected answer
+MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"
+REFERENCE_COLUMN = "reference_logps"  # computed before training: of each answer, (2,)
+
+
+LEAST_WEIGHT, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class PreferenceColumns(TextColumns):
@@ -48,10 +51,8 @@ class PreferenceColumns(TextColumns):
         for name, side in zip(("chosen", "rejected"), np.split(labels, lengths[:1]), strict=True):
             if side[0] != IGNORED or (side == IGNORED).all():
                 raise ValueError(f"{row.where}: the {name} sequence must train some of its tokens, and not its first")
-        for name, least in ((MARGIN_COLUMN, 0), (PAIR_WEIGHT_COLUMN, np.finfo(np.float32).tiny)):
-            value = sample.get(name)
-            if value is not None and not (len(value) == 1 and least <= value[0] < np.inf):
-                raise ValueError(f"{row.where}: {name} is {value.tolist()}, expected one number from {least:g}")
+        check_number(sample, MARGIN_COLUMN, row, least=0)
+        check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
 
     def make_row(self, tokens: TokenizedPair) -> dict[str, Any]:
         row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
@@ -59,3 +60,53 @@ class PreferenceColumns(TextColumns):
         return row | {name: [number] for name, number in numbers.items() if number is not None}
 
     encode = Columns.encode
+
+
+class FeedbackColumns(TextColumns):
+    """A good or bad answer, and after it the same prompt with an unrelated answer, which may be missing."""
+
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.int32()),
+            "labels": pa.list_(pa.int32()),
+            LENGTHS_COLUMN: pa.list_(pa.int32()),  # one or two
+            "len": pa.int32(),  # of both
+            "num_loss_counted_tokens": pa.int32(),  # of the answer
+            GOOD_COLUMN: pa.list_(pa.float32()),  # one number: 1 for a good answer, 0 for a bad one
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: what the sample counts in the mean
+        }
+    )
+    optional: ClassVar = {PAIR_WEIGHT_COLUMN: np.float32(1)}
+
+    def fill(self, name: str, length: int) -> np.ndarray:
+        return super().fill(name, 1)
+
+    def describe(self, task: Task) -> str:
+        return "binary feedback"
+
+    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
+        return {"objective": task.objective}
+
+    def check(self, sample: Sample, row: RowFacts) -> None:
+        own, *unrelated = np.split(sample["labels"], sample[LENGTHS_COLUMN][:-1].cumsum())
+        super().check(sample | {"labels": own}, row)
+        if len(unrelated) > 1 or any(side[0] != IGNORED or (side == IGNORED).all() for side in (own, *unrelated)):
+            raise ValueError(f"{row.where}: each of one or two sequences must train some of its tokens, not its first")
+        if sample["labels"].max() >= row.vocab_size:
+            raise ValueError(f"{row.where}: token ids beyond the model's vocabulary of {row.vocab_size}")
+        check_number(sample, GOOD_COLUMN, row, least=0, most=1)
+        check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
+
+    def make_row(self, tokens: TokenizedFeedback) -> dict[str, Any]:
+        row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
+        weight = {} if tokens.weight is None else {PAIR_WEIGHT_COLUMN: [tokens.weight]}
+        return row | {GOOD_COLUMN: [float(tokens.is_good)]} | weight
+
+    encode = Columns.encode
+
+
+def check_number(sample: Sample, name: str, row: RowFacts, *, least: float, most: float = LARGEST) -> None:
+    """ValueError if a column is there, and is not one number in these bounds."""
+    value = sample.get(name)
+    if value is not None and not (len(value) == 1 and least <= value[0] <= most):
+        raise ValueError(f"{row.where}: {name} is {value.tolist()}, expected one number from {least:g} to {most:g}")

@@ -4,7 +4,7 @@ T tokens in a packed row, N trained tokens among them, P pairs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,23 +16,21 @@ from families.family import Family, Own
 from families.micro_batch import MicroBatch, Row
 from families.sample import LENGTHS_COLUMN, Sample, list_sequences
 from families.text import TextFamily, TextReader
+from objectives.answers import AnswerLoss, AnswerTargets, count_once
 from objectives.columns import PREFERENCE
-from objectives.next_tokens import CausalLM, NextTokens, TokenLoss
+from objectives.next_tokens import CausalLM
 from objectives.objective import TARGETS, Scores
-from objectives.pairs import (
-    ZERO,
-    PairNumbers,
-    describe_means,
-    gather_numbers,
-    gather_pair_numbers,
-    sum_by_source,
-    weigh_pairs,
-)
 from objectives.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from objectives.preference_losses import LOSSES, Kind, Pairs, Strength
-from objectives.sequence_logps import sum_logps
+from objectives.sample_numbers import (
+    ZERO,
+    describe_means,
+    gather_numbers,
+    gather_sample_numbers,
+    sum_by_source,
+    weigh_samples,
+)
 from options import PreferenceOptions
-from ranks.row_group import RowGroup, sum_parts
 
 DEFAULT_STRENGTH = Strength(LOSSES["dpo"].beta)
 CHOSEN_TOKENS = "chosen_tokens"  # divisor of the chosen answers' NLL
@@ -41,30 +39,8 @@ SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "log
         "pairs", "nll", CHOSEN_TOKENS)  # fmt: skip
 
 
-@dataclass
-class PairTargets(NextTokens):
-    """Next tokens of the two answers of each pair."""
-
-    places: Tensor = None  # (N,) int64: twice the token's pair, and 1 more for the rejected answer
-    lengths: Tensor = None  # (P, 2) fp32: trained tokens
-    pairs: PairNumbers = None
-    reference: Tensor | None = None  # (P, 2) fp32; None where it is not known
-
-    def with_sample_sources(self, sources: np.ndarray) -> "PairTargets":
-        return replace(self, pairs=self.pairs.with_sources(sources))
-
-    def take_part(self, part: slice) -> "PairTargets":
-        first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
-        own = vars(super().take_part(part)) | {"places": self.places[first:end].contiguous()}
-        return replace(self, **own)
-
-    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "PairTargets":
-        own = super().gather(row_group, num_tokens=num_tokens)
-        return replace(self, index=own.index, labels=own.labels, places=torch.zeros_like(own.index))
-
-
 @dataclass(frozen=True)
-class PreferenceLoss(TokenLoss):
+class PreferenceLoss(AnswerLoss):
     """A loss of pairs, and with a weight the negative log-likelihood of the chosen answers."""
 
     kind: Kind = LOSSES["dpo"]
@@ -72,19 +48,16 @@ class PreferenceLoss(TokenLoss):
     nll_weight: float = 0.0
 
     def read_pairs(self, reader: TextReader, micro_batch: MicroBatch) -> Pairs:
-        tokens, targets, row_group = self.predict(reader, micro_batch), micro_batch.targets, micro_batch.row.row_group
-        logps = sum_logps(tokens, targets.places, targets.lengths.numel(), compiled=self.is_fused)
-        if row_group is not None:  # each rank has summed up its part of the row, and has gradients for that alone
-            logps = logps + (sum_parts(logps, row_group) - logps.detach())
-        return self.make_pairs(logps.view(-1, 2), targets)
+        logps = self.read_logps(reader, micro_batch)
+        return self.make_pairs(logps.view(-1, 2), micro_batch.targets)
 
-    def make_pairs(self, logps: Tensor, targets: PairTargets) -> Pairs:
+    def make_pairs(self, logps: Tensor, targets: AnswerTargets) -> Pairs:
         reference = torch.zeros_like(logps) if targets.reference is None else targets.reference
-        return Pairs(logps, reference * self.kind.has_reference, targets.lengths, targets.pairs.margins)
+        return Pairs(logps, reference * self.kind.has_reference, targets.lengths, targets.numbers.margins)
 
-    def measure(self, pairs: Pairs, targets: PairTargets) -> Tensor:  # (P, len(SUMS))
+    def measure(self, pairs: Pairs, targets: AnswerTargets) -> Tensor:  # (P, len(SUMS))
         """What is summed over pairs; `loss` with gradients."""
-        weights, beta = targets.pairs.weights, self.strength.beta
+        weights, beta = targets.numbers.weights, self.strength.beta
         rewards = beta * (pairs.ratios if self.kind.has_reference else pairs.mean_logps).detach()
         logps, counts = pairs.logps.detach(), (weights > 0).float()
         columns = [
@@ -104,7 +77,7 @@ class PreferenceLoss(TokenLoss):
         pairs = self.read_pairs(reader, micro_batch)
         sums = self.measure(pairs, targets)
         loss = sums[:, 0].sum()
-        nll = -(pairs.logps[:, 0] * (targets.pairs.weights > 0)).sum()
+        nll = -(pairs.logps[:, 0] * (targets.numbers.weights > 0)).sum()
         if row_group is not None:  # all ranks that share the row know the whole loss, which counts once
             sums, loss, nll = sums / row_group.size, count_once(loss, row_group.size), count_once(nll, row_group.size)
         if self.nll_weight:
@@ -112,28 +85,22 @@ class PreferenceLoss(TokenLoss):
         sums = sums.detach()
         reader.reports["pair_sums"] = sums.sum(0)
         if targets.num_sources > 1:
-            by_source = sum_by_source(
-                sums[:, [SUMS.index("loss"), SUMS.index("pairs")]], targets.pairs, targets.num_sources
-            )
-            reader.reports["source_losses"], reader.reports["source_divisors"] = by_source.unbind(1)
+            by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
+            reader.reports["source_losses"] = by_source[:, SUMS.index("loss")]
+            reader.reports["source_divisors"] = by_source[:, SUMS.index("pairs")]
         return loss
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
         sums = self.measure(self.read_pairs(reader, micro_batch), micro_batch.targets).double()
         if micro_batch.row.row_group is not None:
             sums = sums / micro_batch.row.row_group.size
-        return Scores(sum_by_source(sums, micro_batch.targets.pairs, micro_batch.targets.num_sources))
+        return Scores(sum_by_source(sums, micro_batch.targets.numbers, micro_batch.targets.num_sources))
 
-    def sum_own(self, own: Own, targets: PairTargets) -> Tensor:
+    def sum_own(self, own: Own, targets: AnswerTargets) -> Tensor:
         log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
         logps = log_probs.new_zeros(2).index_add(0, torch.zeros_like(targets.index), log_probs).view(1, 2)
         pairs = self.make_pairs(logps, targets)
         return self.measure(pairs, targets)[0, 0] - self.nll_weight * logps[0, 0]
-
-
-def count_once(loss: Tensor, num_ranks: int) -> Tensor:
-    """A loss that several ranks have computed: its gradient as it is, and its share of the value."""
-    return loss + (loss / num_ranks - loss).detach()
 
 
 @dataclass(frozen=True)
@@ -162,7 +129,7 @@ class Preferences(CausalLM):
         weight = np.array([0 if num_trained == 0 else 1], np.float32)
         return sample | {PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: np.zeros(2, np.float32)}
 
-    def pack_targets(self, samples: Sequence[Sample], row: Row) -> PairTargets:
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> AnswerTargets:
         """Pairs of which one answer is missing, as in checks, have a log-probability of 0 for it."""
         if not self.kind.takes_margins and any(sample.get(MARGIN_COLUMN, ZERO)[0] for sample in samples):
             raise ValueError(
@@ -173,17 +140,17 @@ class Preferences(CausalLM):
         sides = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
         places = np.array(sides)[targets.find_sequences(row).numpy()]
         has_reference = REFERENCE_COLUMN in samples[0]
-        return PairTargets(
+        return AnswerTargets(
             **vars(targets),
             places=torch.from_numpy(places),
             lengths=torch.from_numpy(np.bincount(places, minlength=2 * len(samples)).astype(np.float32).reshape(-1, 2)),
-            pairs=gather_pair_numbers(samples),
+            numbers=gather_sample_numbers(samples),
             reference=gather_numbers(samples, REFERENCE_COLUMN, ZERO) if has_reference else None,
         )
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
         samples = list(samples)
-        own = {TARGETS: weigh_pairs(samples), CHOSEN_TOKENS: sum(map(count_chosen_tokens, samples))}
+        own = {TARGETS: weigh_samples(samples), CHOSEN_TOKENS: sum(map(count_chosen_tokens, samples))}
         return super().weigh(num_targets, num_tokens, ()) | own
 
     def make_loss(self, *, is_fused: bool = False) -> PreferenceLoss:

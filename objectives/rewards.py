@@ -17,8 +17,8 @@ from families.family import Own
 from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import Sample, list_sequences
 from objectives.objective import TARGETS, Loss, Objective, Scores
-from objectives.pairs import PairNumbers, describe_means, gather_pair_numbers, sum_by_source, weigh_pairs
 from objectives.preference_columns import PAIR_WEIGHT_COLUMN
+from objectives.sample_numbers import SampleNumbers, describe_means, gather_sample_numbers, sum_by_source, weigh_samples
 
 REWARD = "reward"
 LABELS = Labels(("LABEL_0",))  # as transformers names the one output
@@ -30,13 +30,13 @@ class RewardTargets(Targets):
     """The answers of each pair; `index` is of sequences."""
 
     places: Tensor = None  # (N,) int64: twice the sequence's pair, and 1 more for the rejected answer
-    pairs: PairNumbers = None
+    numbers: SampleNumbers = None
 
     def find_sequences(self, row: Row) -> Tensor:
         return self.index
 
     def with_sample_sources(self, sources: np.ndarray) -> "RewardTargets":
-        return replace(self, pairs=self.pairs.with_sources(sources))
+        return replace(self, numbers=self.numbers.with_sources(sources))
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,36 @@ class RewardLoss(Loss):
 
     centering: float = 0.0
 
-    def measure(self, rewards: Tensor, pairs: PairNumbers) -> Tensor:  # (2P,) -> (P, len(SUMS))
+    def measure(self, rewards: Tensor, numbers: SampleNumbers) -> Tensor:  # (2P,) -> (P, len(SUMS))
         chosen, rejected = rewards.view(-1, 2).unbind(1)
-        losses = -logsigmoid(chosen - rejected - pairs.margins) + self.centering * (chosen + rejected).square()
+        losses = -logsigmoid(chosen - rejected - numbers.margins) + self.centering * (chosen + rejected).square()
         ones = torch.ones_like(losses)
         columns = torch.stack([losses, (chosen > rejected).float(), chosen, rejected, ones], dim=1)
-        return pairs.weights[:, None] * columns
+        return numbers.weights[:, None] * columns
 
     def measure_row(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Tensor:
         targets, rewards = micro_batch.targets, reader.classify(micro_batch)[:, 0]
-        by_place = rewards.new_zeros(2 * len(targets.pairs.margins)).index_add(0, targets.places, rewards)
-        return self.measure(by_place, targets.pairs)
+        by_place = rewards.new_zeros(2 * len(targets.numbers.margins)).index_add(0, targets.places, rewards)
+        return self.measure(by_place, targets.numbers)
 
     def sum(self, reader: ClassifierReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
         sums, targets = self.measure_row(reader, micro_batch), micro_batch.targets
         loss, sums = sums[:, 0].sum(), sums.detach()
         reader.reports["pair_sums"] = sums.sum(0)
         if targets.num_sources > 1:
-            by_source = sum_by_source(sums, targets.pairs, targets.num_sources)
+            by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
             reader.reports["source_losses"], reader.reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
         return loss
 
     def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
         targets = micro_batch.targets
-        return Scores(sum_by_source(self.measure_row(reader, micro_batch).double(), targets.pairs, targets.num_sources))
+        return Scores(
+            sum_by_source(self.measure_row(reader, micro_batch).double(), targets.numbers, targets.num_sources)
+        )
 
     def sum_own(self, own: Own, targets: RewardTargets) -> Tensor:
         rewards = torch.stack([own.logits[0, 0].float(), own.logits.new_zeros(()).float()])
-        return self.measure(rewards, targets.pairs)[0, 0]
+        return self.measure(rewards, targets.numbers)[0, 0]
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,12 @@ class Rewards(Objective):
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> RewardTargets:
         """Pairs of which one answer is missing, as in checks, have a reward of 0 for it."""
         places = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
-        return RewardTargets(torch.arange(len(places)), places=torch.tensor(places), pairs=gather_pair_numbers(samples))
+        return RewardTargets(
+            torch.arange(len(places)), places=torch.tensor(places), numbers=gather_sample_numbers(samples)
+        )
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
-        return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_pairs(samples)}
+        return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_samples(samples)}
 
     def make_loss(self, *, is_fused: bool = False) -> RewardLoss:
         return RewardLoss(self.centering)

@@ -48,9 +48,10 @@ class RowOptions:
     mock_length: int | None = None
     """Tokens in each sample of --mock-data. Default: 2048."""
     format: (
-        Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification", "preference"] | None
+        Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification", "preference", "feedback"]
+        | None
     ) = None
-    """Format of the rows. Default: detected from each file's first row, except classification and preference."""
+    """Format of the rows. Default: detected from each file's first row, except the last three."""
     messages_field: str | None = None
     """Column or key of the messages; dots reach into nested ones (chat.turns). Default: messages."""
     prompt_field: str | None = None
@@ -61,6 +62,8 @@ class RowOptions:
     """Preferences: column or key of the better answer. Default: chosen or chosen_response."""
     rejected_field: str | None = None
     """Preferences: column or key of the worse answer. Default: rejected or rejected_response."""
+    feedback_from_pairs: bool = False
+    """With --format preference: write each pair as a good and a bad answer, for --objective kto."""
     text_field: str | None = None
     """Column or key of the text: a document, or the text, words or chat to classify."""
     ignore_columns: tuple[str, ...] = ()
@@ -95,7 +98,8 @@ class RowOptions:
     text_pair_field: str | None = None
     """Classification: column or key of a second text. Default: text_pair, in rows that have it."""
     label_field: str | None = None
-    """Classification: column or key of the label, or of the words' labels. Default: label or labels."""
+    """Classification: column or key of the label, or of the words' labels. Default: label or labels. Feedback: column
+    or key of true or false. Default: label or kto_tag."""
     label_separator: str | None = None
     """Classification: separator of several labels in one text, such as ; in a table."""
     label_type: Literal["single", "multi", "regression"] | None = None

@@ -23,10 +23,11 @@ class ModelOptions:
 class ClassificationOptions:
     """The objective: language modelling, classification (docs/classification.md) or preferences."""
 
-    objective: Literal["causal-lm", "sequence-classification", "token-classification", "preference", "reward"] = (
-        "causal-lm"
-    )
-    """Training objective; the data must have been tokenized for it. reward: a reward model, on preferences."""
+    objective: Literal[
+        "causal-lm", "sequence-classification", "token-classification", "preference", "kto", "reward"
+    ] = "causal-lm"
+    """Training objective; the data must have been tokenized for it. kto: on binary feedback; reward: a reward model, on
+    preferences."""
     class_weights: tuple[str, ...] = ()
     """Classifiers: weight of each class in the loss, in the order of the labels; balanced: inversely proportional to
     its frequency."""
@@ -37,7 +38,7 @@ class ClassificationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
-    """Learning from pairs of a chosen and a rejected answer (docs/preferences.md)."""
+    """Learning from answers that are better or worse than others (docs/preferences.md)."""
 
     preference_loss: Literal["dpo", "robust", "ipo", "hinge", "apo-zero", "apo-down", "simpo", "orpo"] = "dpo"
     """Loss of a pair. simpo and orpo need no reference model."""
@@ -54,6 +55,10 @@ class PreferenceOptions:
     """Directory or hub name of the reference model. Default: the model that the run starts with."""
     reuse_reference_only: bool = False
     """Refuse to start unless the reference's log-probabilities were computed by an earlier run."""
+    desirable_weight: float = 1.0
+    """kto only: weight of good answers' losses."""
+    undesirable_weight: float = 1.0
+    """kto only: weight of bad answers' losses."""
     reward_centering: float = 0.0
     """reward only: weight of the squared sum of a pair's rewards, which keeps their mean near 0; such as 0.01."""
 

@@ -28,9 +28,9 @@ def model(tmp_path_factory) -> Path:
     return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
 
 
-def process(rows: list[dict], model: Path, root: Path, *more: str):
+def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "preference"):
     options = dict(
-        format="preference",
+        format=form,
         input_file=write_jsonl(root / "rows.jsonl", rows),
         output_file=root / "data.arrow",
         model_name_or_path=model,
@@ -147,3 +147,58 @@ def test_long_pairs_are_dropped_whole_and_one_prompts_pairs_fall_on_one_side(mod
     kept = json.loads((tmp_path / "data.arrow.meta.json").read_text())["rows"]["kept"]
     held_out = json.loads((tmp_path / "data.validation.arrow.meta.json").read_text())["rows"]["kept"]
     assert kept % 3 == held_out % 3 == 0 and kept + held_out == 60 and held_out
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "completion": [say(GOOD)], "label": True},
+        {"prompt": ASKED, "completion": GOOD, "kto_tag": True},
+        {"messages": [*ASKED, say(GOOD)], "label": True},
+        {"conversations": [{"from": "human", "value": USER}, {"from": "gpt", "value": GOOD}], "label": True},
+        {"question": USER, "completion": GOOD, "label": True},
+    ],
+    ids=["messages", "text", "whole chat", "sharegpt", "question"],
+)
+def test_feedback_is_an_answer_and_an_unrelated_one(row, model, tmp_path):
+    other = {"prompt": [{"role": "user", "content": "Who?"}], "completion": BAD, "label": False, "weight": 2}
+    done = process([row, other], model, tmp_path, form="feedback")
+    assert done.returncode == 0, done.stderr
+    data = TokenizedData(tmp_path / "data.arrow")
+    assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
+    asked = CHAT.replace(USER, "Who?")
+    assert read_sides(tmp_path / "data.arrow", model, 1) == [(asked, BAD + END), (asked, GOOD + END)]
+    assert [[data.read(i)[name].item() for name in ("good", "pair_weight")] for i in range(2)] == [[1, 1], [0, 2]]
+
+
+def test_pairs_become_feedback(model, tmp_path):
+    done = process(
+        [PAIR, PAIR | {"prompt": [{"role": "user", "content": "Who?"}]}], model, tmp_path, "--feedback-from-pairs"
+    )
+    assert done.returncode == 0
+    data = TokenizedData(tmp_path / "data.arrow")
+    assert [data.read(i)["good"].item() for i in range(4)] == [1, 0, 1, 0]
+    first, second = (read_sides(tmp_path / "data.arrow", model, i) for i in range(2))
+    assert [first[0], second[0]] == [(CHAT, GOOD + END), (CHAT, BAD + END)]
+    assert first[1] == (CHAT, GOOD + END)  # the next row with another prompt
+
+
+FEEDBACK = {"prompt": ASKED, "completion": GOOD, "label": True}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (FEEDBACK | {"label": "good"}, "'label' is 'good', allowed: true, false"),
+        (FEEDBACK | {"label": 1}, "'label' is 1, allowed: true, false"),
+        (FEEDBACK | {"label": None}, "'label' or 'kto_tag' is missing or empty"),
+        (FEEDBACK | {"completion": " "}, "'completion' is ' ', expected text"),
+        (FEEDBACK | {"completion": [{"role": "user", "content": "x"}]}, "must be an assistant's message"),
+        ({"messages": ASKED, "label": True}, "must be an assistant's message"),
+        (FEEDBACK | {"weight": -1}, "'weight' is -1"),
+    ],
+)
+def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
+    done = process([FEEDBACK, row], model, tmp_path, form="feedback")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "rows.jsonl:2: " in done.stderr and reason in done.stderr

@@ -19,7 +19,7 @@ from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
-from objectives.preference_columns import PreferenceColumns
+from objectives.preference_columns import FeedbackColumns, PreferenceColumns
 from objectives.preference_losses import LOSSES
 from objectives.sequence_logps import sum_logps
 from objectives.token_loss import TrainedTokens
@@ -28,7 +28,8 @@ from sampler import draw_samples
 NUM_PAIRS, BATCH_SIZE, BETA = 24, 8, 0.3
 
 
-def write_pairs(path: Path, model: Path, *, seed: int = 0, numbers: bool = False) -> Path:
+def write_pairs(path: Path, model: Path, *, seed: int = 0, numbers: bool = False, good: bool = False) -> Path:
+    """Pairs, of which the second answer is an unrelated one with `good`: then each row's first is good or bad."""
     random, rows = np.random.default_rng(seed), []
     for prompt, *answers in random.integers(2, 12, (NUM_PAIRS, 3)).tolist():
         shared = random.integers(3, VOCAB_SIZE, prompt)
@@ -36,15 +37,17 @@ def write_pairs(path: Path, model: Path, *, seed: int = 0, numbers: bool = False
         ids, labels = np.concatenate(sides), np.concatenate(sides)
         labels[:prompt] = labels[len(sides[0]) : len(sides[0]) + prompt] = -100
         row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "sequence_lengths": list(map(len, sides)),
-               "len": len(ids), "num_loss_counted_tokens": sum(answers)}  # fmt: skip
-        rows.append(row | ({"margin": [random.random()], "pair_weight": [random.random() + 0.5]} if numbers else {}))
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, PreferenceColumns.schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=PreferenceColumns.schema))
+               "len": len(ids), "num_loss_counted_tokens": answers[0] if good else sum(answers)}  # fmt: skip
+        row |= {"good": [float(random.integers(2))]} if good else {"margin": [random.random()]} if numbers else {}
+        rows.append(row | ({"pair_weight": [random.random() + 0.5]} if numbers else {}))
+    schema = FeedbackColumns.schema if good else PreferenceColumns.schema
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
     made_by = {
         "tokenizer_fingerprint": fingerprint_tokenizer(load_tokenizer(str(model))),
         "max_token_id": VOCAB_SIZE - 1,
     }
-    Path(f"{path}.meta.json").write_text(json.dumps({"objective": "preference"} | made_by))
+    Path(f"{path}.meta.json").write_text(json.dumps({"objective": "feedback" if good else "preference"} | made_by))
     return path
 
 
@@ -268,3 +271,68 @@ def test_a_reward_model_is_transformers_own_and_its_loss_a_plain_loops(num_ranks
     norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def make_kto_options(root: Path, models: tuple[Path, Path], **changes: object) -> dict:
+    root.mkdir(exist_ok=True)
+    options = make_options(root, models, objective="kto", desirable_weight=1.5, undesirable_weight=0.5)
+    data = write_pairs(root / "feedback.arrow", models[0], numbers=True, good=True)
+    return options | dict(data_path=(str(data),)) | changes
+
+
+def measure_kto_plainly(model, reference, data: Mixture, rows: list[int]) -> tuple[torch.Tensor, float]:
+    """The loss, and the point of reference, which is of all rows."""
+    ratios, unrelated = [], []
+    for row in rows:
+        sample = data.read(row)
+        labels = np.split(sample["labels"], sample["sequence_lengths"][:1])
+        for sequence, found in zip(zip(list_sequences(sample), labels, strict=True), (ratios, unrelated), strict=True):
+            with torch.no_grad():
+                known = sum_plainly(reference, *sequence)
+            found.append(sum_plainly(model, *sequence) - known)
+    point, total, weights = max(0.0, float(sum(unrelated).detach() / len(unrelated))), 0.0, 0.0
+    for row, ratio in zip(rows, ratios, strict=True):
+        good, weight = (float(data.read(row)[name][0]) for name in ("good", "pair_weight"))
+        h = BETA * (ratio - point)
+        total = total + weight * (1.5 * (1 - torch.sigmoid(h)) if good else 0.5 * (1 - torch.sigmoid(-h)))
+        weights += weight
+    return total / weights, point
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["point at 0 or above", "the other way round"])
+def test_ktos_point_of_reference_is_that_of_the_global_batch(swapped, models, world, tmp_path):
+    models = models[::-1] if swapped else models
+    options = make_kto_options(tmp_path, models, max_steps=1, reference_model=str(models[1]))
+    held_out = write_pairs(tmp_path / "held_out.arrow", models[0], seed=5, numbers=True, good=True)
+    train_on(1, world, **options | dict(validation_data_path=(str(held_out),)))
+    (row,) = read_rows(tmp_path / "run")
+    model, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models)
+    data = Mixture([TokenizedData(options["data_path"][0])])
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
+    expected, point = measure_kto_plainly(model, reference, data, rows)
+    expected.backward()
+    norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert row["kl"] == pytest.approx(point, rel=1e-4, abs=1e-6)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    validated = json.loads((tmp_path / "run/validation_metrics_0.jsonl").read_text().splitlines()[0])
+    with torch.no_grad():
+        expected, point = measure_kto_plainly(model, reference, Mixture([TokenizedData(held_out)]), range(NUM_PAIRS))
+    assert validated["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert validated["kl"] == pytest.approx(point, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [(1, dict(max_tokens_per_gpu=1024)), (2, {}), (4, {}), (2, dict(context_parallel=2))],
+    ids=["cap", "2 ranks", "4 ranks", "context parallel"],
+)
+def test_kto_is_the_same_on_any_ranks(num_ranks, changes, models, world, tmp_path):
+    for root, ranks, own in (("one", 1, {}), ("other", num_ranks, changes)):
+        options = make_kto_options(tmp_path / root, models, reference_model=str(models[1]), **own)
+        train_on(ranks, world, **options)
+    keys = ("loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "logps/chosen")
+    one, other = (
+        [[row[key] for key in keys] for row in read_rows(tmp_path / root / "run")] for root in ("one", "other")
+    )
+    np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)

@@ -267,6 +267,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "preference_nll_weight",
     "reference_model",
     "reuse_reference_only",
+    "desirable_weight",
+    "undesirable_weight",
     "reward_centering",
     "neftune_alpha",  # test_regularization.py
     "best_metric",  # these two: test_class_validation.py

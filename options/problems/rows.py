@@ -58,8 +58,10 @@ def find_row_problems(o: RowOptions) -> list[str]:
         problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":
         problems.append("--images: classifiers see none, so it has no effect with --format classification")
-    if o.images and o.format == "preference":
-        problems.append("--images: preferences are read without images: leave it out")
+    if o.images and o.format in ("preference", "feedback"):
+        problems.append(f"--images: not with --format {o.format}, whose answers are read without images")
+    if o.feedback_from_pairs and o.format != "preference":
+        problems.append("--feedback-from-pairs: no effect without --format preference")
     if o.images and o.input_dataset is not None:
         problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
     return [*problems, *find_field_problems(o), *find_classification_problems(o)]
@@ -72,8 +74,8 @@ def find_field_problems(o: RowOptions) -> list[str]:
     """Column names: of several formats, or of another than --format."""
     formats = {
         "messages_field": ("messages", "sharegpt"),
-        "prompt_field": ("completion", "preference"),
-        "completion_field": ("completion",),
+        "prompt_field": ("completion", "preference", "feedback"),
+        "completion_field": ("completion", "feedback"),
         "text_field": ("document", "classification"),
         "chosen_field": ("preference",),
         "rejected_field": ("preference",),
@@ -97,6 +99,7 @@ def find_classification_problems(o: RowOptions) -> list[str]:
     is_classification = o.format == "classification"
     only_language = ("allow_missing_stop_token", "append_stop_token", "thinking_prefix", "strict_reasoning")
     useless = only_language if is_classification else only_classification
+    useless = [name for name in useless if not (name == "label_field" and o.format == "feedback")]
     given = [flag_name(name) for name in useless if name in list_changed(o)]
     problems = []
     if given:

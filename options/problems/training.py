@@ -12,9 +12,18 @@ FORMATS = {  # of rows, for the objectives that need one of their own
     "sequence-classification": "classification",
     "token-classification": "classification",
     "preference": "preference",
+    "kto": "feedback",
     "reward": "preference",
 }
 WITHOUT_TOKEN_LOSS = ("sequence-classification", "token-classification", "reward")
+PREFERENCE_OPTIONS = {  # by the objectives that have some of the group
+    "preference": (
+        *("preference_loss", "preference_beta", "preference_gamma", "preference_label_smoothing"),
+        *("preference_nll_weight", "reference_model", "reuse_reference_only"),
+    ),
+    "kto": ("preference_beta", "reference_model", "reuse_reference_only", "desirable_weight", "undesirable_weight"),
+    "reward": ("reward_centering",),
+}
 CLASSIFIERS = tuple(name for name, wanted in FORMATS.items() if wanted == "classification")
 MOST_SECONDS = 10 * 24 * 3600  # of a timeout; torch's clocks overflow at far larger ones
 
@@ -115,25 +124,26 @@ def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
         fitting = [f"--objective {name}" for name, known in FORMATS.items() if known == rows.format]
         useless = f"--format {rows.format} has no effect on --objective {objective}: give {' or '.join(fitting)}"
         return [useless] if fitting else []
-    needs = f"--objective {objective} needs rows of --format {wanted}"
+    or_pairs = ", or of --format preference with --feedback-from-pairs" if wanted == "feedback" else ""
+    needs = f"--objective {objective} needs rows of --format {wanted}{or_pairs}"
     if has_rows and rows.mock_data is not None:
         return [f"{needs}: --mock-data has none"]
-    return [needs] if has_rows and rows.format != wanted else []
+    makes = "feedback" if rows.feedback_from_pairs else rows.format
+    return [needs] if has_rows and makes != wanted else []
 
 
 def find_preference_problems(options: TrainOptions) -> list[str]:
     """Options that only preferences have, or only some of their losses."""
     o, problems = options.preference, []
     objective, changed = options.classification.objective, list_changed(o)
-    of_losses = [name for name in changed if name != "reward_centering"]
-    useless = {"preference": ["reward_centering"], "reward": of_losses}.get(objective, changed)
-    given = [flag_name(name) for name in changed if name in useless]
+    given = [flag_name(name) for name in changed if name not in PREFERENCE_OPTIONS.get(objective, ())]
     if given:
         problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
-    if FORMATS.get(objective) != "preference":
+    if objective not in PREFERENCE_OPTIONS:
         return problems
-    if not 0 <= o.reward_centering < math.inf:
-        problems.append(f"--reward-centering {o.reward_centering}: must be at least 0")
+    for name in ("reward_centering", "desirable_weight", "undesirable_weight"):
+        if not 0 <= getattr(o, name) < math.inf:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 0")
     if options.classification.label_smoothing:
         problems.append("--label-smoothing: no effect on preferences; see --preference-label-smoothing")
     if options.optimization.neftune_alpha is not None:

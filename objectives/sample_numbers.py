@@ -1,6 +1,6 @@
-"""Pairs of a chosen and a rejected answer: their numbers in a micro-batch, and means over them.
+"""Numbers of samples of answers in a micro-batch: margins and weights, and means over samples.
 
-P pairs in a micro-batch.
+S samples in a micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,36 +17,36 @@ ZERO, ONE = np.zeros(1, np.float32), np.ones(1, np.float32)
 
 
 @dataclass
-class PairNumbers:
-    """The numbers of each pair."""
+class SampleNumbers:
+    """The numbers of each sample."""
 
-    margins: Tensor  # (P,) fp32
-    weights: Tensor  # (P,) fp32
-    sources: Tensor | None = None  # (P,) int64: the data set of each; None: all of the first
+    margins: Tensor  # (S,) fp32
+    weights: Tensor  # (S,) fp32
+    sources: Tensor | None = None  # (S,) int64: the data set of each; None: all of the first
 
-    def with_sources(self, sources: np.ndarray) -> "PairNumbers":
-        """`sources` (samples,); an idle pair, which comes last, is of the first."""
+    def with_sources(self, sources: np.ndarray) -> "SampleNumbers":
+        """`sources` (samples,); an idle sample, which comes last, is of the first."""
         return replace(self, sources=torch.from_numpy(np.pad(sources, (0, len(self.margins) - len(sources)))))
 
 
-def gather_pair_numbers(samples: Sequence[Sample]) -> PairNumbers:
-    return PairNumbers(
+def gather_sample_numbers(samples: Sequence[Sample]) -> SampleNumbers:
+    return SampleNumbers(
         gather_numbers(samples, MARGIN_COLUMN, ZERO)[:, 0], gather_numbers(samples, PAIR_WEIGHT_COLUMN, ONE)[:, 0]
     )
 
 
-def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) -> Tensor:  # (P, ...) fp32
+def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32
     """An optional column of a fixed number of values for each sample."""
     return torch.from_numpy(np.array([sample.get(name, default) for sample in samples], np.float32))
 
 
-def weigh_pairs(samples: Iterable[Sample]) -> float:
-    """What the sum over pairs is divided by."""
+def weigh_samples(samples: Iterable[Sample]) -> float:
+    """What the sum over samples is divided by."""
     return sum(float(sample.get(PAIR_WEIGHT_COLUMN, ONE)[0]) for sample in samples)
 
 
-def sum_by_source(sums: Tensor, pairs: PairNumbers, num_sources: int) -> Tensor:  # (P, ...) -> (num_sources, ...)
-    sources = pairs.sources
+def sum_by_source(sums: Tensor, numbers: SampleNumbers, num_sources: int) -> Tensor:  # (S, ...) -> (num_sources, ...)
+    sources = numbers.sources
     if sources is None:
         sources = torch.zeros(len(sums), dtype=torch.long, device=sums.device)
     return sums.new_zeros(num_sources, sums.shape[1]).index_add(0, sources, sums)
