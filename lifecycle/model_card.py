@@ -88,6 +88,7 @@ def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str
     commit = f", commit `{params['git_commit']}`" if params["git_commit"] else ""
     rows = [
         ("base model", f"{base}, fingerprint `{params['identity']['model']}`"),
+        ("objective", inputs.objective.title),
         ("method", inputs.method.title),
         ("steps", f"{position.step:,} of {options.data.batch_size:,} samples"),
         ("samples", f"{position.num_samples:,}"),

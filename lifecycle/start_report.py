@@ -44,6 +44,7 @@ def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel)
         *(["liger kernels"] if compute.use_liger_kernels else []),
         *(["compiled blocks"] if compute.compile else []),
         method.describe(),
+        f"objective {inputs.objective.title}",
     ]
     return (
         f"model: {inputs.config.model_type}, {num_params:,} parameters; {', '.join(parts)};"

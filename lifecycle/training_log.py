@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 2.0  # on the console
 # Of a validation's numbers those on the console, and how they are written there.
 SHOWN_OF_VALIDATION = {
     "loss": ".4f", "perplexity": ".3f", "token_accuracy": ".2%", "accuracy": ".2%", "f1": ".4f", "matthews": ".4f",
-    "mae": ".4f", "pearson": ".4f", "spearman": ".4f",
+    "mae": ".4f", "pearson": ".4f", "spearman": ".4f", "rewards/accuracies": ".2%", "rewards/margins": ".4f",
 }  # fmt: skip
 
 

@@ -70,6 +70,11 @@ class Objective(ABC):
     pipeline_tag: ClassVar[str] = "text-generation"  # of models that it trains, on the hub
     metrics: ClassVar[dict[str, bool]]  # numbers of `summarize` that can choose the best model; whether more is better
 
+    @property
+    def title(self) -> str:
+        """How model cards and the console call it."""
+        return self.name
+
     gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
     # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
     reference_column: ClassVar[str | None] = None

@@ -116,6 +116,10 @@ class Preferences(CausalLM):
     metrics = {"loss": False, "nll_loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
 
     @property
+    def title(self) -> str:
+        return f"{self.name} ({self.kind.measure.__name__.replace('_', '-')}, beta {self.strength.beta:g})"
+
+    @property
     def reference_column(self) -> str | None:
         return REFERENCE_COLUMN if self.kind.has_reference else None
 

@@ -136,7 +136,8 @@ class ValidationOptions:
     """Export the model to hf_format/best whenever a validation is the best so far by --best-metric."""
     best_metric: str = "loss"
     """Metric of the best model and of early stopping: loss, perplexity or token_accuracy; for classifiers loss,
-    accuracy, precision, recall, f1, f1_weighted or matthews; for regression loss, mse, mae, pearson or spearman."""
+    accuracy, precision, recall, f1, f1_weighted or matthews; for regression loss, mse, mae, pearson or spearman; for
+    preferences loss, rewards/accuracies or rewards/margins."""
     write_predictions: bool = False
     """Classifiers: write each validation's predictions to OUTPUT_DIR/predictions_samples_N.jsonl."""
     early_stopping_patience: int | None = None

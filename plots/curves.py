@@ -45,10 +45,16 @@ STEP_CHARTS = (
     Chart("peak_memory_usage_GB", "Peak memory", unit="GB"),
     Chart("mfu", "Model FLOP utilisation", is_noisy=True),
     Chart("osft_leak", "OSFT leak"),
+    Chart("rewards/accuracies", "Reward accuracy", is_noisy=True),
+    Chart("rewards/margins", "Reward margin", is_noisy=True),
+    Chart("rewards/chosen", "Reward of chosen answers", is_noisy=True),
+    Chart("rewards/rejected", "Reward of rejected answers", is_noisy=True),
 )
 VALIDATION_CHARTS = (
     Chart("loss", "Validation loss", is_of_validations=True),
     Chart("token_accuracy", "Validation token accuracy", is_of_validations=True),
+    Chart("rewards/accuracies", "Validation reward accuracy", is_of_validations=True),
+    Chart("rewards/margins", "Validation reward margin", is_of_validations=True),
 )
 
 

@@ -28,9 +28,12 @@ Column = NDArray[np.float64]
 # Metrics of a step that are drawn or shown in tables; others are not kept.
 STEP_COLUMNS = (
     "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB", "mfu", "osft_leak", "time_per_batch",
-    "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated",
+    "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated", "rewards/accuracies",
+    "rewards/margins", "rewards/chosen", "rewards/rejected",
 )  # fmt: skip
-VALIDATION_COLUMNS = ("total_samples_accumulated", "loss", "perplexity", "token_accuracy")
+VALIDATION_COLUMNS = (
+    "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies", "rewards/margins",
+)  # fmt: skip
 SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
 
 
