@@ -15,12 +15,14 @@ from evaluation.results import Measured, Sample
 from objectives.class_scores import describe_prediction, predict_classes, summarize_classes
 from objectives.classes import Classification
 from objectives.columns import Task
+from scoring.data_scores import DataScores
 
 FILE = "predictions.jsonl"
 
 
-def describe_predictions(predictions: np.ndarray, objective: Classification) -> list[dict[str, Any]]:
+def describe_scores(found: DataScores, objective: Classification) -> list[dict[str, Any]]:
     """The lines of a file."""
+    predictions = found.predictions
     targets, logits = objective.split_predictions(predictions[:, 2:])
     return [
         {"index": int(row), "token": int(token), **describe_prediction(objective.task, target, own),
@@ -29,7 +31,7 @@ def describe_predictions(predictions: np.ndarray, objective: Classification) -> 
     ]  # fmt: skip
 
 
-def read_predictions(path: Path) -> np.ndarray:  # (N, 2 + K + C)
+def read_scores(path: Path) -> np.ndarray:  # (N, 2 + K + C)
     lines = read_lines(path)
     return np.array([[line["index"], line["token"], *line["target"], *line["logits"]] for line in lines])
 
@@ -48,13 +50,13 @@ class Predicted:
         return np.bincount(self.sample_of, values, minlength=len(self.counts))
 
 
-def collect_classes(
-    name: str, objective: Classification, predictions: Sequence[np.ndarray], show: Callable[[int], str]
+def collect(
+    name: str, objective: Classification, tables: Sequence[np.ndarray], show: Callable[[int], str]
 ) -> Measured:
     """All models' predictions side by side; `show` returns a row's text."""
-    rows, sample_of, counts = np.unique(predictions[0][:, 0].astype(int), return_inverse=True, return_counts=True)
-    targets, _ = objective.split_predictions(predictions[0][:, 2:])
-    logits = [objective.split_predictions(own[:, 2:])[1] for own in predictions]
+    rows, sample_of, counts = np.unique(tables[0][:, 0].astype(int), return_inverse=True, return_counts=True)
+    targets, _ = objective.split_predictions(tables[0][:, 2:])
+    logits = [objective.split_predictions(own[:, 2:])[1] for own in tables]
     task = objective.task
     predicted = Predicted(task, sample_of, counts.astype(float), targets, logits)
     scores = list_scores(predicted, objective)

@@ -3,8 +3,9 @@
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from chat.masking import fingerprint_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from evaluation import classes, losses
+from evaluation import classes, losses, pairs
 from evaluation.kept import is_made_by, write_made
 from evaluation.results import Measured
 from families.packed_row import check_positions
+from families.sample import list_sequences
 from inference.models import FoundModel
 from lifecycle.choosing import choose_adapter_method
 from methods.full import Full
@@ -26,17 +28,38 @@ from model.config import ModelSource, check_rope
 from model.fingerprints import fingerprint_data
 from objectives.choice import Settings, make_family, make_objective
 from objectives.classes import PROBLEM_TYPES
-from objectives.columns import CAUSAL_LM
+from objectives.columns import CAUSAL_LM, PREFERENCE, SEQUENCES, TOKENS
 from objectives.data_kinds import describe_task
 from objectives.label_columns import describe_names
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
-from options import ComputeOptions, ShardingOptions
+from objectives.rewards import REWARD
+from options import ComputeOptions, PreferenceOptions, ShardingOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from scoring.data_scores import score_data
 
-MAX_TOKENS_SHOWN = 2000  # per sample
+MAX_TOKENS_SHOWN = 2000  # per sequence
+# Of two answers, a language model prefers the one whose tokens are more probable in the mean.
+WITHOUT_REFERENCE = PreferenceOptions(preference_loss="simpo", preference_beta=1, preference_gamma=0)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a model is measured on a set: the objective, and the module that keeps and collects its scores."""
+
+    objective: str
+    kept: ModuleType
+
+
+# By what the set is for, and what the model classifies: None for language models.
+MEASURES = {
+    (CAUSAL_LM, None): Measure(CAUSAL_LM, losses),
+    (SEQUENCES, SEQUENCES): Measure(SEQUENCES, classes),
+    (TOKENS, TOKENS): Measure(TOKENS, classes),
+    (PREFERENCE, None): Measure(PREFERENCE, pairs),
+    (PREFERENCE, SEQUENCES): Measure(REWARD, pairs),
+}
 
 
 def open_set(path: str) -> Mixture:
@@ -46,9 +69,22 @@ def open_set(path: str) -> Mixture:
     return data
 
 
-def open_objective(data: Mixture, *, begins_anew: bool = False) -> Objective:
-    """The set's objective with default options; `begins_anew`: the model lacks a head."""
-    name, settings = data.task.objective, Settings(head_seed=0 if begins_anew else None)
+def choose_measure(data: Mixture, found: FoundModel) -> Measure:
+    """How the model is measured on the set; ValueError for a model of another kind."""
+    measure = MEASURES.get((data.task.objective, found.classifies))
+    if measure is None:
+        path, kind = data.sources[0].path, found.classifies or CAUSAL_LM
+        raise ValueError(
+            f"--data {path} is for {describe_task(data.task)}, but --model {found.name} for {kind}; allowed:"
+            f" {', '.join(f'{a} on {b or CAUSAL_LM}' for a, b in MEASURES)}"
+        )
+    return measure
+
+
+def open_objective(data: Mixture, found: FoundModel) -> Objective:
+    """What measures the model on the set."""
+    settings = Settings(head_seed=None if found.adapter is None else 0, preference=WITHOUT_REFERENCE)
+    name = choose_measure(data, found).objective
     return make_objective(name, settings, make_family(name, settings), data.task, data.count_labels)
 
 
@@ -61,26 +97,30 @@ def check_set(data: Mixture, found: FoundModel) -> None:
             f"--data {path}: was made with another tokenizer than {found.name}'s: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"
         )
-    objective = open_objective(data)
-    kind = found.classifies or CAUSAL_LM
-    if kind != data.task.objective:
-        raise ValueError(f"--data {path} is for {describe_task(data.task)}, but --model {found.name} for {kind}")
+    objective = open_objective(data, found)
     obstacle = objective.family.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
-    if objective.gives_predictions:
-        check_labels(data, found)
+    if found.classifies is not None:
+        check_labels(data, found, objective)
     data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
     check_rope(found.config, longest=data.longest)
 
 
-def check_labels(data: Mixture, found: FoundModel) -> None:
+def check_labels(data: Mixture, found: FoundModel, objective: Objective) -> None:
     """ValueError if the model's classes have other names, or another order, than the set's."""
     path, task, config = data.sources[0].path, data.task, found.config
     if found.adapter is not None:
         log.warning(f"note: {found.name}: an adapter does not name its classes; assuming the order of {path}")
         return
     names = tuple(config.id2label[i] for i in sorted(config.id2label))
+    if objective.name == REWARD:
+        if len(names) > 1:
+            raise ValueError(
+                f"--data {path} is for {describe_task(task)}, but --model {found.name} has {len(names)} outputs: a"
+                " reward model has one"
+            )
+        return
     is_other = len(names) != task.num_labels if task.label_type == "regression" else names != task.label_names
     if is_other:
         raise ValueError(
@@ -102,19 +142,20 @@ def measure_sets(
     scorer: PackedModel | None = None
     outcome = {}
     for name, data in data_sets.items():
-        objective = open_objective(data, begins_anew=found.adapter is not None)
-        of_classes = objective.gives_predictions
+        objective, kept = open_objective(data, found), choose_measure(data, found).kept
         (source,) = data.sources
         digest = fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
-        path, made_by = folder / f"{name}.{(classes if of_classes else losses).FILE}", identity | {"data": digest}
+        path, made_by = folder / f"{name}.{kept.FILE}", identity | {"data": digest}
         if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
             trust = found.trust_remote_code
             family = objective.family.complete(found.config, found.tokenizer, trust_remote_code=trust)
             objective = replace(objective, family=family)
             scorer = scorer or build_scorer(found, objective, dtype=dtype, world=world)
-            describe = score_set(scorer, data, objective, cap=cap, world=world)
+            check_positions(scorer.model, longest=data.longest)
+            scores = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
+            describe = functools.partial(kept.describe_scores, scores, objective)
             call_on_rank0(world, functools.partial(write_lines, path, describe, made_by))
-        outcome[name] = (classes.read_predictions if of_classes else losses.read_losses)(path)
+        outcome[name] = kept.read_scores(path)
     return outcome
 
 
@@ -135,29 +176,18 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
     return model.eval()
 
 
-def score_set(
-    scorer: PackedModel, data: Mixture, objective: Objective, *, cap: int, world: World
-) -> Callable[[], list[dict[str, Any]]]:
-    """Scores the model on one set; returns a function that makes the file's lines on rank 0. All ranks call this."""
-    check_positions(scorer.model, longest=data.longest)
-    found = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
-    if objective.gives_predictions:
-        return functools.partial(classes.describe_predictions, found.predictions, objective)
-    return functools.partial(losses.describe_losses, found.sums.numpy())
-
-
 def write_lines(path: Path, describe: Callable[[], list[dict[str, Any]]], made_by: dict[str, Any]) -> None:
     write_made(path, "".join(json.dumps(line) + "\n" for line in describe()), made_by)
 
 
 def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np.ndarray]) -> Measured:
     """All models' results side by side, with the samples' texts decoded by their common tokenizer."""
-    objective = open_objective(data)
 
     def show(row: int) -> str:
-        input_ids = data.read(row)["input_ids"]
-        return found.tokenizer.decode(input_ids[:MAX_TOKENS_SHOWN], clean_up_tokenization_spaces=False)
+        texts = [
+            found.tokenizer.decode(input_ids[:MAX_TOKENS_SHOWN], clean_up_tokenization_spaces=False)
+            for input_ids in list_sequences(data.read(row))
+        ]
+        return "\n\n--- or ---\n\n".join(texts)
 
-    if objective.gives_predictions:
-        return classes.collect_classes(name, objective, tables, show)
-    return losses.collect_losses(name, tables, show)
+    return choose_measure(data, found).kept.collect(name, open_objective(data, found), tables, show)

@@ -10,23 +10,25 @@ from evaluation.comparison import Scores
 from evaluation.kept import read_lines
 from evaluation.results import Measured
 from objectives.next_tokens import MAX_EXPONENT
+from objectives.objective import Objective
+from scoring.data_scores import DataScores
 
 SUMS = ("loss_sum", "num_right", "num_targets")  # keys of a sample in files
 FILE = "losses.jsonl"
 
 
-def describe_losses(sums: np.ndarray) -> list[dict[str, float]]:
+def describe_scores(found: DataScores, objective: Objective) -> list[dict[str, float]]:
     """The lines of a file."""
-    return [dict(zip(("index", *SUMS), (i, *row), strict=True)) for i, row in enumerate(sums.tolist())]
+    return [dict(zip(("index", *SUMS), (i, *row), strict=True)) for i, row in enumerate(found.sums.tolist())]
 
 
-def read_losses(path: Path) -> np.ndarray:  # (samples, 3)
+def read_scores(path: Path) -> np.ndarray:  # (samples, 3)
     return np.array([[line[name] for name in SUMS] for line in read_lines(path)])
 
 
-def collect_losses(name: str, sums: Sequence[np.ndarray], show: Callable[[int], str]) -> Measured:
+def collect(name: str, objective: Objective, tables: Sequence[np.ndarray], show: Callable[[int], str]) -> Measured:
     """All models' sums side by side, without samples that have no trained tokens. `show` returns a row's text."""
-    together = np.stack(sums)  # (models, samples, 3)
+    together = np.stack(tables)  # (models, samples, 3)
     kept = np.flatnonzero(together[0, :, 2] > 0)
     losses, right, targets = together[:, kept, 0], together[:, kept, 1], together[0, kept, 2]
     scores = [Scores("loss", losses, targets, higher_is_better=False), Scores("token_accuracy", right, targets)]

@@ -167,7 +167,7 @@ function drawSample(sample) {
   sample.answers.forEach((answer, i) => {
     const box = make("div", "answer" + (tells ? isGood(sample, i) ? " right" : " wrong" : ""), "");
     box.append(make("h3", "", data.models[i]));
-    if (chosen.kind !== "losses") box.append(fill(make("p", "", ""), answer.text || "(nothing)"));
+    if (!["losses", "pairs"].includes(chosen.kind)) box.append(fill(make("p", "", ""), answer.text || "(nothing)"));
     const scores = chosen.metrics.flatMap((one, k) =>
       one.is_mean ? [`${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`] : []);
     box.append(make("small", "", scores.join(" · ") + (answer.is_cut ? " · cut at its longest" : "")));
