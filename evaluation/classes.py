@@ -50,9 +50,7 @@ class Predicted:
         return np.bincount(self.sample_of, values, minlength=len(self.counts))
 
 
-def collect(
-    name: str, objective: Classification, tables: Sequence[np.ndarray], show: Callable[[int], str]
-) -> Measured:
+def collect(name: str, objective: Classification, tables: Sequence[np.ndarray], show: Callable[[int], str]) -> Measured:
     """All models' predictions side by side; `show` returns a row's text."""
     rows, sample_of, counts = np.unique(tables[0][:, 0].astype(int), return_inverse=True, return_counts=True)
     targets, _ = objective.split_predictions(tables[0][:, 2:])

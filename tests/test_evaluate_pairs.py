@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from evaluations import evaluate_here, list_means
-from test_preferences import NUM_PAIRS, make_kto_options, sum_plainly, write_pairs
 from tiny_classifiers import save_classifier
 from tiny_models import FAMILIES, save_model, save_tokenizer
+from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -70,6 +70,6 @@ def test_models_of_another_kind_are_refused(languages, world, tmp_path):
     classifier = save_classifier(FAMILIES["llama"], tmp_path / "classes", num_labels=3)
     with pytest.raises(ValueError, match="has 3 outputs: a reward model has one"):
         evaluate_here(world, tmp_path / "out", model=(str(classifier),), data=str(data))
-    feedback = make_kto_options(tmp_path / "kto", languages)["data_path"][0]
-    with pytest.raises(ValueError, match="is for binary feedback, but --model .* for causal-lm; allowed: "):
-        evaluate_here(world, tmp_path / "out", model=(str(languages[0]),), data=feedback)
+    feedback = write_pairs(tmp_path / "feedback.arrow", languages[0], good=True)
+    with pytest.raises(ValueError, match=r"is for binary feedback, but --model .* for causal-lm; allowed: "):
+        evaluate_here(world, tmp_path / "out", model=(str(languages[0]),), data=str(feedback))

@@ -4,51 +4,25 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from in_process import train_on
 from op_recording import OpRecorder
 from small_runs import read_rows
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, save_model, save_tokenizer
+from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
 from torch.nn.functional import cross_entropy, linear, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
-from objectives.preference_columns import FeedbackColumns, PreferenceColumns
 from objectives.preference_losses import LOSSES
 from objectives.sequence_logps import sum_logps
 from objectives.token_loss import TrainedTokens
 from sampler import draw_samples
 
-NUM_PAIRS, BATCH_SIZE, BETA = 24, 8, 0.3
-
-
-def write_pairs(path: Path, model: Path, *, seed: int = 0, numbers: bool = False, good: bool = False) -> Path:
-    """Pairs, of which the second answer is an unrelated one with `good`: then each row's first is good or bad."""
-    random, rows = np.random.default_rng(seed), []
-    for prompt, *answers in random.integers(2, 12, (NUM_PAIRS, 3)).tolist():
-        shared = random.integers(3, VOCAB_SIZE, prompt)
-        sides = [np.concatenate([shared, random.integers(3, VOCAB_SIZE, length)]) for length in answers]
-        ids, labels = np.concatenate(sides), np.concatenate(sides)
-        labels[:prompt] = labels[len(sides[0]) : len(sides[0]) + prompt] = -100
-        row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "sequence_lengths": list(map(len, sides)),
-               "len": len(ids), "num_loss_counted_tokens": answers[0] if good else sum(answers)}  # fmt: skip
-        row |= {"good": [float(random.integers(2))]} if good else {"margin": [random.random()]} if numbers else {}
-        rows.append(row | ({"pair_weight": [random.random() + 0.5]} if numbers else {}))
-    schema = FeedbackColumns.schema if good else PreferenceColumns.schema
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    made_by = {
-        "tokenizer_fingerprint": fingerprint_tokenizer(load_tokenizer(str(model))),
-        "max_token_id": VOCAB_SIZE - 1,
-    }
-    Path(f"{path}.meta.json").write_text(json.dumps({"objective": "feedback" if good else "preference"} | made_by))
-    return path
+BATCH_SIZE, BETA = 8, 0.3
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +42,6 @@ def make_options(root: Path, models: tuple[Path, Path], *, numbers: bool = False
         compute_dtype="float32", activation_checkpointing="none", export_dtype="float32", preference_beta=BETA,
         checkpoint_every_steps=1,
     ) | changes  # fmt: skip
-
-
-def sum_plainly(model: torch.nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-    logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
-    return -cross_entropy(logits, torch.from_numpy(labels[1:].astype(np.int64)), ignore_index=-100, reduction="sum")
 
 
 def measure_plainly(model, reference, data: Mixture, rows: list[int], loss: str) -> torch.Tensor:
