@@ -4,9 +4,9 @@ T tokens in a packed row, L tokens of one sequence, N tokens with a target, H hi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,13 @@ class Own:
     extra_loss: Tensor | float = 0.0  # summed over the sequence's tokens
 
 
+class Teacher(Protocol):
+    """Another model, or this one at another time, that reads the same rows without gradients."""
+
+    def read(self, micro_batch: MicroBatch, predict: Callable[["Reader", MicroBatch], Any]) -> Any:
+        """What `predict` gives of the teacher's own reader. Ranks that share a model call this together."""
+
+
 class Reader(ABC):
     """How one model reads packed rows. Not a module: it holds nothing that the model does not.
 
@@ -41,6 +48,7 @@ class Reader(ABC):
         self.model, self.pad_position = model, find_pad_position(model)
         self.extra_losses: dict[str, Tensor] = {}
         self.reports: dict[str, Tensor] = {}
+        self.teacher: Teacher | None = None
 
     @abstractmethod
     def encode(self, micro_batch: MicroBatch) -> Tensor:  # (1, T, H)

@@ -53,6 +53,10 @@ class Targets:
         """The sequence of the row that each target is of."""
         return torch.searchsorted(row.cu_seqlens[1:].long(), self.index, right=True)
 
+    def find_sources(self) -> Tensor:  # (N,) int64
+        """The data set of each target."""
+        return torch.zeros_like(self.index) if self.sources is None else self.sources
+
     def with_sample_sources(self, sources: np.ndarray) -> "Targets":
         """The targets, which may keep the data set (samples,) of each sample, too."""
         return self
@@ -80,6 +84,9 @@ class MicroBatch:
 
     def with_row(self, row: Row) -> "MicroBatch":
         return MicroBatch(row, self.targets, extras=self.extras, draws=self.draws)
+
+    def with_targets(self, targets: Targets) -> "MicroBatch":
+        return MicroBatch(self.row, targets, extras=self.extras, draws=self.draws)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """With `function` applied to every tensor."""

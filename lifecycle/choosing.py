@@ -18,8 +18,11 @@ from model.method import Method
 from model.sharding import RESHARDING
 from objectives.choice import KINDS, Settings
 from objectives.columns import CAUSAL_LM, VISION
+from objectives.divergences import FROM_LOGITS, FROM_TOP
 from objectives.embedding_noise import EmbeddingNoise
 from objectives.preference_losses import LOSSES as PREFERENCE_LOSSES
+from objectives.teachers import TAUGHT
+from objectives.token_loss import WEIGHTINGS
 from optim.optimizers import OPTIMIZERS
 from optim.schedules import SCHEDULES
 from options import PRESETS, DataOptions, TrainOptions, VisionOptions, flag_name
@@ -35,6 +38,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "data_weights_by": WEIGHED_BY,
     "export_dtype": DTYPES,
     "freeze": FREEZABLE,
+    "loss_weighting": WEIGHTINGS,
     "logging_level": logging.getLevelNamesMapping(),
     "lora_export": LORA_EXPORTS,
     "lr_scheduler": SCHEDULES,
@@ -49,12 +53,13 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
     "preset": PRESETS,
     "reshard_after_forward": RESHARDING,
     "sharding": ("full", "hybrid"),
+    "teacher_divergence": {*FROM_TOP, *FROM_LOGITS},
     "track": PACKAGES,
 }
 
 
 def choose_objective(options: TrainOptions) -> str:
-    """The name of what is learned: --objective, and on data with images language modelling on them."""
+    """The name of what is learned: --objective, and language modelling on images by the data, with a teacher by options."""
     name = options.classification.objective
     if name == CAUSAL_LM and has_images(options.data):
         if options.sharding.context_parallel is not None:
@@ -62,6 +67,8 @@ def choose_objective(options: TrainOptions) -> str:
                 "--context-parallel: not with images, whose places in a row are not divided over ranks; leave it out,"
                 " or tokenize the data without process_data.py --images"
             )
+        if options.teacher.teacher_weight is not None:
+            raise ValueError("--teacher-weight: not with images, which score-data does not read; leave it out")
         return VISION
     default = VisionOptions()
     if name == CAUSAL_LM and options.vision != default:
@@ -69,7 +76,7 @@ def choose_objective(options: TrainOptions) -> str:
         raise ValueError(
             f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
         )
-    return name
+    return name if options.teacher.teacher_weight is None else TAUGHT
 
 
 def choose_settings(options: TrainOptions) -> Settings:
@@ -79,6 +86,7 @@ def choose_settings(options: TrainOptions) -> Settings:
         options.classification,
         options.vision,
         options.preference,
+        options.teacher,
         options.optimization.router_aux_loss,
         None if alpha is None else EmbeddingNoise(alpha, seed=seed),
         head_seed=seed,

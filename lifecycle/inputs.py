@@ -58,6 +58,7 @@ class RunInputs:
     tokenizer: PreTrainedTokenizerBase | None = None
     objective: Objective | None = None
     num_steps: int | None = None  # None: no end
+    teacher: str | None = None  # digest of the teacher, if there is one
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 
@@ -80,4 +81,4 @@ class RunInputs:
             method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if options.optimization.needs_end else None,
-        )
+        ) | ({} if self.teacher is None else {"teacher": self.teacher})

@@ -51,7 +51,11 @@ def add_reference(
             " the option out to compute them"
         )
     other = options.preference.reference_model
-    scorer = model if not num_missing or other is None else build(find_reference(other, options, inputs))
+    scorer = (
+        model
+        if not num_missing or other is None
+        else build(find_reference("--reference-model", other, options, inputs))
+    )
     for data, known, rows in zip(sets, values, missing, strict=True):
         for start in range(0, len(rows), PART_SIZE):
             part = rows[start : start + PART_SIZE]
@@ -82,15 +86,15 @@ def find_other(name: str, options: TrainOptions) -> str:
     return find_model(name, revision=None, trust_remote_code=options.model.trust_remote_code)
 
 
-def find_reference(name: str, options: TrainOptions, inputs: RunInputs) -> ModelSource:
-    """The model of --reference-model; ValueError if it cannot score the run's data."""
+def find_reference(flag: str, name: str, options: TrainOptions, inputs: RunInputs) -> ModelSource:
+    """The model of this flag; ValueError if it cannot read the run's data."""
     trust, model_dir = options.model.trust_remote_code, find_other(name, options)
     config = load_config(model_dir, inputs.family, trust_remote_code=trust)
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)
     if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(inputs.tokenizer):
         raise ValueError(
-            f"--reference-model {name}: has another tokenizer than the data was made with: its log-probabilities would"
-            " be of other texts"
+            f"{flag} {name}: has another tokenizer than the data was made with: its probabilities would be of other"
+            " texts"
         )
     return ModelSource(model_dir, config, trust, name=name)
 

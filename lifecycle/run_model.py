@@ -8,6 +8,7 @@ from families.packed_row import check_positions
 from lifecycle.inputs import RunInputs
 from lifecycle.reference import add_reference
 from lifecycle.start_report import describe_model
+from lifecycle.teacher import add_teacher
 from methods.full import Full
 from model.build import build_model
 from model.check import check_model
@@ -42,6 +43,13 @@ def build_run_model(
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, world=world)
     weigh_images(inputs, count_flops(model.model))
+    add_teacher(
+        options,
+        inputs,
+        model,
+        functools.partial(build_from, compute=plain, method=Full(), weights_dtype=model.compute_dtype),
+        world=world,
+    )
     add_reference(
         options,
         inputs,

@@ -16,10 +16,11 @@ from lifecycle.choosing import IMPLEMENTED, choose_method, choose_objective, cho
 from lifecycle.inputs import RunInputs
 from lifecycle.start_checks import check_placeholders, check_validation, find_oddities
 from lifecycle.start_report import describe_data
+from lifecycle.teacher import open_teacher
 from model.build import choose_compute_dtype
 from model.config import check_rope, choose_tokenizer, load_config, load_generation_config
 from model.offloading import check_offloading
-from objectives.choice import make_family, make_objective
+from objectives.choice import find_data_kind, make_family, make_objective
 from objectives.columns import Task
 from objectives.data_kinds import COLUMNS
 from options import TrainOptions, parse_subset
@@ -47,9 +48,10 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
             lambda: make_objective(name, settings, family, inputs.data.task, inputs.data.count_labels)
         )
         inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
+        objective = objective and inputs.errors.attempt(lambda: open_teacher(inputs, objective, options))
         inputs.family = family if objective is None else objective.family
-    elif not COLUMNS[name].has_labels:  # a plan without data, which alone names the labels
-        objective = make_objective(name, settings, family, Task(name))
+    elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data, which alone names the labels
+        objective = make_objective(name, settings, family, Task(find_data_kind(name)))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
         inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))

@@ -53,7 +53,7 @@ def train_step(
         progress(describe_micro_batch(batch, k))
         is_last = k + 1 == len(batch.micro_batches)
         set_gradient_sync(state.model, options.sharding.micro_batch_grad_sync, is_last=is_last)
-        micro_batch = micro_batch.to(world.device)
+        micro_batch = state.model.prepare(micro_batch.to(world.device))
         losses.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
         reports.append(state.model.reports)
     raised = flags()

@@ -77,7 +77,7 @@ def apply_fsdp(
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + count]))
             block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
-    for name in ("hidden_states", "look_ahead", "reference", "score"):
+    for name in ("hidden_states", "look_ahead", "predict", "reference", "score"):
         register_fsdp_forward_method(packed_model, name)
 
 

@@ -15,7 +15,8 @@ from objectives.next_tokens import CausalLM, VisionLanguage
 from objectives.objective import Objective
 from objectives.preferences import Preferences, make_preferences
 from objectives.rewards import LABELS, REWARD, Rewards
-from options import ClassificationOptions, PreferenceOptions, VisionOptions
+from objectives.teachers import TAUGHT, Taught, make_taught
+from options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Settings:
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
     vision: VisionOptions = field(default_factory=VisionOptions)
     preference: PreferenceOptions = field(default_factory=PreferenceOptions)
+    teacher: TeacherOptions = field(default_factory=TeacherOptions)
     router_aux_loss: float | None = None
     noise: EmbeddingNoise | None = None
     head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
@@ -37,6 +39,7 @@ class Kind:
     make_family: Callable[[Settings], Family]
     make: Callable[[Settings, Family, Task, CountLabels], Objective]
     data: str | None = None  # the kind of data it learns from (objectives.data_kinds); None: of its own name
+    is_option: bool = True  # whether --objective names it; others follow from data or options
 
 
 def make_text_family(settings: Settings) -> TextFamily:
@@ -62,20 +65,26 @@ def make_feedback(settings: Settings, family: Family, task: Task, count_labels: 
     return make_kto(settings.preference, family)
 
 
+def make_pupil(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> Taught:
+    return make_taught(settings.teacher, family)
+
+
 def make_rewards(settings: Settings, family: ClassifierFamily, task: Task, count_labels: CountLabels) -> Rewards:
     return Rewards(family, centering=settings.preference.reward_centering)
 
 
 def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
     def make(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> CausalLM:
-        return kind(family, settings.noise, label_smoothing=settings.classification.label_smoothing)
+        o = settings.classification
+        return kind(family, settings.noise, label_smoothing=o.label_smoothing, weighting=o.loss_weighting)
 
     return make
 
 
 KINDS = {
     CAUSAL_LM: Kind(make_text_family, make_language_model(CausalLM)),
-    VISION: Kind(make_seeing_family, make_language_model(VisionLanguage)),
+    VISION: Kind(make_seeing_family, make_language_model(VisionLanguage), is_option=False),
+    TAUGHT: Kind(make_text_family, make_pupil, data=CAUSAL_LM, is_option=False),
     PREFERENCE: Kind(make_text_family, make_preference),
     KTO: Kind(make_text_family, make_feedback, data=FEEDBACK),
     REWARD: Kind(
@@ -84,6 +93,11 @@ KINDS = {
     SEQUENCES: Kind(lambda s: ClassifierFamily(of_tokens=False, seed=s.head_seed), make_classifier),
     TOKENS: Kind(lambda s: ClassifierFamily(of_tokens=True, seed=s.head_seed), make_classifier),
 }
+
+
+def find_data_kind(name: str) -> str:
+    """The kind of data that the objective of this name learns from."""
+    return KINDS[name].data or name
 
 
 def make_family(name: str, settings: Settings) -> Family:
@@ -98,8 +112,9 @@ def make_objective(
 
     `count_labels`: of classifiers.
     """
-    if task.objective != (KINDS[name].data or name):
-        fitting = [f"--objective {other}" for other, kind in KINDS.items() if task.objective == (kind.data or other)]
+    if task.objective != find_data_kind(name):
+        options = [other for other, kind in KINDS.items() if kind.is_option or other == task.objective]
+        fitting = [f"--objective {other}" for other in options if task.objective == find_data_kind(other)]
         raise ValueError(
             f"--objective {name}: the data was tokenized for {task.objective}: give {' or '.join(fitting)}, or tokenize"
             " the data again"

@@ -165,7 +165,7 @@ class Feedback(CausalLM):
         return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_samples(samples)}
 
     def make_loss(self, *, is_fused: bool = False) -> KTOLoss:
-        return KTOLoss(0.0, is_fused, self.beta, self.good_weight, self.bad_weight)
+        return KTOLoss(is_fused=is_fused, beta=self.beta, good_weight=self.good_weight, bad_weight=self.bad_weight)
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, Any]:
         point = float(reports["feedback_point"]) / (divisors[TARGETS] or 1)
@@ -212,4 +212,4 @@ def describe_kinds(good: np.ndarray, bad: np.ndarray, point: float) -> dict[str,
 
 def make_kto(options: PreferenceOptions, family: Family) -> Feedback:
     beta = BETA if options.preference_beta is None else options.preference_beta
-    return Feedback(family, None, 0.0, beta, options.desirable_weight, options.undesirable_weight)
+    return Feedback(family, beta=beta, good_weight=options.desirable_weight, bad_weight=options.undesirable_weight)

@@ -4,7 +4,7 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,17 @@ from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import Sample
 from families.text import TextFamily, TextReader
 from objectives.columns import CAUSAL_LM, VISION
-from objectives.objective import Loss, Objective, Scores
+from objectives.objective import TARGETS, Loss, Objective, Scores
 from objectives.token_columns import WEIGHTS_COLUMN
-from objectives.token_loss import TrainedTokens, score_tokens, sum_token_loss
+from objectives.token_loss import (
+    CHUNK_BYTES,
+    WEIGHTINGS,
+    CrossEntropy,
+    MeasureChunk,
+    TrainedTokens,
+    score_tokens,
+    sum_token_loss,
+)
 from ranks.row_group import RowGroup
 
 MAX_EXPONENT = 700.0  # of a perplexity, which is a number and not infinity
@@ -58,6 +66,7 @@ class TokenLoss(Loss):
 
     smoothing: float = 0.0
     is_fused: bool = False
+    weighting: str | None = None  # of each token's loss by the model's own probabilities (token_loss.WEIGHTINGS)
 
     def predict(self, reader: TextReader, micro_batch: MicroBatch) -> TrainedTokens:
         """What the loss of the micro-batch's trained tokens is computed from."""
@@ -73,30 +82,42 @@ class TokenLoss(Loss):
         )
 
     def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        tokens, targets, by_source = self.predict(reader, micro_batch), micro_batch.targets, None
-        if targets.num_sources > 1:
-            sums = torch.zeros(targets.num_sources, device=targets.labels.device)
-            reader.reports["source_losses"] = sums
-            by_source = None if targets.sources is None else (targets.sources, sums)
-        return sum_token_loss(tokens, smoothing=self.smoothing, compiled=self.is_fused, by_source=by_source)
+        tokens, targets = self.predict(reader, micro_batch), micro_batch.targets
+        measure = CrossEntropy(tokens, self.smoothing, self.is_fused, self.weighting)
+        if self.weighting is None and targets.num_sources == 1:
+            return sum_token_loss(tokens, measure)
+        return self.sum_by_source(reader, targets, tokens, measure, num_values=1 if self.weighting is None else 2)
+
+    def sum_by_source(
+        self,
+        reader: TextReader,
+        targets: NextTokens,
+        tokens: TrainedTokens,
+        measure: MeasureChunk,
+        *,
+        num_values: int,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Tensor:
+        """The summed loss; reports the sums of the tokens' values for each data set."""
+        sums = torch.zeros(targets.num_sources, num_values, device=targets.labels.device)
+        reader.reports["source_losses"], reader.reports["source_values"] = sums[:, 0], sums
+        return sum_token_loss(tokens, measure, chunk_bytes=chunk_bytes, by_source=(targets.find_sources(), sums))
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+        return Scores(self.score_sources(self.predict(reader, micro_batch), micro_batch.targets))
+
+    def score_sources(self, tokens: TrainedTokens, targets: NextTokens) -> Tensor:  # (num_sources, 3) fp64
         """Summed loss, number of correct top-1 predictions, and number of targets of each data set."""
-        scores, targets = score_tokens(self.predict(reader, micro_batch)), micro_batch.targets  # (N, 3)
+        scores = score_tokens(tokens)  # (N, 3)
         sums = scores.new_zeros(targets.num_sources, scores.shape[1])
-        if targets.sources is None:
-            sums[0] = scores.sum(0)
-            return Scores(sums)
-        return Scores(sums.index_add_(0, targets.sources, scores))
+        return sums.index_add_(0, targets.find_sources(), scores)
 
     def sum_own(self, own: Own, targets: NextTokens) -> Tensor:
-        return nn.functional.cross_entropy(
-            own.logits[0].float(),
-            targets.labels,
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.smoothing,
-        )
+        logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self.smoothing)
+        if self.weighting is not None:
+            losses = losses * WEIGHTINGS[self.weighting](logits.log_softmax(dim=1), labels[:, None])[:, 0]
+        return losses.sum()
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,7 @@ class CausalLM(Objective):
 
     family: Family = field(default_factory=TextFamily)
     label_smoothing: float = 0.0
+    weighting: str | None = None  # of each token's loss by the model's own probabilities
 
     name = CAUSAL_LM
     metrics = {"loss": False, "perplexity": False, "token_accuracy": True}  # noqa: RUF012
@@ -127,7 +149,12 @@ class CausalLM(Objective):
         return NextTokens(index, labels=torch.from_numpy(labels), weights=weights)
 
     def make_loss(self, *, is_fused: bool = False) -> TokenLoss:
-        return TokenLoss(self.label_smoothing, is_fused)
+        return TokenLoss(self.label_smoothing, is_fused, self.weighting)
+
+    def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
+        if self.weighting is None:
+            return {}
+        return {"cross_entropy": float(reports["source_values"][:, 1].sum()) / (divisors[TARGETS] or 1)}
 
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
         loss_sum, num_right, num_targets = sums.tolist()

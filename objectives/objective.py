@@ -38,6 +38,10 @@ class Loss(ABC):
 
     looks_ahead: ClassVar[bool] = False  # whether `look_ahead` is called with all micro-batches before the first loss
 
+    def prepare(self, reader: Reader, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with what is computed without gradients before its forward pass. Default: nothing more."""
+        return micro_batch
+
     @abstractmethod
     def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
         """The loss summed over the micro-batch's targets: an fp32 scalar with gradients.
@@ -78,6 +82,8 @@ class Objective(ABC):
     gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
     # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
     reference_column: ClassVar[str | None] = None
+    scores_name: str | None = None  # of files of a teacher's scores next to the data (see `with_scores`)
+    teacher_model: str | None = None  # a model that reads each micro-batch first, as `Reader.teacher`, or "self"
 
     # What it learns from.
 
@@ -119,6 +125,10 @@ class Objective(ABC):
     def read_reference(self, sums: np.ndarray) -> np.ndarray:
         """The values of `reference_column` for some samples (samples, ...) fp32, from their `Scores.sums` (samples,
         scores) by the reference model."""
+        raise NotImplementedError
+
+    def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Objective":
+        """The objective for data with these sidecars of `scores_name`'s files; ValueError if they do not fit."""
         raise NotImplementedError
 
     # What follows from the above.

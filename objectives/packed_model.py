@@ -1,9 +1,13 @@
 """A model that maps a packed micro-batch to its summed loss: a family reads the row, an objective knows the targets."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from families.family import Reader
 from families.micro_batch import MicroBatch
 from objectives.objective import Objective, Scores
 
@@ -41,6 +45,16 @@ class PackedModel(nn.Module):
         """The loss summed over the micro-batch's targets: an fp32 scalar."""
         self.reader.extra_losses, self.reader.reports = {}, {}
         return self.loss.sum(self.reader, micro_batch, shared=shared)
+
+    @torch.no_grad()
+    def prepare(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch as `forward` and `score` take it. All ranks call this together."""
+        return self.loss.prepare(self.reader, micro_batch)
+
+    @torch.no_grad()
+    def predict(self, micro_batch: MicroBatch, predict: Callable[[Reader, MicroBatch], Any]) -> Any:
+        """What `predict` gives of this model's reader."""
+        return predict(self.reader, micro_batch)
 
     @torch.no_grad()
     def look_ahead(self, micro_batch: MicroBatch) -> Tensor:

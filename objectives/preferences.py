@@ -158,7 +158,7 @@ class Preferences(CausalLM):
         return super().weigh(num_targets, num_tokens, ()) | own
 
     def make_loss(self, *, is_fused: bool = False) -> PreferenceLoss:
-        return PreferenceLoss(0.0, is_fused, self.kind, self.strength, self.nll_weight)
+        return PreferenceLoss(is_fused=is_fused, kind=self.kind, strength=self.strength, nll_weight=self.nll_weight)
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
         described = describe_sums(reports["pair_sums"])
@@ -191,4 +191,6 @@ def make_preferences(options: PreferenceOptions, family: Family) -> Preferences:
         (kind.gamma or 0.0) if gamma is None else gamma,
     )
     nll_weight = options.preference_nll_weight
-    return Preferences(family, None, 0.0, kind, strength, kind.nll_weight if nll_weight is None else nll_weight)
+    return Preferences(
+        family, kind=kind, strength=strength, nll_weight=kind.nll_weight if nll_weight is None else nll_weight
+    )

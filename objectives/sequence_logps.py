@@ -6,7 +6,14 @@ N trained tokens, S sums, H hidden size, V vocabulary size.
 import torch
 from torch import Tensor
 
-from objectives.token_loss import CHUNK_BYTES, TrainedTokens, add_product, fuse_chunk_loss, sum_chunk_loss
+from objectives.token_loss import (
+    CHUNK_BYTES,
+    TrainedTokens,
+    add_product,
+    fuse_chunk_loss,
+    iterate_chunks,
+    sum_chunk_loss,
+)
 from ranks.memory import memory_kind
 
 
@@ -33,8 +40,9 @@ class _SumLogps(torch.autograd.Function):
         needs_hidden = ctx.needs_input_grad[0]
         sums = torch.zeros(num_sums, dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        ctx.tokens, ctx.num_rows, ctx.compiled = tokens, max(1, chunk_bytes // (4 * weight.shape[0])), compiled
-        for chunk in iterate_chunks(len(hidden), ctx.num_rows):
+        ctx.tokens, ctx.compiled = tokens, compiled
+        ctx.chunks = iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes)
+        for chunk in ctx.chunks:
             losses, d_logits, _ = measure_chunk(hidden, weight, bias, ctx, chunk, scale=None)
             sums.index_add_(0, places[chunk], losses[:, 0].neg_())
             if needs_hidden:
@@ -62,7 +70,7 @@ def differentiate_head(
     _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-    for chunk in iterate_chunks(len(hidden), ctx.num_rows):
+    for chunk in ctx.chunks:
         _, d_logits, d_bias_part = measure_chunk(hidden, weight, bias, ctx, chunk, scale=scale[chunk, None])
         if needs_weight:
             add_product(d_weight, d_logits.T, hidden[chunk])
@@ -70,10 +78,6 @@ def differentiate_head(
             d_bias += d_bias_part
         del d_logits
     return None if d_weight is None else d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype)
-
-
-def iterate_chunks(length: int, num_rows: int) -> list[slice]:
-    return [slice(start, start + num_rows) for start in range(0, length, num_rows)]
 
 
 def measure_chunk(

@@ -4,6 +4,7 @@ N trained tokens, H hidden size, V vocabulary size.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,48 +33,66 @@ class TrainedTokens:
     softcap: float | None = None
 
 
+# From a chunk's logits (rows, V): the tokens' values (rows, m), the first of which is the loss; their derivatives by the
+# logits (rows, V) in the logits' type; and, where asked for, by the bias (V,) in fp32.
+MeasureChunk = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The cross-entropy of a chunk's tokens: a `MeasureChunk`.
+
+    `smoothing`: this share of each target is spread over the whole vocabulary (transformers' LabelSmoother).
+    `is_fused`: everything between the matrix products is fused by torch.compile. `weighting`: see `sum_chunk_loss`.
+    """
+
+    tokens: TrainedTokens
+    smoothing: float = 0.0
+    is_fused: bool = False
+    weighting: str | None = None
+
+    def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        tokens = self.tokens
+        is_fused = self.is_fused and len(logits) > 1  # a dimension of 1 would be compiled separately
+        token_weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
+        return (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
+            logits, tokens.targets[chunk, None], token_weights, tokens.softcap, self.smoothing, needs_bias,
+            self.weighting,
+        )  # fmt: skip
+
+
 def sum_token_loss(
     tokens: TrainedTokens,
+    measure: MeasureChunk | None = None,
     *,
-    smoothing: float = 0.0,
     chunk_bytes: int = CHUNK_BYTES,
-    compiled: bool = False,
-    by_source: tuple[Tensor, Tensor] | None = None,  # (N,) int64 and (sources,) fp32
+    by_source: tuple[Tensor, Tensor] | None = None,  # (N,) int64 and (sources, m) fp32
 ) -> Tensor:
-    """Sum over N of token_weights * cross_entropy(logits, targets), in fp32.
+    """Sum over N of what `measure` computes, by default of token_weights * cross_entropy(logits, targets), in fp32.
 
-    `smoothing`: this share of each target is spread over the whole vocabulary (transformers' LabelSmoother). Works with
-    N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk, so the peak
-    memory is one chunk of logits plus the gradients themselves, for any N. `compiled`: all that is done with a
-    chunk's logits between the matrix products is fused by torch.compile. `by_source`: each token's source, and sums of
-    their losses, to which they are added.
+    Works with N = 0: the loss is 0 and every gradient is zeros. Gradients come with the forward pass, chunk by chunk,
+    so the peak memory is one chunk of logits plus the gradients themselves, for any N. `by_source`: each token's
+    source, and sums of their values, to which they are added.
     """
-    return _SumTokenLoss.apply(
-        tokens.hidden, tokens.weight, tokens.bias, tokens, smoothing, chunk_bytes, compiled, by_source
-    )
+    measure = CrossEntropy(tokens) if measure is None else measure
+    return _SumTokenLoss.apply(tokens.hidden, tokens.weight, tokens.bias, measure, chunk_bytes, by_source)
 
 
 class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
     @memory_kind("loss")
-    def forward(ctx, hidden, weight, bias, tokens, smoothing, chunk_bytes, compiled, by_source):
+    def forward(ctx, hidden, weight, bias, measure, chunk_bytes, by_source):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
-        for start in range(0, hidden.shape[0], num_rows):
-            chunk = slice(start, start + num_rows)
+        for chunk in iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes):
             logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
-            is_fused = compiled and len(logits) > 1  # a dimension of 1 would be compiled by itself
-            token_weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
-            losses, d_logits, d_bias_part = (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
-                logits, tokens.targets[chunk, None], token_weights, tokens.softcap, smoothing, needs_bias
-            )
-            loss_sum += losses.sum()
+            values, d_logits, d_bias_part = measure(logits, chunk, needs_bias)
+            loss_sum += values[:, 0].contiguous().sum()  # as a vector, in the same order for any m
             if by_source is not None:
-                by_source[1].index_add_(0, by_source[0][chunk], losses[:, 0])
+                by_source[1].index_add_(0, by_source[0][chunk], values)
             if needs_bias:
                 d_bias += d_bias_part
             if needs_hidden:
@@ -96,7 +115,7 @@ class _SumTokenLoss(torch.autograd.Function):
             d_weight = d_weight.mul_(d_loss).to(weight_dtype)
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def sum_chunk_loss(
@@ -106,13 +125,19 @@ def sum_chunk_loss(
     softcap: float | None,
     smoothing: float,
     needs_bias: bool,
+    weighting: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The losses (rows, 1), their derivatives by the logits (rows, V) in their type, by the bias (V,) in fp32."""
+    """The losses (rows, 1), their derivatives by the logits (rows, V) in their type, by the bias (V,) in fp32.
+
+    With a `weighting` each loss is weighted by a function of the model's own probabilities, taken as a constant, and
+    the values are (rows, 2): the weighted loss and the cross-entropy.
+    """
     dtype = logits.dtype
     if softcap is not None:
         logits = logits.float().div_(softcap).tanh_().mul_(softcap)
     log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     losses = -log_probs.gather(1, target)
+    own_weights = None if weighting is None else WEIGHTINGS[weighting](log_probs, target)
     if smoothing:
         losses = (1 - smoothing) * losses - smoothing * log_probs.mean(dim=1, keepdim=True)
     slope = None if softcap is None else 1 - (logits / softcap).square_()  # tanh' of the capped logits
@@ -122,27 +147,51 @@ def sum_chunk_loss(
     d_logits.scatter_add_(1, target, d_logits.new_full((), smoothing - 1).expand_as(target))
     if slope is not None:
         d_logits.mul_(slope)
+    if own_weights is not None:
+        losses, d_logits = torch.cat([losses * own_weights, losses], dim=1), d_logits.mul_(own_weights)
     if token_weights is not None:
         losses, d_logits = losses * token_weights, d_logits.mul_(token_weights)
     return losses, d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
 
 
+def weigh_by_probability(log_probs: Tensor, target: Tensor) -> Tensor:  # (rows, V), (rows, 1) -> (rows, 1)
+    """The probability of the target: dynamic fine-tuning, arXiv 2508.05629, equation 9."""
+    return log_probs.gather(1, target).exp()
+
+
+def weigh_by_entropy(log_probs: Tensor, target: Tensor) -> Tensor:  # (rows, V), (rows, 1) -> (rows, 1)
+    """The entropy among the 20 most probable tokens, from 0 to 1: entropy-adaptive fine-tuning, arXiv 2601.02151."""
+    top = log_probs.topk(min(NUM_TOP, log_probs.shape[1]), dim=1).values.log_softmax(dim=1)
+    return -(top.exp() * top).sum(dim=1, keepdim=True) / math.log(top.shape[1])
+
+
+NUM_TOP = 20
+WEIGHTINGS = {"dft": weigh_by_probability, "eaft": weigh_by_entropy}
+
+
 @torch.no_grad()
 def score_tokens(tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:  # (N, 3) fp64
     """(Weighted) cross-entropy of each token, whether its target was the most likely one, and 1."""
-    hidden, weight, targets, softcap = tokens.hidden, tokens.weight, tokens.targets, tokens.softcap
-    scores = torch.ones(len(targets), 3, dtype=torch.float64, device=hidden.device)
-    num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
-    for start in range(0, len(targets), num_rows):
-        chunk = slice(start, start + num_rows)
-        logits = torch.nn.functional.linear(hidden[chunk], weight, tokens.bias).float()  # (rows, V)
-        if softcap is not None:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
+    targets = tokens.targets
+    scores = torch.ones(len(targets), 3, dtype=torch.float64, device=targets.device)
+    for chunk in iterate_chunks(len(targets), len(tokens.weight), chunk_bytes=chunk_bytes):
+        logits = compute_logits(tokens, chunk).float()
         scores[chunk, 0] = torch.nn.functional.cross_entropy(logits, targets[chunk], reduction="none").double()
         scores[chunk, 1] = (logits.argmax(-1) == targets[chunk]).double()
     if tokens.token_weights is not None:
         scores[:, 0] *= tokens.token_weights
     return scores
+
+
+def iterate_chunks(num_tokens: int, vocab_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> list[slice]:
+    """Parts of the tokens whose fp32 logits have about this many bytes."""
+    num_rows = max(1, chunk_bytes // (4 * vocab_size))
+    return [slice(start, start + num_rows) for start in range(0, num_tokens, num_rows)]
+
+
+def compute_logits(tokens: TrainedTokens, chunk: slice) -> Tensor:  # (rows, V)
+    logits = torch.nn.functional.linear(tokens.hidden[chunk], tokens.weight, tokens.bias)
+    return logits if tokens.softcap is None else logits.float().div_(tokens.softcap).tanh_().mul_(tokens.softcap)
 
 
 @functools.cache

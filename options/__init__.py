@@ -25,6 +25,7 @@ from .learning import (
     OptimizationOptions,
     OSFTOptions,
     PreferenceOptions,
+    TeacherOptions,
     VisionOptions,
 )
 from .running import (
@@ -47,6 +48,7 @@ from .tools import (
     MergeModelsOptions,
     PlotOptions,
     SamplingOptions,
+    ScoreDataOptions,
 )
 from .training import (
     MAY_DIFFER,

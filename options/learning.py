@@ -31,6 +31,9 @@ class ClassificationOptions:
     class_weights: tuple[str, ...] = ()
     """Classifiers: weight of each class in the loss, in the order of the labels; balanced: inversely proportional to
     its frequency."""
+    loss_weighting: Literal["dft", "eaft"] | None = None
+    """Language models: weigh each token's loss by the model's own probabilities, as constants. dft: by the target's
+    (arXiv 2508.05629); eaft: by the entropy of the 20 most probable tokens (arXiv 2601.02151)."""
     label_smoothing: float = 0.0
     """Share of each target spread over all classes, or over the vocabulary for language models. Validations of language
     models do not use it."""
@@ -61,6 +64,24 @@ class PreferenceOptions:
     """kto only: weight of bad answers' losses."""
     reward_centering: float = 0.0
     """reward only: weight of the squared sum of a pair's rewards, which keeps their mean near 0; such as 0.01."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """Learning from a teacher's next-token distributions (docs/teachers.md)."""
+
+    teacher_weight: float | None = None
+    """Weight of the divergence from the teacher, from 0 to 1; the cross-entropy has the rest. Default: no teacher."""
+    teacher_divergence: Literal["forward-kl", "top-k-kl", "masked-kl", "reverse-kl", "jsd"] = "forward-kl"
+    """forward-kl: KL(teacher || model), in files with one bucket for all tokens that they do not name; top-k-kl: the
+    same, renormalised over the named ones; masked-kl: leaves the target out, so that it can be learned and everything
+    else is kept. reverse-kl and jsd need --teacher-model."""
+    teacher_temperature: float = 1.0
+    """Temperature of both distributions; that of the files."""
+    teacher_scores: str = "teacher"
+    """Name of the teacher's files next to the data sets, as given to score-data --name."""
+    teacher_model: str | None = None
+    """Directory or hub name of a teacher that reads each batch, instead of files; self: the model as the run starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

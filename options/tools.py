@@ -105,6 +105,44 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreDataOptions:
+    """Score tokenized data sets with a model: a teacher's most probable tokens, or a reference's log-probabilities."""
+
+    model_name_or_path: str
+    """Directory of a model, an export or an adapter, or a name on the hub."""
+    data_path: tuple[str, ...] = ()
+    """Tokenized data sets written by process_data.py. The scores are written next to them: of language modelling to
+    DATA.NAME.scores, of preferences and feedback to what train.py looks for."""
+    teacher_data: tuple[str, ...] = ()
+    """Data sets that the teacher reads instead, one for each --data-path: the same trained tokens in the same rows
+    after other prompts."""
+    name: str = "teacher"
+    """Name of the scores: train.py --teacher-scores."""
+    top_k: int = 32
+    """Number of most probable tokens to keep of each position, 1 to 256."""
+    temperature: float = 1.0
+    """Temperature of the distributions: train.py --teacher-temperature."""
+    max_tokens_per_gpu: int = 8192
+    """Maximum number of tokens in a micro-batch."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of computation; auto: bfloat16 on a GPU, float32 on the CPU."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    engine: Literal["hf", "openai"] = "hf"
+    """hf: transformers, in this process or under torchrun; openai: a server that returns prompt_logprobs (vLLM)."""
+    base_url: str | None = None
+    """openai: URL of the server, such as http://localhost:8000/v1."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """openai: environment variable with the API key; self-hosted servers often need none."""
+    concurrency: int = 16
+    """openai: number of concurrent requests."""
+    config: str | None = None
+    """YAML file with any of these options; flags win over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MergeAdapterOptions:
     """Merge a LoRA adapter into the weights of its model."""
 

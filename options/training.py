@@ -13,6 +13,7 @@ from .learning import (
     OptimizationOptions,
     OSFTOptions,
     PreferenceOptions,
+    TeacherOptions,
     VisionOptions,
 )
 from .running import (
@@ -49,6 +50,7 @@ class TrainOptions:
     rows: RowOptions = field(default_factory=RowOptions)
     classification: ClassificationOptions = field(default_factory=ClassificationOptions)
     preference: PreferenceOptions = field(default_factory=PreferenceOptions)
+    teacher: TeacherOptions = field(default_factory=TeacherOptions)
     vision: VisionOptions = field(default_factory=VisionOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
@@ -83,9 +85,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
 
-IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, OSFTOptions, LoRAOptions)
+IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, TeacherOptions, OSFTOptions, LoRAOptions)
 
-PLACES = ("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "lora_export")
+PLACES = (
+    "teacher_scores",
+    "teacher_model",
+    "osft_cache_dir",
+    "osft_calibration_data",
+    "osft_statistics",
+    "lora_adapter",
+    "lora_export",
+)
 
 
 # Options that may differ between the ranks of a run: places, whose contents are compared instead or which rank 0 alone

@@ -60,7 +60,7 @@ def score_data(
     for k, rows, micro_batch in zip(counter, batches, micro_batches, strict=True):
         if progress is not None:
             progress(f"micro-batch {k + 1}")
-        scores = model.score(micro_batch.to(world.device))
+        scores = model.score(model.prepare(micro_batch.to(world.device)))
         if k == 0:
             sums = scores.sums.new_zeros(len(data.lengths) if by_sample else len(data.sources), scores.sums.shape[1])
         if not by_sample:

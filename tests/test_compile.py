@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model import attention as packed_attention
 from model.build import find_blocks
-from objectives.token_loss import TrainedTokens, sum_token_loss
+from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,8 @@ def test_the_fused_loss_is_the_same(is_plain, dtype):
     for compiled in (False, True):
         inputs = [t.to(dtype).requires_grad_() for t in (hidden, weight, *([] if is_plain else [bias]))]
         tokens = TrainedTokens(*inputs[:2], targets, *inputs[2:], token_weights=weights, softcap=softcap)
-        loss = sum_token_loss(tokens, smoothing=0.0 if is_plain else 0.1, chunk_bytes=12 * 4 * 50, compiled=compiled)
+        measure = CrossEntropy(tokens, 0.0 if is_plain else 0.1, compiled)
+        loss = sum_token_loss(tokens, measure, chunk_bytes=12 * 4 * 50)
         loss.backward()
         results.append((loss, *(t.grad for t in inputs)))
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2

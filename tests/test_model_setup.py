@@ -330,7 +330,7 @@ def test_weights_of_tokens_are_not_rounded_to_the_compute_type(world, tmp_path, 
     model = build(save_model(FAMILIES["llama"], tmp_path), world, dtype=torch.bfloat16)
     seen = []
     monkeypatch.setattr(
-        "objectives.next_tokens.sum_token_loss", lambda tokens, **kwargs: seen.append(tokens.token_weights)
+        "objectives.next_tokens.sum_token_loss", lambda tokens, measure: seen.append(tokens.token_weights)
     )
     ids = np.arange(3, 12)
     model(pack_samples([(ids, ids, np.full(len(ids), 0.3, dtype=np.float32))]))

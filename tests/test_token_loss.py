@@ -8,7 +8,7 @@ from op_recording import OpRecorder
 from torch.nn.functional import cross_entropy, linear
 from transformers.trainer_pt_utils import LabelSmoother
 
-from objectives.token_loss import TrainedTokens, sum_token_loss
+from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
 
 N, H, V = 13, 8, 29
 
@@ -46,7 +46,7 @@ def test_smoothed_targets_give_transformers_loss_and_its_gradients(rows_per_chun
         ours, naive = make_inputs(bias=True), make_inputs(bias=True)
         weights = torch.rand(N) if weighted else None
         tokens = TrainedTokens(*ours, token_weights=weights, softcap=softcap)
-        loss = sum_token_loss(tokens, smoothing=0.1, chunk_bytes=rows_per_chunk * 4 * V)
+        loss = sum_token_loss(tokens, CrossEntropy(tokens, 0.1), chunk_bytes=rows_per_chunk * 4 * V)
         logits = linear(naive[0], naive[1], naive[3])
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         smoother = LabelSmoother(epsilon=0.1)

@@ -8,6 +8,7 @@ from options import (
     MergeModelsOptions,
     PlotOptions,
     ProcessDataOptions,
+    ScoreDataOptions,
     TrainOptions,
     flatten_options,
 )
@@ -19,6 +20,7 @@ from options.problems.tools import (
     find_generate_problems,
     find_mixing_problems,
     find_plot_problems,
+    find_score_problems,
 )
 from options.problems.training import (
     find_classifier_problems,
@@ -27,6 +29,7 @@ from options.problems.training import (
     find_numbers_out_of_range,
     find_optimization_problems,
     find_preference_problems,
+    find_teacher_problems,
     find_training_data_problems,
     find_validation_problems,
 )
@@ -41,6 +44,7 @@ def find_problems(options: Any) -> list[str]:
         GenerateOptions: find_generate_problems,
         EvaluateOptions: find_evaluate_problems,
         MergeModelsOptions: find_mixing_problems,
+        ScoreDataOptions: find_score_problems,
     }
     return finders[type(options)](options) if type(options) in finders else []
 
@@ -53,6 +57,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_validation_problems(options),
         *find_classifier_problems(options),
         *find_preference_problems(options),
+        *find_teacher_problems(options),
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_osft_problems(options.osft),

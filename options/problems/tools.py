@@ -13,10 +13,12 @@ from options import (
     MergeModelsOptions,
     PlotOptions,
     SamplingOptions,
+    ScoreDataOptions,
     flag_name,
 )
 
 PICTURES = (".png", ".svg", ".pdf")
+MOST_TOP_K = 256
 
 
 def find_plot_problems(o: PlotOptions) -> list[str]:
@@ -134,6 +136,30 @@ def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
     for name, least in {"max_tokens_per_gpu": 1, "num_resamples": 100}.items():
         if getattr(o, name) < least:
             problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least {least}")
+    return problems
+
+
+def find_score_problems(o: ScoreDataOptions) -> list[str]:
+    """No data, values out of range, options of the other engine."""
+    problems = [] if o.data_path else ["no data is given: name tokenized data sets by --data-path"]
+    if len(set(o.data_path)) < len(o.data_path):
+        problems.append("--data-path: one is named twice")
+    if o.teacher_data and len(o.teacher_data) != len(o.data_path):
+        problems.append(f"--teacher-data: {len(o.teacher_data)} for {len(o.data_path)} data sets of --data-path")
+    if not 1 <= o.top_k <= MOST_TOP_K:
+        problems.append(f"--top-k {o.top_k}: must be from 1 to {MOST_TOP_K}")
+    if not 0 < o.temperature < math.inf:
+        problems.append(f"--temperature {o.temperature}: must be above 0, and finite")
+    if not o.name or not all(letter.isalnum() or letter in "-_" for letter in o.name):
+        problems.append(f"--name {o.name!r}: must be of letters, digits, - and _, as it is a part of a file's name")
+    for name in ("max_tokens_per_gpu", "concurrency"):
+        if getattr(o, name) < 1:
+            problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
+    server = {"base_url": o.base_url, "api_key_env": o.api_key_env, "concurrency": o.concurrency}
+    engine = EngineOptions(engine=o.engine, **server)
+    problems += find_engine_problems(engine)
+    if o.engine == "openai" and o.temperature != 1:
+        problems.append(f"--temperature {o.temperature}: a server's log-probabilities are those at temperature 1")
     return problems
 
 

@@ -4,7 +4,15 @@ import dataclasses
 import math
 from typing import Any
 
-from options import SCHEDULES_WITH_END, TrainOptions, flag_name, parse_duration, parse_steps, parse_subset
+from options import (
+    SCHEDULES_WITH_END,
+    TeacherOptions,
+    TrainOptions,
+    flag_name,
+    parse_duration,
+    parse_steps,
+    parse_subset,
+)
 from options.problems.given import is_installed, list_changed, list_given, list_row_sources
 from options.problems.rows import find_row_problems
 
@@ -171,13 +179,54 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
     return problems
 
 
+def find_teacher_problems(options: TrainOptions) -> list[str]:
+    """Options of teachers without one, and what teachers and weights of tokens cannot be used with."""
+    o, objective = options.teacher, options.classification
+    problems, weighting = [], objective.loss_weighting
+    if weighting is not None and objective.objective != "causal-lm":
+        problems.append(f"--loss-weighting {weighting}: no effect on --objective {objective.objective}")
+    if weighting is not None and objective.label_smoothing:
+        problems.append(f"--loss-weighting {weighting}: weighs the target's loss alone: not with --label-smoothing")
+    if o.teacher_weight is None:
+        given = list_given(o)
+        return [*problems, f"{', '.join(given)}: no effect without --teacher-weight"] if given else problems
+    if not 0 <= o.teacher_weight <= 1:
+        problems.append(f"--teacher-weight {o.teacher_weight}: must be from 0 to 1")
+    if not 0 < o.teacher_temperature < math.inf:
+        problems.append(f"--teacher-temperature {o.teacher_temperature}: must be above 0, and finite")
+    if objective.objective != "causal-lm":
+        problems.append(f"--teacher-weight: not with --objective {objective.objective}, which learns no next tokens")
+    for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
+        if value:
+            problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
+    return problems + find_teacher_source_problems(o)
+
+
+def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
+    """Divergences that the teacher's kind does not have."""
+    if o.teacher_model is None:
+        if o.teacher_divergence in ("reverse-kl", "jsd"):
+            return [
+                f"--teacher-divergence {o.teacher_divergence} needs the teacher's probability of each token that the"
+                " model prefers, which files do not have: give --teacher-model"
+            ]
+        return []
+    problems = []
+    if o.teacher_divergence == "top-k-kl":
+        problems.append("--teacher-divergence top-k-kl: --teacher-model computes the whole distribution: give"
+                        " forward-kl")  # fmt: skip
+    if "teacher_scores" in list_changed(o):
+        problems.append("--teacher-scores and --teacher-model both say what the teacher is: give one of them")
+    return problems
+
+
 def find_classifier_problems(options: TrainOptions) -> list[str]:
     """What only classifiers have, and what they do not."""
     problems, o = [], options.classification
     if not 0 <= o.label_smoothing < 1:
         problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
     if o.objective not in CLASSIFIERS:
-        given = list_given(dataclasses.replace(o, label_smoothing=0.0, objective="causal-lm"))
+        given = list_given(dataclasses.replace(o, label_smoothing=0.0, loss_weighting=None, objective="causal-lm"))
         if options.validation.write_predictions:
             given.append("--write-predictions")
         return [*problems, f"{', '.join(given)}: no effect on --objective {o.objective}"] if given else problems

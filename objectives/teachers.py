@@ -1,0 +1,253 @@
+"""Learning from a teacher: cross-entropy and a divergence from the teacher's next-token distributions.
+
+(1 - w) * cross-entropy + w * T^2 * D(q, p), with w --teacher-weight and p and q at temperature T (arXiv 1503.02531). q is
+read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row. N trained
+tokens, K tokens that a file names of each, V vocabulary size.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chat.labels import IGNORED
+from families.family import Family, Own
+from families.micro_batch import MicroBatch, Row
+from families.sample import Sample
+from families.text import TextReader
+from objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
+from objectives.next_tokens import CausalLM, NextTokens, TokenLoss
+from objectives.objective import TARGETS, Scores
+from objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
+from objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits, sum_token_loss
+from options import TeacherOptions
+from ranks.row_group import RowGroup
+
+TAUGHT = "taught"  # among objectives
+DEFAULT_TOP_K = 32
+VALUES = ("loss", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")  # of a token
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The weights of the loss's two terms."""
+
+    weight: float  # of the divergence; the cross-entropy has the rest
+    divergence: str  # a key of FROM_TOP or FROM_LOGITS
+    temperature: float = 1.0
+
+
+@dataclass
+class TaughtTargets(NextTokens):
+    """Next tokens, and what the teacher says of them."""
+
+    soft: SoftTargets | None = None  # from a file
+    teacher: TrainedTokens | None = None  # of a teacher that reads the row: what its logits are computed from
+
+    def take_part(self, part: slice) -> "TaughtTargets":
+        first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
+        soft = None if self.soft is None else self.soft.slice(slice(first, end))
+        return TaughtTargets(**vars(super().take_part(part)), soft=soft)
+
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "TaughtTargets":
+        """Of a check's row alone, in which the teacher says the same of all tokens."""
+        own, soft = super().gather(row_group, num_tokens=num_tokens), self.soft
+        if soft is not None:
+            soft = read_records([make_even_records(len(own.index), soft.ids.shape[1])])
+        return TaughtTargets(**vars(own), soft=soft)
+
+
+def measure_taught_chunk(
+    logits: Tensor,  # (rows, V)
+    target: Tensor,  # (rows, 1)
+    token_weights: Tensor | None,  # (rows, 1)
+    softcap: float | None,
+    teacher: Top | Tensor,  # of a file, or logits (rows, V')
+    terms: Terms,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """VALUES (rows, 5), the loss's derivatives by the logits (rows, V) in their type, and by the bias (V,).
+
+    Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared on what both have.
+    """
+    dtype, weight, temperature = logits.dtype, terms.weight, terms.temperature
+    logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    if softcap is not None:
+        logits = (logits / softcap).tanh_().mul_(softcap)
+    log_probs = logits.log_softmax(dim=1)
+    cross_entropy, best = -log_probs.gather(1, target), log_probs.argmax(dim=1, keepdim=True)
+    divergence, tail, teachers_best = compare(logits, target, teacher, terms)
+    d_logits = log_probs.exp_()
+    d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target)).mul_(1 - weight)
+    d_logits[:, : divergence.d_logits.shape[1]].add_(divergence.d_logits, alpha=weight * temperature)
+    if softcap is not None:
+        d_logits.mul_(1 - (logits / softcap).square_())  # tanh' of the capped logits
+    losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence.values
+    values = torch.cat([losses, cross_entropy, divergence.values], dim=1)
+    if token_weights is not None:
+        values, d_logits = values * token_weights, d_logits.mul_(token_weights)
+    values = torch.cat([values, tail.to(values.dtype), (best == teachers_best).to(values.dtype)], dim=1)
+    return values, d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
+
+
+def compare(logits: Tensor, target: Tensor, teacher: Top | Tensor, terms: Terms) -> tuple[Divergence, Tensor, Tensor]:
+    """The divergence, the teacher's probability of the tokens that a file does not name, and its likeliest token."""
+    if isinstance(teacher, Top):
+        divergence = FROM_TOP[terms.divergence](logits / terms.temperature, target, teacher)
+        return divergence, teacher.log_q[:, -1:].exp(), teacher.ids[:, :1]
+    width = min(logits.shape[1], teacher.shape[1])
+    teacher = teacher[:, :width].to(logits.dtype) / terms.temperature
+    divergence = FROM_LOGITS[terms.divergence](logits[:, :width] / terms.temperature, target, teacher)
+    return divergence, torch.zeros_like(divergence.values), teacher.argmax(dim=1, keepdim=True)
+
+
+@functools.cache
+def fuse_taught_chunk() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    return torch.compile(measure_taught_chunk, dynamic=True)
+
+
+@dataclass(frozen=True)
+class TaughtChunk:
+    """The loss of a chunk's tokens: a `MeasureChunk` whose values are VALUES."""
+
+    tokens: TrainedTokens
+    targets: TaughtTargets
+    terms: Terms
+    is_fused: bool = False
+
+    def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        tokens, teacher = self.tokens, self.read_teacher(chunk)
+        measure = fuse_taught_chunk() if self.is_fused and len(logits) > 1 else measure_taught_chunk
+        weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
+        return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, self.terms, needs_bias)
+
+    def read_teacher(self, chunk: slice) -> Top | Tensor:
+        """The chunk's part of what a file says, or the teacher's logits."""
+        if self.targets.soft is not None:
+            soft = self.targets.soft.slice(chunk)
+            return Top(soft.ids.long(), soft.log_q, soft.log_q_target)
+        return compute_logits(self.targets.teacher, chunk)
+
+
+@dataclass(frozen=True)
+class TaughtLoss(TokenLoss):
+    """Cross-entropy and divergence. In the start check, a teacher that reads the row is not there yet: the
+    cross-entropy's share is the loss."""
+
+    terms: Terms | None = None
+    is_online: bool = False
+
+    def prepare(self, reader: TextReader, micro_batch: MicroBatch) -> MicroBatch:
+        if not self.is_online:
+            return micro_batch
+        targets = replace(micro_batch.targets, teacher=reader.teacher.read(micro_batch, self.predict))
+        return micro_batch.with_targets(targets)
+
+    def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
+        targets = micro_batch.targets
+        if targets.soft is None and targets.teacher is None:
+            return (1 - self.terms.weight) * super().sum(reader, micro_batch, shared=shared)
+        return self.sum_taught(reader, self.predict(reader, micro_batch), targets)
+
+    def sum_taught(self, reader: TextReader, tokens: TrainedTokens, targets: TaughtTargets) -> Tensor:
+        measure = TaughtChunk(tokens, targets, self.terms, self.is_fused)
+        return self.sum_by_source(
+            reader, targets, tokens, measure, num_values=len(VALUES), chunk_bytes=CHUNK_BYTES // 2
+        )
+
+    def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
+        """What a language model scores, VALUES and the number of targets that have a teacher."""
+        tokens, targets = self.predict(reader, micro_batch), micro_batch.targets
+        scores = self.score_sources(tokens, targets)
+        taught = scores.new_zeros(len(scores), len(VALUES) + 1)
+        if targets.soft is not None or targets.teacher is not None:
+            self.sum_taught(reader, tokens, targets)
+            taught[:, :-1], taught[:, -1] = reader.reports["source_values"].double(), scores[:, -1]
+        return Scores(torch.cat([scores, taught], dim=1))
+
+    def sum_own(self, own: Own, targets: TaughtTargets) -> Tensor:
+        if targets.soft is None:
+            return (1 - self.terms.weight) * super().sum_own(own, targets)
+        logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
+        top = Top(targets.soft.ids.long(), targets.soft.log_q, targets.soft.log_q_target)
+        divergence, *_ = compare(logits, labels[:, None], top, self.terms)
+        return (1 - self.terms.weight) * super().sum_own(own, targets) + (
+            self.terms.weight * self.terms.temperature**2 * divergence.values.sum()
+        )
+
+
+@dataclass(frozen=True)
+class Taught(CausalLM):
+    """Language modelling with a teacher."""
+
+    terms: Terms = field(default_factory=lambda: Terms(0.5, "forward-kl"))
+    top_k: int | None = None  # tokens that the files name of each; None: the teacher reads the row
+    scores_name: str | None = None
+    teacher_model: str | None = None
+
+    metrics = CausalLM.metrics | {"teacher_kl": False}
+
+    @property
+    def title(self) -> str:
+        terms = self.terms
+        return f"{self.name} with a teacher (weight {terms.weight:g}, {terms.divergence}, T {terms.temperature:g})"
+
+    def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+        sample = super().give_targets(sample, trainable, num_trained=num_trained)
+        return sample if self.top_k is None else sample | {SOFT_COLUMN: self.make_even_records(sample["labels"])}
+
+    def make_even_records(self, labels: np.ndarray) -> np.ndarray:
+        return make_even_records(int(np.count_nonzero(labels[1:] != IGNORED)), self.top_k)
+
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> TaughtTargets:
+        """Validation data need not have records."""
+        targets, soft = super().pack_targets(samples, row), None
+        if self.top_k is not None and SOFT_COLUMN in samples[0]:
+            soft = read_records([sample[SOFT_COLUMN] for sample in samples])
+            assert len(soft.ids) == len(targets.index), (len(soft.ids), len(targets.index))
+        return TaughtTargets(**vars(targets), soft=soft)
+
+    def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Taught":
+        for name, wanted in (("temperature", self.terms.temperature), ("top_k", sidecars[0]["top_k"])):
+            found = sorted({sidecar[name] for sidecar in sidecars} | {wanted})
+            if len(found) > 1:
+                raise ValueError(
+                    f"--teacher-scores {self.scores_name}: made with other {name.replace('_', ' ')}s"
+                    f" ({', '.join(map(str, found))}): all files, and --teacher-temperature, need the same"
+                )
+        top_k = sidecars[0]["top_k"]
+        if top_k == 1 and self.terms.divergence == "masked-kl":
+            raise ValueError(
+                f"--teacher-scores {self.scores_name}: name one token of each position, and masked-kl leaves it out"
+                " where it is the target: score the data with --top-k 2 or more"
+            )
+        return replace(self, top_k=top_k)
+
+    def make_loss(self, *, is_fused: bool = False) -> TaughtLoss:
+        return TaughtLoss(is_fused=is_fused, terms=self.terms, is_online=self.top_k is None)
+
+    def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
+        return describe_values(reports["source_values"].sum(0), divisors[TARGETS])
+
+    def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
+        """`loss` is the cross-entropy, which other runs have, too; without a teacher its metrics are None."""
+        own, (*values, num_targets) = sums[:3], sums[3:].tolist()
+        return super().summarize(own, None) | describe_values(values, num_targets)
+
+
+def describe_values(values: Sequence[float], num_targets: float) -> dict[str, float | None]:
+    """Means over targets, without the loss's own."""
+    named = dict(zip(VALUES[1:], map(float, values[1:]), strict=True))
+    return {name: value / num_targets if num_targets else None for name, value in named.items()}
+
+
+def make_taught(options: TeacherOptions, family: Family) -> Taught:
+    """The objective as the options say."""
+    terms = Terms(options.teacher_weight, options.teacher_divergence, options.teacher_temperature)
+    if options.teacher_model is not None:
+        return Taught(family, terms=terms, teacher_model=options.teacher_model)
+    return Taught(family, terms=terms, top_k=DEFAULT_TOP_K, scores_name=options.teacher_scores)

@@ -1,0 +1,164 @@
+"""Files of a teacher's scores: one record for each trained token of a data set, in the rows' order, and a sidecar.
+
+DATA.NAME.scores holds records of objectives.soft_targets one after the other, without a header, so that a row's lie at
+a place that follows from the data set alone; DATA.NAME.scores.json says whose they are. Until it is complete, a file
+ends in .part.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from corpus.reader import TokenizedData
+from disk import read_object, written_aside
+from model.fingerprints import fingerprint_data
+from objectives.soft_targets import make_record_type
+
+PART_BYTES = 32 << 20  # of records that are computed before they are written
+
+
+@dataclass(frozen=True)
+class ScoreIdentity:
+    """What scores depend on."""
+
+    data: str  # digest of the data set
+    teacher: str  # digest of its weights; a server's name of the model
+    tokenizer: str
+    teacher_data: str | None  # digest of what the teacher read, if that is another data set
+    top_k: int
+    temperature: float
+    num_ids: int  # of the tokenizer
+    dtype: str
+
+
+def locate_scores(data_path: Path, name: str) -> Path:
+    return data_path.with_name(f"{data_path.name}.{name}.scores")
+
+
+def digest_data(data: TokenizedData) -> str:
+    return fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.lengths[:0])
+
+
+def count_before(data: TokenizedData) -> np.ndarray:  # (rows + 1,) int64
+    """Trained tokens before each row, and of all rows."""
+    return np.concatenate([[0], np.cumsum(data.num_loss_tokens, dtype=np.int64)])
+
+
+class ScoreWriter:
+    """Writes one data set's scores, part by part; continues a file that a killed process has begun."""
+
+    def __init__(self, data: TokenizedData, path: Path, identity: ScoreIdentity, *, teacher: str):
+        """ValueError if the file was made, or begun, with something else. `teacher`: its name, for the sidecar."""
+        self.path, self.identity, self.teacher = path, identity, teacher
+        self.part, self.sidecar = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.json")
+        self.item_size, self.before = make_record_type(identity.top_k).itemsize, count_before(data)
+        self.is_complete = path.exists() and self.sidecar.exists()
+        begun = self.sidecar if self.is_complete else self.begun
+        if begun.exists() and (path.exists() or self.part.exists()):
+            check_identity(
+                begun, identity, advice=f"remove {begun.name.removesuffix('.json')}, or choose another --name"
+            )
+
+    @property
+    def begun(self) -> Path:
+        return self.path.with_name(f"{self.part.name}.json")
+
+    def list_parts(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the rows that are not written yet, each of as many as are computed and written together."""
+        num_written = self.part.stat().st_size // self.item_size if self.begun.exists() and self.part.exists() else 0
+        first = int(np.searchsorted(self.before, num_written, side="right")) - 1
+        while first < len(self.before) - 1:
+            most = self.before[first] + PART_BYTES // self.item_size
+            end = max(first + 1, int(np.searchsorted(self.before, most, side="right")) - 1)
+            yield first, end
+            first = end
+
+    def write(self, first: int, end: int, records: np.ndarray) -> None:
+        """Appends the records of these rows to those of all rows before them."""
+        start, num_records = int(self.before[first]), int(self.before[end] - self.before[first])
+        assert len(records) == num_records, (len(records), num_records)
+        if first == 0:
+            with written_aside(self.begun) as (aside,):
+                aside.write_text(json.dumps(asdict(self.identity)) + "\n")
+        with open(self.part, "r+b" if start else "wb") as file:
+            file.truncate(start * self.item_size)
+            file.seek(0, os.SEEK_END)
+            file.write(records.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> dict[str, Any]:
+        """Puts the complete file in its place; returns the sidecar."""
+        found = asdict(self.identity) | {"teacher_name": self.teacher}
+        found |= summarize_scores(self.part, self.identity.top_k)
+        with written_aside(self.sidecar) as (aside,):
+            aside.write_text(json.dumps(found, indent=2) + "\n")
+        self.part.replace(self.path)
+        self.begun.unlink()
+        return found
+
+
+def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> None:
+    """ValueError that names what differs from the sidecar's."""
+    known = read_object(sidecar)
+    other = [name for name, value in asdict(identity).items() if known.get(name) != value]
+    if other:
+        raise ValueError(f"{sidecar}: was made with other {', '.join(other).replace('_', ' ')}; {advice}")
+
+
+class ScoreFile:
+    """The complete scores of a data set: `file[row]` are its records (trained tokens,)."""
+
+    def __init__(self, data: TokenizedData, name: str):
+        """ValueError if there are none, or if they are of other data."""
+        self.path = locate_scores(data.path, name)
+        if not self.path.exists():
+            raise ValueError(
+                f"{self.path}: there are no scores of {data.path}: mini-trainer score-data --data-path {data.path}"
+                f" --name {name} --model-name-or-path TEACHER makes them"
+            )
+        self.sidecar = read_object(self.path.with_name(f"{self.path.name}.json"))
+        self.record_type, self.before = make_record_type(self.sidecar["top_k"]), count_before(data)
+        if self.sidecar["data"] != digest_data(data):
+            raise ValueError(f"{self.path}: its scores are of other data than {data.path} holds now: score it again")
+        expected = int(self.before[-1]) * self.record_type.itemsize
+        if self.path.stat().st_size != expected:
+            raise ValueError(f"{self.path}: has {self.path.stat().st_size:,} bytes, expected {expected:,}: score again")
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        start, end = (self.before[row : row + 2] * self.record_type.itemsize).tolist()
+        return np.frombuffer(os.pread(self.file, end - start, start), self.record_type)
+
+    @functools.cached_property
+    def file(self) -> int:
+        return os.open(self.path, os.O_RDONLY)
+
+
+class ScoreColumn:
+    """The scores of several data sets that follow each other, by the mixture's rows."""
+
+    def __init__(self, files: Sequence[ScoreFile]):
+        self.files = list(files)
+        self.first_rows = np.cumsum([0, *(len(file.before) - 1 for file in self.files)])
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        source = int(np.searchsorted(self.first_rows, row, side="right")) - 1
+        return self.files[source][row - int(self.first_rows[source])]
+
+
+def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
+    """Means over a file's tokens: the teacher's loss, and the probability of all tokens that it does not name."""
+    record_type, loss, tail, count = make_record_type(top_k), 0.0, 0.0, 0
+    with open(path, "rb") as file:
+        while part := file.read(record_type.itemsize * (PART_BYTES // record_type.itemsize)):
+            records = np.frombuffer(part, record_type)
+            loss += float(records["target"].astype(np.float64).sum())
+            tail += float(np.exp(-records["tail"].astype(np.float64)).sum())
+            count += len(records)
+    return {"num_tokens": count, "loss": loss / count, "tail": tail / count}
