@@ -7,13 +7,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from forked import run_forked
 from in_process import print_plan, train_on
+from processes import flags
 from small_runs import read_rows
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch import Tensor
@@ -31,6 +33,7 @@ from objectives.choice import KINDS, Kind, make_text_family
 from objectives.columns import Bars, Columns, Counts, RowFacts, Task, format_count
 from objectives.data_kinds import COLUMNS
 from objectives.objective import Loss, Objective, Scores
+from options import ClassificationOptions
 from ranks.ending import ExitCode
 from sampler import draw_samples
 
@@ -165,7 +168,11 @@ class Triplets(Objective):
                 firsts.append(len(index))
                 index += range(sequence, sequence + count)
             sequence += count
-        return TripletTargets(*(torch.tensor(values, dtype=torch.long) for values in (index,)), places=torch.tensor(places, dtype=torch.long), firsts=torch.tensor(firsts, dtype=torch.long))
+        return TripletTargets(
+            *(torch.tensor(values, dtype=torch.long) for values in (index,)),
+            places=torch.tensor(places, dtype=torch.long),
+            firsts=torch.tensor(firsts, dtype=torch.long),
+        )
 
     def make_loss(self, *, is_fused: bool = False) -> TripletLoss:
         return TripletLoss(self.tau)
@@ -186,6 +193,10 @@ def register(patch: pytest.MonkeyPatch) -> None:
     kind = Kind(make_text_family, lambda settings, family, task, count_labels: Triplets(family, settings.noise))
     patch.setitem(KINDS, NAME, kind)
     patch.setitem(COLUMNS, NAME, TripletColumns())
+    option = ClassificationOptions.__dataclass_fields__["objective"]
+    names = Literal[(*get_args(option.type), NAME)]
+    patch.setattr(option, "type", names)
+    patch.setitem(ClassificationOptions.__annotations__, "objective", names)
 
 
 def plan_triplets(values: dict) -> tuple[ExitCode, str]:
@@ -237,8 +248,13 @@ def measure_plainly(model: torch.nn.Module, data: Mixture, rows: Iterable[int]) 
     return torch.stack(losses).mean(), float(np.mean(hits))
 
 
-def read_validations(root: Path) -> list[dict]:
-    return [json.loads(line) for line in (root / "run/validation_metrics_0.jsonl").read_text().splitlines()]
+def read_steps(root: Path) -> list[list[float]]:
+    return [[row[key] for key in ("loss", "grad_norm", "accuracy")] for row in read_rows(root / "run")]
+
+
+def read_validations(root: Path) -> list[list[float]]:
+    rows = map(json.loads, (root / "run/validation_metrics_0.jsonl").read_text().splitlines())
+    return [[row["loss"], row["accuracy"]] for row in rows]
 
 
 def test_losses_gradients_and_validations_are_those_of_a_plain_loop(model_dir, world, tmp_path):
@@ -249,13 +265,10 @@ def test_losses_gradients_and_validations_are_those_of_a_plain_loop(model_dir, w
     loss, accuracy = measure_plainly(model, data, draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist())
     loss.backward()
     norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
-    (row,) = read_rows(tmp_path / "run")
-    assert row["loss"] == pytest.approx(loss.item(), rel=1e-5) and row["accuracy"] == pytest.approx(accuracy)
-    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert read_steps(tmp_path)[0] == pytest.approx([loss.item(), norm.item(), accuracy], rel=1e-5)
     with torch.no_grad():
         loss, accuracy = measure_plainly(model, held_out, range(NUM_SAMPLES))
-    first = read_validations(tmp_path)[0]
-    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5) and first["accuracy"] == pytest.approx(accuracy)
+    assert read_validations(tmp_path)[0] == pytest.approx([loss.item(), accuracy], rel=1e-5)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(model_dir, world, tmp_path):
@@ -264,6 +277,20 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(model_dir, world, tmp
     train_on(1, world, **options | dict(max_steps=2))
     train_on(1, world, **options)
     assert read_rows(tmp_path / "parts/run") == read_rows(tmp_path / "whole/run")
+
+
+def train_triplets(num_ranks: int, **options: object) -> str:
+    result = run_forked(num_ranks, "tests/workers/registered.py", __name__, "train.py", *flags(**options))
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(("num_ranks", "changes"), [(1, dict(max_tokens_per_gpu=1024)), (2, {})])
+def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, model_dir, world, tmp_path):
+    train_on(1, world, **make_options(tmp_path / "one", model_dir))
+    print(train_triplets(num_ranks, **make_options(tmp_path / "other", model_dir, **changes)))
+    for read in (read_steps, read_validations):
+        np.testing.assert_allclose(read(tmp_path / "other"), read(tmp_path / "one"), rtol=2e-5)
 
 
 def test_it_is_planned(elsewhere, model_dir, tmp_path):
