@@ -1,6 +1,6 @@
 """An objective whose losses are of samples, not of tokens: embeddings that learn from triplets, in one file.
 
-n sequences in a packed row, N of them in triplets, P triplets, H hidden size.
+N sequences in a micro-batch, P triplets, H hidden size.
 """
 
 import json
@@ -14,9 +14,10 @@ import pyarrow as pa
 import pytest
 import torch
 from forked import run_forked
-from in_process import print_plan, train_on
+from in_process import train_on
 from processes import flags
 from small_runs import read_rows
+from tiny_data import read_lines
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
@@ -26,15 +27,14 @@ from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from families.family import Own, Reader
+from families.family import Family, Own, Reader
 from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import LENGTHS_COLUMN, Sample, list_sequences
-from objectives.choice import KINDS, Kind, make_text_family
-from objectives.columns import Bars, Columns, Counts, RowFacts, Task, format_count
+from objectives.choice import KINDS, Kind, Settings, make_text_family
+from objectives.columns import Bars, Columns, CountLabels, Counts, RowFacts, Task, format_count
 from objectives.data_kinds import COLUMNS
 from objectives.objective import Loss, Objective, Scores
 from options import ClassificationOptions
-from ranks.ending import ExitCode
 from sampler import draw_samples
 
 NAME, TAU = "triplet", 0.5
@@ -82,48 +82,36 @@ class TripletColumns(Columns):
 
 @dataclass
 class TripletTargets(Targets):
-    """`index` is of sequences: the anchor, the positive and the negative of each triplet."""
+    """Of each sequence its last token; which triplet it is of, and whether it is the anchor, positive or negative."""
 
-    places: Tensor = None  # (N,) int64: three times the triplet, and which of the three it is
-    firsts: Tensor = None  # (P,) int64: the first one of each triplet, in `index`
-
-    def find_sequences(self, row: Row) -> Tensor:
-        return self.index
-
-
-def embed(hidden: Tensor, row: Row) -> Tensor:  # (T, H) -> (n, H)
-    """The mean state of each sequence, of length 1."""
-    lengths = row.cu_seqlens.diff().long()
-    sequence_of = torch.repeat_interleave(lengths, output_size=len(hidden))
-    sums = hidden.new_zeros(len(lengths), hidden.shape[1], dtype=torch.float32)
-    return normalize(sums.index_add(0, sequence_of, hidden.float()), dim=1)
+    places: Tensor = None  # (N,) int64: three times the triplet, plus 0, 1 or 2
+    num_triplets: int = 0
 
 
 @dataclass(frozen=True)
 class TripletLoss(Loss):
-    """log(1 + exp((cos(anchor, negative) - cos(anchor, positive)) / tau)), of each triplet."""
+    """log(1 + exp((cos(anchor, negative) - cos(anchor, positive)) / tau)) of each triplet, on last hidden states."""
 
     tau: float
 
-    def measure(self, embeddings: Tensor, targets: TripletTargets) -> Tensor:  # (N, H) -> (P, len(SUMS))
-        """Sequences that are missing, as in checks, are the first axis and its opposite."""
-        num_triplets, size = len(targets.firsts), embeddings.shape[-1]
-        axis = torch.eye(1, size, device=embeddings.device)[0]
-        missing = torch.stack([axis, axis, -axis]).repeat(num_triplets, 1)
-        anchors, positives, negatives = missing.index_copy(0, targets.places, embeddings).view(-1, 3, size).unbind(1)
+    def measure(self, states: Tensor, targets: TripletTargets) -> Tensor:  # (N, H) -> (P, len(SUMS))
+        """Sequences that are missing, as in checks and measurements, are the first axis; a negative its opposite."""
+        axis = torch.eye(1, states.shape[1], device=states.device)[0]
+        embeddings = torch.stack([axis, axis, -axis]).repeat(targets.num_triplets, 1)
+        embeddings = embeddings.index_copy(0, targets.places, normalize(states.float(), dim=1))
+        anchors, positives, negatives = embeddings.unflatten(0, (-1, 3)).unbind(1)
         differences = ((negatives - positives) * anchors).sum(1)
         losses = softplus(differences / self.tau)
         return torch.stack([losses, (differences < 0).float(), torch.ones_like(losses)], dim=1)
 
     def measure_row(self, reader: Reader, micro_batch: MicroBatch) -> Tensor:
-        embeddings = embed(reader.encode(micro_batch)[0], micro_batch.row)
-        return self.measure(embeddings[micro_batch.targets.index], micro_batch.targets)
+        return self.measure(reader.encode(micro_batch)[0, micro_batch.targets.index], micro_batch.targets)
 
     def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        sums, targets = self.measure_row(reader, micro_batch), micro_batch.targets
-        reader.reports["triplet_sums"] = sums.detach().sum(0)
-        if targets.num_sources > 1:
-            by_source = sum_by_source(sums.detach(), targets)
+        sums = self.measure_row(reader, micro_batch)
+        by_source = sum_by_source(sums.detach(), micro_batch.targets)
+        reader.reports["triplet_sums"] = by_source.sum(0)
+        if len(by_source) > 1:
             reader.reports["source_losses"], reader.reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
         return sums[:, 0].sum()
 
@@ -131,12 +119,13 @@ class TripletLoss(Loss):
         return Scores(sum_by_source(self.measure_row(reader, micro_batch).double(), micro_batch.targets))
 
     def sum_own(self, own: Own, targets: TripletTargets) -> Tensor:
-        embedding = normalize(own.hidden[0].float().sum(0, keepdim=True), dim=1)
-        return self.measure(embedding, targets)[0, 0]
+        return self.measure(own.hidden[0, targets.index], targets)[:, 0].sum()
 
 
 def sum_by_source(sums: Tensor, targets: TripletTargets) -> Tensor:  # (P, ...) -> (num_sources, ...)
-    sources = torch.zeros_like(targets.firsts) if targets.sources is None else targets.sources[targets.firsts]
+    sources = torch.zeros(len(sums), dtype=torch.long, device=sums.device)
+    if targets.sources is not None:
+        sources = sources.index_copy(0, targets.places // 3, targets.sources)
     return sums.new_zeros(targets.num_sources, sums.shape[1]).index_add(0, sources, sums)
 
 
@@ -160,19 +149,16 @@ class Triplets(Objective):
         return sample | {COUNTED: num_trained != 0}
 
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> TripletTargets:
-        index, places, firsts, sequence = [], [], [], 0
+        sequences, places, num_triplets, start = [], [], 0, 0
         for sample in samples:
-            count = len(list_sequences(sample))
+            num_sequences = len(list_sequences(sample))
             if sample.get(COUNTED, True):
-                places += [3 * len(firsts) + role for role in range(count)]
-                firsts.append(len(index))
-                index += range(sequence, sequence + count)
-            sequence += count
-        return TripletTargets(
-            *(torch.tensor(values, dtype=torch.long) for values in (index,)),
-            places=torch.tensor(places, dtype=torch.long),
-            firsts=torch.tensor(firsts, dtype=torch.long),
-        )
+                sequences += range(start, start + num_sequences)
+                places += range(3 * num_triplets, 3 * num_triplets + num_sequences)
+                num_triplets += 1
+            start += num_sequences
+        index = row.cu_seqlens[1:].long()[sequences] - 1
+        return TripletTargets(index, places=torch.tensor(places, dtype=torch.long), num_triplets=num_triplets)
 
     def make_loss(self, *, is_fused: bool = False) -> TripletLoss:
         return TripletLoss(self.tau)
@@ -184,25 +170,24 @@ class Triplets(Objective):
         return describe_means(sums.numpy())
 
 
+def make_triplets(settings: Settings, family: Family, task: Task, count_labels: CountLabels | None) -> Triplets:
+    if settings.classification.label_smoothing:
+        raise ValueError(f"--label-smoothing: no effect on --objective {NAME}")
+    return Triplets(family, settings.noise)
+
+
 @pytest.fixture(autouse=True)
 def registered(monkeypatch) -> None:
     register(monkeypatch)
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
-    kind = Kind(make_text_family, lambda settings, family, task, count_labels: Triplets(family, settings.noise))
-    patch.setitem(KINDS, NAME, kind)
+    patch.setitem(KINDS, NAME, Kind(make_text_family, make_triplets))
     patch.setitem(COLUMNS, NAME, TripletColumns())
     option = ClassificationOptions.__dataclass_fields__["objective"]
     names = Literal[(*get_args(option.type), NAME)]
     patch.setattr(option, "type", names)
     patch.setitem(ClassificationOptions.__annotations__, "objective", names)
-
-
-def plan_triplets(values: dict) -> tuple[ExitCode, str]:
-    with pytest.MonkeyPatch.context() as patch:
-        register(patch)
-        return print_plan(values)
 
 
 def write_triplets(path: Path, model: Path, *, seed: int = 0) -> Path:
@@ -226,49 +211,61 @@ def model_dir(tmp_path_factory) -> Path:
 
 def make_options(root: Path, model_dir: Path, **changes: object) -> dict:
     root.mkdir(exist_ok=True)
+    names = ("first", "second", "held_out")
+    first, second, held_out = (
+        str(write_triplets(root / f"{name}.arrow", model_dir, seed=seed)) for seed, name in enumerate(names)
+    )
     return dict(
-        model_name_or_path=str(model_dir), data_path=(str(write_triplets(root / "triplets.arrow", model_dir)),),
-        validation_data_path=(str(write_triplets(root / "held_out.arrow", model_dir, seed=1)),), objective=NAME,
+        model_name_or_path=str(model_dir), data_path=(first, second), validation_data_path=(held_out,), objective=NAME,
         output_dir=str(root / "run"), batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, max_steps=4,
         compute_dtype="float32", activation_checkpointing="none", export_dtype="float32", checkpoint_every_steps=1,
+        best_metric="accuracy",
     ) | changes  # fmt: skip
 
 
-def measure_plainly(model: torch.nn.Module, data: Mixture, rows: Iterable[int]) -> tuple[Tensor, float]:
-    """The mean loss and the accuracy of triplets whose sequences are run one by one."""
+def measure_plainly(model: torch.nn.Module, data: Mixture, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
+    """The losses of triplets whose sequences are run one by one, and whether the positive is the nearer one."""
     losses, hits = [], []
     for row in rows:
         states = [
-            model(torch.from_numpy(ids.astype(np.int64))[None], output_hidden_states=True).hidden_states[-1][0].mean(0)
+            model(torch.from_numpy(ids.astype(np.int64))[None], output_hidden_states=True).hidden_states[-1][0, -1]
             for ids in list_sequences(data.read(row))
         ]
         positive, negative = (torch.cosine_similarity(states[0], other, dim=0) for other in states[1:])
         losses.append(softplus((negative - positive) / TAU))
-        hits.append(float(positive > negative))
-    return torch.stack(losses).mean(), float(np.mean(hits))
+        hits.append(positive > negative)
+    return torch.stack(losses), torch.stack(hits).float()
 
 
-def read_steps(root: Path) -> list[list[float]]:
-    return [[row[key] for key in ("loss", "grad_norm", "accuracy")] for row in read_rows(root / "run")]
+def read_numbers(root: Path) -> np.ndarray:
+    return np.array([[row[key] for key in ("loss", "grad_norm", "accuracy")] for row in read_rows(root / "run")])
 
 
-def read_validations(root: Path) -> list[list[float]]:
-    rows = map(json.loads, (root / "run/validation_metrics_0.jsonl").read_text().splitlines())
-    return [[row["loss"], row["accuracy"]] for row in rows]
+def read_validations(root: Path) -> np.ndarray:
+    rows = read_lines(root / "run/validation_metrics_0.jsonl")
+    return np.array([[row["loss"], row["accuracy"]] for row in rows])
 
 
 def test_losses_gradients_and_validations_are_those_of_a_plain_loop(model_dir, world, tmp_path):
     options = make_options(tmp_path, model_dir, max_steps=1)
     train_on(1, world, **options)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    data, held_out = (Mixture([TokenizedData(options[key][0])]) for key in ("data_path", "validation_data_path"))
-    loss, accuracy = measure_plainly(model, data, draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist())
-    loss.backward()
+    data, held_out = (
+        Mixture([TokenizedData(path) for path in options[name]]) for name in ("data_path", "validation_data_path")
+    )
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE)
+    losses, hits = measure_plainly(model, data, rows.tolist())
+    losses.mean().backward()
     norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
-    assert read_steps(tmp_path)[0] == pytest.approx([loss.item(), norm.item(), accuracy], rel=1e-5)
+    expected = [losses.mean().item(), norm.item(), hits.mean().item()]
+    assert read_numbers(tmp_path)[0] == pytest.approx(expected, rel=1e-5)
+    (metrics,) = read_rows(tmp_path / "run")
+    for i, name in enumerate(("first", "second")):
+        own = losses[torch.from_numpy(data.source_of(rows) == i)]
+        assert metrics["sources"][name]["loss"] == pytest.approx(own.mean().item(), rel=1e-5)
     with torch.no_grad():
-        loss, accuracy = measure_plainly(model, held_out, range(NUM_SAMPLES))
-    assert read_validations(tmp_path)[0] == pytest.approx([loss.item(), accuracy], rel=1e-5)
+        losses, hits = measure_plainly(model, held_out, range(NUM_SAMPLES))
+    assert read_validations(tmp_path)[0] == pytest.approx([losses.mean().item(), hits.mean().item()], rel=1e-5)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(model_dir, world, tmp_path):
@@ -277,22 +274,34 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(model_dir, world, tmp
     train_on(1, world, **options | dict(max_steps=2))
     train_on(1, world, **options)
     assert read_rows(tmp_path / "parts/run") == read_rows(tmp_path / "whole/run")
+    parts, whole = (
+        (tmp_path / name / f"run/hf_format/samples_{4 * BATCH_SIZE}/model.safetensors").read_bytes()
+        for name in ("parts", "whole")
+    )
+    assert parts == whole
 
 
-def train_triplets(num_ranks: int, **options: object) -> str:
+def run_registered(num_ranks: int, **options: object) -> str:
+    """train.py in processes of its own, where the objective is one of those to choose from; what it prints."""
     result = run_forked(num_ranks, "tests/workers/registered.py", __name__, "train.py", *flags(**options))
     assert result.returncode == 0, result.stderr
-    return result.stderr
+    return result.stdout
 
 
-@pytest.mark.parametrize(("num_ranks", "changes"), [(1, dict(max_tokens_per_gpu=1024)), (2, {})])
-def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, model_dir, world, tmp_path):
+@pytest.mark.parametrize(("num_ranks", "cap"), [(1, 1024), (2, 64)], ids=["cap", "2 ranks"])
+def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, model_dir, world, tmp_path):
     train_on(1, world, **make_options(tmp_path / "one", model_dir))
-    print(train_triplets(num_ranks, **make_options(tmp_path / "other", model_dir, **changes)))
-    for read in (read_steps, read_validations):
+    options = make_options(tmp_path / "other", model_dir, max_tokens_per_gpu=cap)
+    train_on(1, world, **options) if num_ranks == 1 else run_registered(num_ranks, **options)
+    for read in (read_numbers, read_validations):
         np.testing.assert_allclose(read(tmp_path / "other"), read(tmp_path / "one"), rtol=2e-5)
 
 
-def test_it_is_planned(elsewhere, model_dir, tmp_path):
-    code, text = elsewhere(plan_triplets, make_options(tmp_path, model_dir, dry_run=True, plan_world_size=2))
-    assert code == ExitCode.DONE and f"{NUM_SAMPLES} samples" in text
+def test_it_is_planned(model_dir, tmp_path):
+    text = run_registered(0, **make_options(tmp_path, model_dir, dry_run=True, plan_world_size=2))
+    assert f"{2 * NUM_SAMPLES} samples" in text and "memory of a rank" in text and "no problems found" in text
+
+
+def test_options_without_effect_are_refused(model_dir, world, tmp_path):
+    with pytest.raises(ValueError, match=f"--label-smoothing: no effect on --objective {NAME}"):
+        train_on(1, world, **make_options(tmp_path, model_dir, label_smoothing=0.1))
