@@ -30,6 +30,7 @@ from corpus.reader import TokenizedData
 from families.family import Family, Own, Reader
 from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import LENGTHS_COLUMN, Sample, list_sequences
+from families.text import TextFamily
 from objectives.choice import KINDS, Kind, Settings, make_text_family
 from objectives.columns import Bars, Columns, CountLabels, Counts, RowFacts, Task, format_count
 from objectives.data_kinds import COLUMNS
@@ -58,11 +59,7 @@ class TripletColumns(Columns):
     def describe(self, task: Task) -> str:
         return "triplets"
 
-    def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
-        return {"objective": task.objective}
-
     def check(self, sample: Sample, row: RowFacts) -> None:
-        super().check(sample, row)
         if len(sample[LENGTHS_COLUMN]) != 3:
             raise ValueError(f"{row.where}: {len(sample[LENGTHS_COLUMN])} sequences, expected three")
 
@@ -112,7 +109,7 @@ class TripletLoss(Loss):
         by_source = sum_by_source(sums.detach(), micro_batch.targets)
         reader.reports["triplet_sums"] = by_source.sum(0)
         if len(by_source) > 1:
-            reader.reports["source_losses"], reader.reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
+            reader.reports["source_losses"] = by_source[:, 0]
         return sums[:, 0].sum()
 
     def score(self, reader: Reader, micro_batch: MicroBatch) -> Scores:
@@ -176,9 +173,11 @@ def make_triplets(settings: Settings, family: Family, task: Task, count_labels: 
     return Triplets(family, settings.noise)
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch) -> None:
-    register(monkeypatch)
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        register(patch)
+        yield
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
@@ -221,6 +220,14 @@ def make_options(root: Path, model_dir: Path, **changes: object) -> dict:
         compute_dtype="float32", activation_checkpointing="none", export_dtype="float32", checkpoint_every_steps=1,
         best_metric="accuracy",
     ) | changes  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(registered, model_dir, world, tmp_path_factory) -> Path:
+    """An uninterrupted run on one rank."""
+    root = tmp_path_factory.mktemp("whole")
+    train_on(1, world, **make_options(root, model_dir))
+    return root
 
 
 def measure_plainly(model: torch.nn.Module, data: Mixture, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -268,17 +275,22 @@ def test_losses_gradients_and_validations_are_those_of_a_plain_loop(model_dir, w
     assert read_validations(tmp_path)[0] == pytest.approx([losses.mean().item(), hits.mean().item()], rel=1e-5)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(model_dir, world, tmp_path):
-    train_on(1, world, **make_options(tmp_path / "whole", model_dir))
-    options = make_options(tmp_path / "parts", model_dir)
+def test_idle_ranks_and_rows_of_single_tokens_have_no_other_targets():
+    objective = Triplets(TextFamily())
+    assert objective.pack([objective.make_idle_sample()]).targets.num_triplets == 0
+    sample = {"input_ids": np.arange(3), LENGTHS_COLUMN: np.ones(3, np.int32)}
+    micro_batch = objective.pack([sample], sources=np.array([1]), num_sources=2)
+    assert micro_batch.row.seq_lengths == [1, 1, 1, 2]  # the last one is an idle sample
+    assert micro_batch.targets.index.tolist() == [0, 1, 2] and micro_batch.targets.sources.tolist() == [1, 1, 1]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(whole, model_dir, world, tmp_path):
+    options = make_options(tmp_path, model_dir)
     train_on(1, world, **options | dict(max_steps=2))
     train_on(1, world, **options)
-    assert read_rows(tmp_path / "parts/run") == read_rows(tmp_path / "whole/run")
-    parts, whole = (
-        (tmp_path / name / f"run/hf_format/samples_{4 * BATCH_SIZE}/model.safetensors").read_bytes()
-        for name in ("parts", "whole")
-    )
-    assert parts == whole
+    assert read_rows(tmp_path / "run") == read_rows(whole / "run")
+    weights = f"run/hf_format/samples_{4 * BATCH_SIZE}/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (whole / weights).read_bytes()
 
 
 def run_registered(num_ranks: int, **options: object) -> str:
@@ -289,12 +301,11 @@ def run_registered(num_ranks: int, **options: object) -> str:
 
 
 @pytest.mark.parametrize(("num_ranks", "cap"), [(1, 1024), (2, 64)], ids=["cap", "2 ranks"])
-def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, model_dir, world, tmp_path):
-    train_on(1, world, **make_options(tmp_path / "one", model_dir))
-    options = make_options(tmp_path / "other", model_dir, max_tokens_per_gpu=cap)
+def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, whole, model_dir, world, tmp_path):
+    options = make_options(tmp_path, model_dir, max_tokens_per_gpu=cap)
     train_on(1, world, **options) if num_ranks == 1 else run_registered(num_ranks, **options)
     for read in (read_numbers, read_validations):
-        np.testing.assert_allclose(read(tmp_path / "other"), read(tmp_path / "one"), rtol=2e-5)
+        np.testing.assert_allclose(read(tmp_path), read(whole), rtol=2e-5)
 
 
 def test_it_is_planned(model_dir, tmp_path):
