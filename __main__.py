@@ -25,6 +25,10 @@ SCRIPTS = {
     "evaluate": ("evaluate_model.py", "models measured side by side: losses, tasks, a page of samples"),
     "merge-models": ("tools/merge_models.py", "models of one architecture mixed, tensor by tensor"),
     "import-config": ("tools/import_config.py", "another trainer's configuration in, this one's out"),
+    "score-data": (
+        "tools/score_data.py",
+        "a teacher's most probable tokens of a data set, for train",
+    ),
     "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`

@@ -6,7 +6,7 @@ that fail for a transient reason (no connection, too many requests, an error of 
 
 import os
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -108,8 +108,6 @@ class OpenAIEngine:
 
     def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
         """The client's answer. `top_k` is no part of OpenAI's protocol; other servers take it beside it."""
-        from openai import APIConnectionError, APIError, APIStatusError
-
         sampling = self.sampling
         common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
         common["max_tokens"] = sampling.max_new_tokens
@@ -119,11 +117,18 @@ class OpenAIEngine:
             common["top_p"] = sampling.top_p
         if sampling.top_k is not None:
             common["extra_body"] = {"top_k": sampling.top_k}
+        if prompt.messages is None:
+            return self.call(lambda: self.client.completions.create(prompt=prompt.text, **common))
+        tools = {"tools": prompt.tools} if prompt.tools else {}
+        messages = as_protocol(prompt.messages)
+        return self.call(lambda: self.client.chat.completions.create(messages=messages, **tools, **common))
+
+    def call(self, request: Callable[[], Any]) -> Any:
+        """What the client returns; ValueError, which names the server, for its errors."""
+        from openai import APIConnectionError, APIError, APIStatusError
+
         try:
-            if prompt.messages is None:
-                return self.client.completions.create(prompt=prompt.text, **common)
-            tools = {"tools": prompt.tools} if prompt.tools else {}
-            return self.client.chat.completions.create(messages=as_protocol(prompt.messages), **tools, **common)
+            return request()
         except APIStatusError as error:
             raise ValueError(f"{self.where}: refused ({error.status_code}): {self.hide(error.message)}") from None
         except APIConnectionError as error:

@@ -59,7 +59,7 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
 
 
 def choose_objective(options: TrainOptions) -> str:
-    """The name of what is learned: --objective, and language modelling on images by the data, with a teacher by options."""
+    """The name of what is learned: --objective; for language modelling also by images in the data, or a teacher."""
     name = options.classification.objective
     if name == CAUSAL_LM and has_images(options.data):
         if options.sharding.context_parallel is not None:

@@ -42,7 +42,7 @@ def read_records(records: Sequence[np.ndarray]) -> SoftTargets:
 
 
 def make_records(ids: np.ndarray, nll: np.ndarray, tail: np.ndarray, target: np.ndarray) -> np.ndarray:  # (N,)
-    """Records of N tokens: ids and -log q of the K most probable ones (N, K), -log q of the rest and the target (N,)."""
+    """Records of N tokens: ids and -log q of the most probable ones (N, K), -log q of the rest and the target (N,)."""
     records = np.empty(len(ids), make_record_type(ids.shape[1]))
     records["ids"], records["nll"], records["tail"], records["target"] = ids, nll, tail, target
     return records

@@ -1,8 +1,8 @@
 """Learning from a teacher: cross-entropy and a divergence from the teacher's next-token distributions.
 
-(1 - w) * cross-entropy + w * T^2 * D(q, p), with w --teacher-weight and p and q at temperature T (arXiv 1503.02531). q is
-read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row. N trained
-tokens, K tokens that a file names of each, V vocabulary size.
+(1 - w) * cross-entropy + w * T^2 * D(q, p), with w --teacher-weight and p and q at temperature T (arXiv 1503.02531).
+q is read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row.
+N trained tokens, K tokens that a file names of each, V vocabulary size.
 """
 
 import functools
@@ -23,7 +23,7 @@ from objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
 from objectives.next_tokens import CausalLM, NextTokens, TokenLoss
 from objectives.objective import TARGETS, Scores
 from objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
-from objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits, sum_token_loss
+from objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
 from options import TeacherOptions
 from ranks.row_group import RowGroup
 
@@ -54,7 +54,7 @@ class TaughtTargets(NextTokens):
         return TaughtTargets(**vars(super().take_part(part)), soft=soft)
 
     def gather(self, row_group: RowGroup, *, num_tokens: int) -> "TaughtTargets":
-        """Of a check's row alone, in which the teacher says the same of all tokens."""
+        """The targets of a check's row, in which the teacher says the same of all tokens."""
         own, soft = super().gather(row_group, num_tokens=num_tokens), self.soft
         if soft is not None:
             soft = read_records([make_even_records(len(own.index), soft.ids.shape[1])])

@@ -33,8 +33,8 @@ class TrainedTokens:
     softcap: float | None = None
 
 
-# From a chunk's logits (rows, V): the tokens' values (rows, m), the first of which is the loss; their derivatives by the
-# logits (rows, V) in the logits' type; and, where asked for, by the bias (V,) in fp32.
+# Maps a chunk's logits (rows, V) to the tokens' values (rows, m), the first of which is the loss, to its derivatives by
+# the logits (rows, V) in their type and, where asked for, by the bias (V,) in fp32.
 MeasureChunk = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor, Tensor | None]]
 
 

@@ -101,7 +101,7 @@ PLACES = (
 # Options that may differ between the ranks of a run: places, whose contents are compared instead or which rank 0 alone
 # reads, and options that do not change the numbers. (--resume may name different places.)
 MAY_DIFFER = (
-    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter"),
+    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "teacher_scores", "teacher_model"),
     *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
     *("labels_from", "data_cache_dir", "output_dir", "config", "preset", "logging_level", "num_proc", "resume"),
 )

@@ -23,6 +23,7 @@ from options import (
     MergeModelsOptions,
     PlotOptions,
     ProcessDataOptions,
+    ScoreDataOptions,
     TrainOptions,
     flag_name,
     group_options,
@@ -33,6 +34,7 @@ from process_data import process_data
 from sampler import RunPosition
 from tools.import_config import import_config
 from tools.merge_adapter import merge_adapter
+from tools.score_data import score
 
 open_run = functools.partial(open_inputs, device=torch.device("cpu"), world_size=1, start=RunPosition())
 PROGRAMS: dict[type, Callable[[Any], Any]] = {
@@ -42,6 +44,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     EvaluateOptions: lambda options: evaluate(options, None),
     MergeAdapterOptions: lambda options: merge_adapter(options, None),
     ImportConfigOptions: import_config,
+    ScoreDataOptions: lambda options: score(options, None),
 }
 WITHOUT_CHOICES = {MergeModelsOptions, PlotOptions}
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]

@@ -283,6 +283,12 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "track_name",
     "push_to_hub",  # these two: test_model_card.py
     "hub_private",
+    "loss_weighting",  # these: test_teachers.py
+    "teacher_weight",
+    "teacher_divergence",
+    "teacher_temperature",
+    "teacher_scores",
+    "teacher_model",
     "async_checkpoint",  # these: test_resume.py
     "resume",
     "allow_changed_options",

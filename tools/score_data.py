@@ -19,23 +19,32 @@ from options import ScoreDataOptions
 if __name__ == "__main__":
     options = parse_options(ScoreDataOptions)  # before the heavy imports: --help and typos answer at once
 
-from collections.abc import Callable
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
+from chat.labels import IGNORED
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from evaluation.data_sets import build_scorer
 from families.packed_row import check_positions
+from families.text import TextFamily
 from inference.models import FoundModel, check_answering, find_answering_model
+from inference.openai_engine import OpenAIEngine
+from inference.prompt_scores import PromptScorer
 from model.config import check_rope
 from objectives.columns import CAUSAL_LM
 from objectives.data_kinds import describe_task
+from objectives.packed_model import PackedModel
 from objectives.soft_targets import make_record_type
 from objectives.top_tokens import TopTokens
+from options import EngineOptions, SamplingOptions
+from options.choices import check_choices
 from ranks.agreement import compare_ranks
+from ranks.devices import DTYPES
 from ranks.messages import say
 from ranks.program import describe_program
 from ranks.terminal import show_progress
@@ -48,35 +57,116 @@ ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank
 
 def score(options: ScoreDataOptions, world: World) -> None:
     """Writes the scores of all data sets; ValueError or OSError for what cannot be done."""
+    check_choices(options, {"engine": OPENERS, "dtype": ("auto", *DTYPES)})
     compare_ranks(world, lambda: describe_program(options, world, may_differ=("config",)))
-    found = find_answering_model(
-        options.model_name_or_path,
-        revision=options.model_revision,
-        trust_remote_code=options.trust_remote_code,
-        flag="--model-name-or-path",
-    )
-    check_answering(found)
-    objective, score_rows = make_objective(options, found), None
     sets = [open_data(path) for path in options.data_path]
     read = [open_data(path) for path in options.teacher_data] or sets
     for data, seen in zip(sets, read, strict=True):
-        check_data(seen, found)
         call_on_rank0(world, lambda data=data, seen=seen: check_aligned(data, seen))
+    scorer = OPENERS[options.engine](options, read, world)
     for data, seen in zip(sets, read, strict=True):
-        writer = open_writer(data, seen, found, objective, options)
+        writer = open_writer(data, seen, scorer, options)
         if writer.is_complete:
             announce(world, f"{writer.path}: there already, by the same teacher")
             continue
         announce(world, describe_size(data, writer))
-        score_rows = score_rows or open_scorer(found, objective, options, world)
-        write_scores(writer, lambda rows, seen=seen: score_rows(seen, rows), world)
+        write_scores(writer, functools.partial(scorer.score, seen), world)
 
 
-def make_objective(options: ScoreDataOptions, found: FoundModel) -> TopTokens:
-    num_ids = min(len(found.tokenizer), found.config.get_text_config(decoder=True).vocab_size)
-    if options.top_k > num_ids:
-        raise ValueError(f"--top-k {options.top_k}: the tokenizer has {num_ids} tokens")
-    return TopTokens(top_k=options.top_k, temperature=options.temperature, num_ids=num_ids)
+class Scorer(Protocol):
+    """Who scores."""
+
+    identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
+
+    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
+        """The records of the rows' trained tokens, on rank 0. All ranks call this."""
+
+
+class LocalScorer:
+    """A model of transformers, loaded when it is first needed."""
+
+    def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
+        """ValueError if it cannot read the data."""
+        self.options, self.world = options, world
+        self.found = found = find_answering_model(
+            options.model_name_or_path,
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+            flag="--model-name-or-path",
+        )
+        check_answering(found)
+        for data in read:
+            check_data(data, found)
+        num_ids = count_ids(found, read)
+        if options.top_k > num_ids:
+            raise ValueError(f"--top-k {options.top_k}: the tokenizer has {num_ids} tokens")
+        identity = found.identify()
+        self.identity = {
+            "teacher": identity.get("adapter_sha256", "") + identity["fingerprint"],
+            "tokenizer": fingerprint_tokenizer(found.tokenizer),
+            "num_ids": num_ids,
+            "dtype": options.dtype,
+        }
+        family = TextFamily().complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
+        self.objective = TopTokens(family, top_k=options.top_k, temperature=options.temperature, num_ids=num_ids)
+
+    @functools.cached_property
+    def model(self) -> PackedModel:
+        return build_scorer(self.found, self.objective, dtype=self.options.dtype, world=self.world)
+
+    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
+        check_positions(self.model.model, longest=data.longest)
+        scores = score_data(
+            self.model,
+            data.restricted_to(rows),
+            self.objective,
+            cap=self.options.max_tokens_per_gpu,
+            world=self.world,
+            progress=lambda where: None,
+        )
+        return self.objective.read_predictions(scores.predictions) if self.world.rank == 0 else np.empty(0)
+
+
+def count_ids(found: FoundModel, read: Sequence[Mixture]) -> int:
+    """Rows of the head that stand for tokens of the tokenizer or the data; those after them are padding."""
+    largest = max((data.sources[0].sidecar or {}).get("max_token_id", 0) for data in read)
+    return min(max(len(found.tokenizer), largest + 1), found.config.get_text_config(decoder=True).vocab_size)
+
+
+class ServerScorer:
+    """A model behind an address."""
+
+    def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
+        if world.world_size > 1:
+            raise ValueError("--engine openai runs in one process, but torchrun has started several")
+        server = EngineOptions(
+            engine="openai",
+            base_url=options.base_url,
+            api_key_env=options.api_key_env,
+            concurrency=options.concurrency,
+        )
+        engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
+        self.scorer = PromptScorer(engine, top_k=options.top_k)
+        sidecar = read[0].sources[0].sidecar or {}
+        self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
+                         "num_ids": 0, "dtype": "server"}  # fmt: skip
+
+    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
+        samples = [(f"row {row + 1}", data.read(row)) for row in rows.tolist()]
+        return self.scorer.score(
+            [(where, sample["input_ids"], mark_trained(sample["labels"])) for where, sample in samples]
+        )
+
+
+OPENERS: dict[str, Callable[[ScoreDataOptions, Sequence[Mixture], World], Scorer]] = {
+    "hf": LocalScorer,
+    "openai": ServerScorer,
+}
+
+
+def mark_trained(labels: np.ndarray) -> np.ndarray:  # (L,) bool
+    """Which tokens are trained: never the first, which nothing predicts."""
+    return (labels != IGNORED) & (np.arange(len(labels)) > 0)
 
 
 def open_data(path: str) -> Mixture:
@@ -94,11 +184,11 @@ def check_data(data: Mixture, found: FoundModel) -> None:
     sidecar = source.sidecar or {}
     if sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(f"{source.path}: was made with another tokenizer than {name}'s, whose ids mean other tokens")
-    template = fingerprint_chat_template(found.tokenizer)
-    if template is not None and sidecar.get("chat_template_fingerprint") != template:
+    templates = {sidecar.get("chat_template_fingerprint"), fingerprint_chat_template(found.tokenizer)}
+    if None not in templates and len(templates) > 1:
         raise ValueError(
-            f"{source.path}: was made with another chat template than {name}'s, which does not know its format; tokenize"
-            " it with that template, or with --teacher-data the rows that the teacher is to read"
+            f"{source.path}: was made with another chat template than {name}'s, which does not know its format:"
+            " tokenize it with that template, or name by --teacher-data the rows that the teacher is to read"
         )
     data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
     check_rope(found.config, longest=data.longest)
@@ -112,26 +202,23 @@ def check_aligned(data: Mixture, seen: Mixture) -> None:
     if len(ours.lengths) != len(theirs.lengths):
         raise ValueError(f"{theirs.path}: has {len(theirs.lengths):,} rows, {ours.path} {len(ours.lengths):,}")
     for row in range(len(ours.lengths)):
-        own, other = (labels[labels >= 0] for labels in (source.read(row)["labels"][1:] for source in (ours, theirs)))
+        samples = [source.read(row) for source in (ours, theirs)]
+        own, other = (sample["labels"][mark_trained(sample["labels"])] for sample in samples)
         if not np.array_equal(own, other):
             raise ValueError(f"{theirs.path}: row {row + 1}: trains other tokens than the row of {ours.path}")
 
 
-def open_writer(
-    data: Mixture, seen: Mixture, found: FoundModel, objective: TopTokens, options: ScoreDataOptions
-) -> ScoreWriter:
-    (source,), identity = data.sources, found.identify()
-    scored_as = ScoreIdentity(
+def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreDataOptions) -> ScoreWriter:
+    (source,) = data.sources
+    identity = ScoreIdentity(
         data=digest_data(source),
-        teacher=identity.get("adapter_sha256", "") + identity["fingerprint"],
-        tokenizer=fingerprint_tokenizer(found.tokenizer),
         teacher_data=None if seen is data else digest_data(seen.sources[0]),
         top_k=options.top_k,
         temperature=options.temperature,
-        num_ids=objective.num_ids,
-        dtype=options.dtype,
+        **scorer.identity,
     )
-    return ScoreWriter(source, locate_scores(source.path, options.name), scored_as, teacher=found.name)
+    path = locate_scores(source.path, options.name)
+    return ScoreWriter(source, path, identity, teacher=options.model_name_or_path)
 
 
 def describe_size(data: Mixture, writer: ScoreWriter) -> str:
@@ -140,29 +227,6 @@ def describe_size(data: Mixture, writer: ScoreWriter) -> str:
         f"{writer.path}: {len(data.lengths):,} rows, {num_tokens:,} trained tokens, {size} bytes each:"
         f" {num_tokens * size / 1e9:.3f} GB"
     )
-
-
-def open_scorer(
-    found: FoundModel, objective: TopTokens, options: ScoreDataOptions, world: World
-) -> Callable[[Mixture, np.ndarray], np.ndarray]:
-    """A function that scores some rows of a data set with the model, which is loaded for it."""
-    family = objective.family.complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
-    objective = replace(objective, family=family)
-    model = build_scorer(found, objective, dtype=options.dtype, world=world)
-
-    def score_rows(data: Mixture, rows: np.ndarray) -> np.ndarray:
-        check_positions(model.model, longest=data.longest)
-        scores = score_data(
-            model,
-            data.restricted_to(rows),
-            objective,
-            cap=options.max_tokens_per_gpu,
-            world=world,
-            progress=lambda where: None,
-        )
-        return objective.read_predictions(scores.predictions) if world.rank == 0 else np.empty(0)
-
-    return score_rows
 
 
 def write_scores(writer: ScoreWriter, score_rows: ScoreRows, world: World) -> None:

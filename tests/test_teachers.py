@@ -1,0 +1,435 @@
+"""Teachers: divergences against autograd, TRL and torch; files against transformers' own top tokens; whole runs against
+a plain loop over transformers' logits."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from in_process import train_on
+from small_runs import read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
+
+from chat.fingerprints import fingerprint_tokenizer
+from chat.templates import load_tokenizer
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from objectives.divergences import FROM_LOGITS, FROM_TOP, Top
+from objectives.soft_targets import make_record_type
+from objectives.teachers import Terms, measure_taught_chunk
+from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from options import ScoreDataOptions, group_options
+from options.problems.finding import find_problems
+from ranks.ending import RunError
+from sampler import draw_samples
+from scoring.score_files import PART_BYTES, ScoreFile
+from tools.score_data import score
+
+R, V, K = 9, 23, 6
+BATCH_SIZE = 8
+
+
+def make_chunk(*, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Top]:
+    """A student's and a teacher's logits in fp64, targets, and what a file would say of the teacher."""
+    generator = torch.Generator().manual_seed(top_k)
+    logits, teacher = (2 * torch.randn(R, V, generator=generator, dtype=torch.float64) for _ in range(2))
+    target = torch.randint(V, (R, 1), generator=generator)
+    q = teacher.softmax(1)
+    top = q.topk(top_k, dim=1)
+    tail = q.scatter(1, top.indices, 0).sum(1, keepdim=True)
+    return logits, target, teacher, Top(top.indices, torch.cat([top.values, tail], 1).log(), q.gather(1, target).log())
+
+
+def sum_buckets(p: torch.Tensor, ids: list[int], rest: list[int]) -> torch.Tensor:
+    return torch.stack([*p[ids], *([p[rest].sum()] if rest else [])])
+
+
+def diverge_plainly(name: str, logits: torch.Tensor, target: torch.Tensor, teacher: torch.Tensor, top: Top | None):
+    """The sum over rows, row by row, by the definitions; `top` None: over the whole vocabulary."""
+    total = 0.0
+    for p, q, y, ids in zip(
+        logits.softmax(1), teacher.softmax(1), target[:, 0].tolist(), (top or (torch.arange(V).expand(R, V),))[0],
+        strict=True,
+    ):  # fmt: skip
+        ids = ids.tolist()
+        if name == "masked-kl":
+            ids = [i for i in ids if i != y]
+        rest = [i for i in range(V) if i not in ids and not (name == "masked-kl" and i == y)]
+        p, q = (sum_buckets(v, ids, [] if name == "top-k-kl" else rest) for v in (p, q))
+        p, q = p / p.sum(), q / q.sum()
+        m = (p + q) / 2
+        match name:
+            case "reverse-kl":
+                total = total + kl_div(q.log(), p, reduction="sum")
+            case "jsd":
+                total = total + (kl_div(m.log(), p, reduction="sum") + kl_div(m.log(), q, reduction="sum")) / 2
+            case _:
+                total = total + kl_div(p.log(), q, reduction="sum")
+    return total
+
+
+@pytest.mark.parametrize("top_k", [2, K, V])
+@pytest.mark.parametrize("name", FROM_TOP)
+def test_divergences_of_files_are_their_definitions(name, top_k):
+    logits, target, teacher, top = make_chunk(top_k=top_k)
+    own = logits.clone().requires_grad_()
+    expected = diverge_plainly(name, own, target, teacher, top)
+    expected.backward()
+    found = FROM_TOP[name](logits, target, top)
+    torch.testing.assert_close(found.values.sum(), expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.d_logits, own.grad, rtol=1e-10, atol=1e-10)
+    if top_k == V and name != "top-k-kl":
+        whole = FROM_LOGITS[name](logits, target, teacher)
+        torch.testing.assert_close(found.values, whole.values, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.d_logits, whole.d_logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", FROM_LOGITS)
+def test_divergences_of_whole_distributions_are_their_definitions(name):
+    logits, target, teacher, _ = make_chunk()
+    own = logits.clone().requires_grad_()
+    expected = diverge_plainly(name, own, target, teacher, None)
+    expected.backward()
+    found = FROM_LOGITS[name](logits, target, teacher)
+    torch.testing.assert_close(found.values.sum(), expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.d_logits, own.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "beta"), [("forward-kl", 0.0), ("jsd", 0.5), ("reverse-kl", 1.0)])
+def test_divergences_are_those_of_trl(name, beta):
+    from trl.experimental.gkd import GKDTrainer
+
+    logits, target, teacher, _ = make_chunk()
+    own = logits.clone().requires_grad_()
+    expected = GKDTrainer.generalized_jsd_loss(own[None], teacher[None], beta=beta, temperature=2.0, reduction="sum")
+    expected.backward()
+    terms = Terms(1.0, name, temperature=2.0)
+    values, d_logits, _ = measure_taught_chunk(logits, target, None, None, teacher, terms, False)
+    torch.testing.assert_close(values[:, 2].sum(), expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(d_logits, 4 * own.grad, rtol=1e-10, atol=1e-10)  # the loss is T^2 times the divergence
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_chunks_derivatives_are_those_of_autograd(softcap):
+    logits, target, teacher, _ = make_chunk()
+    weights, own, terms = torch.rand(R, 1, dtype=torch.float64), logits.clone().requires_grad_(), Terms(0.3, "jsd", 2.0)
+    capped = own if softcap is None else softcap * torch.tanh(own / softcap)
+    losses = 0.7 * cross_entropy(capped, target[:, 0], reduction="none")
+    p, q = (t.div(2).log_softmax(1) for t in (capped, teacher))
+    m = torch.logaddexp(p, q) - np.log(2)
+    divergence = (p.exp() * (p - m) + q.exp() * (q - m)).sum(1) / 2
+    ((losses + 0.3 * 4 * divergence) * weights[:, 0]).sum().backward()
+    values, d_logits, d_bias = measure_taught_chunk(logits, target, weights, softcap, teacher, terms, True)
+    torch.testing.assert_close(d_logits, own.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(d_bias, own.grad.sum(0), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(values[:, 2], divergence.detach() * weights[:, 0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("weighting", ["dft", "eaft"])
+def test_weights_by_the_models_own_probabilities(weighting):
+    hidden, weight = torch.randn(R, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
+    target = torch.randint(V, (R,))
+    tokens = TrainedTokens(hidden, weight, target)
+    loss = sum_token_loss(tokens, CrossEntropy(tokens, weighting=weighting), chunk_bytes=4 * V * 4)
+    found = torch.autograd.grad(loss, [hidden, weight])
+    logits = hidden @ weight.T
+    p = logits.softmax(1).detach()
+    if weighting == "dft":
+        factors = p.gather(1, target[:, None])[:, 0]
+    else:  # LLaMA-Factory's, which divides by 3 where the paper's normalisation is ln 20 = 2.9957
+        top = p.topk(20, dim=1).values
+        top = top / top.sum(1, keepdim=True)
+        factors = -(top * top.log()).sum(1) / np.log(20)
+    expected = (factors * cross_entropy(logits, target, reduction="none")).sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for ours, reference in zip(found, torch.autograd.grad(expected, [hidden, weight]), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """A student and a teacher of other size, with one tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    return tuple(save_tokenizer(save_model(FAMILIES["llama"], root / n, seed=i)) for i, n in enumerate("st"))
+
+
+def write_data(path: Path, model: Path, *, seed: int = 0, num_samples: int = 24) -> Path:
+    write_samples(path, make_samples(num_samples, vocab_size=VOCAB_SIZE, seed=seed))
+    fingerprint = fingerprint_tokenizer(load_tokenizer(str(model)))
+    sidecar = {"tokenizer_fingerprint": fingerprint, "max_token_id": VOCAB_SIZE - 1}
+    Path(f"{path}.meta.json").write_text(json.dumps(sidecar))
+    return path
+
+
+def score_here(world, model: Path, data: Path, **changes: object) -> None:
+    options = group_options(
+        ScoreDataOptions, model_name_or_path=str(model), data_path=(str(data),), **(dict(top_k=5) | changes)
+    )
+    assert find_problems(options) == []
+    score(options, world)
+
+
+def make_options(root: Path, models: tuple[Path, Path], **changes: object) -> dict:
+    return dict(
+        model_name_or_path=str(models[0]), data_path=(str(root / "data.arrow"),), output_dir=str(root / "run"),
+        batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, max_steps=3, compute_dtype="float32",
+        activation_checkpointing="none", export_dtype="float32", teacher_weight=0.6, checkpoint_every_steps=1,
+    ) | changes  # fmt: skip
+
+
+def load(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def read_logits(model: torch.nn.Module, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits at a sample's trained tokens, and these tokens."""
+    labels = torch.from_numpy(sample["labels"].astype(np.int64))[1:]
+    logits = model(input_ids=torch.from_numpy(sample["input_ids"].astype(np.int64))[None]).logits[0, :-1]
+    return logits[labels >= 0], labels[labels >= 0]
+
+
+@torch.no_grad()
+def test_files_hold_the_teachers_most_probable_tokens(models, world, tmp_path):
+    path = write_data(tmp_path / "data.arrow", models[0])
+    score_here(world, models[1], path, temperature=2.0)
+    data, teacher = TokenizedData(path), load(models[1])
+    file = ScoreFile(data, "teacher")
+    for row in range(len(data.lengths)):
+        logits, labels = read_logits(teacher, data.read(row))
+        log_q = (logits / 2).log_softmax(1)
+        top = log_q.topk(5, dim=1)
+        records = file[row]
+        np.testing.assert_array_equal(records["ids"], top.indices)
+        np.testing.assert_allclose(records["nll"], -top.values, rtol=1e-3)
+        np.testing.assert_allclose(np.exp(-records["tail"].astype(float)), 1 - top.values.exp().sum(1), rtol=5e-3)
+        np.testing.assert_allclose(records["target"], -log_q.gather(1, labels[:, None])[:, 0], rtol=1e-3)
+
+
+def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, monkeypatch):
+    path, whole = write_data(tmp_path / "data.arrow", models[0]), tmp_path / "whole"
+    score_here(world, models[1], path)
+    file = tmp_path / "data.arrow.teacher.scores"
+    file.rename(whole), Path(f"{file}.json").unlink()
+    monkeypatch.setattr("scoring.score_files.PART_BYTES", 60 * make_record_type(5).itemsize)
+    assert PART_BYTES > 10**6
+    calls = []
+
+    def fail_at_third(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    from scoring.score_files import ScoreWriter
+
+    original = ScoreWriter.write
+    monkeypatch.setattr(ScoreWriter, "write", fail_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        score_here(world, models[1], path)
+    part = Path(f"{file}.part")
+    with open(part, "ab") as torn:
+        torn.write(b"torn in the middle of a record")
+    with pytest.raises((ValueError, RunError), match="other top k"):
+        score_here(world, models[1], path, top_k=4)
+    monkeypatch.setattr(ScoreWriter, "write", original)
+    score_here(world, models[1], path)
+    assert file.read_bytes() == whole.read_bytes() and not part.exists()
+    with pytest.raises((ValueError, RunError), match="was made with other teacher"):
+        score_here(world, models[0], path)
+    score_here(world, models[0], path, name="another")
+
+
+def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Terms, top_k: int | None):
+    """The mean over trained tokens, by the definitions."""
+    total, count = 0.0, 0
+    for row in rows:
+        sample = data.read(row)
+        logits, labels = read_logits(student, sample)
+        with torch.no_grad():
+            theirs, _ = read_logits(teacher, sample)
+        p, q = logits.double() / terms.temperature, theirs.double() / terms.temperature
+        ids = None if top_k is None else q.topk(top_k, dim=1).indices
+        losses = cross_entropy(logits, labels, reduction="sum")
+        divergence = diverge_rows(terms.divergence, p, labels, q, ids)
+        total = total + (1 - terms.weight) * losses + terms.weight * terms.temperature**2 * divergence
+        count += len(labels)
+    return total / count
+
+
+def diverge_rows(name: str, logits, labels, teacher, ids):
+    """`diverge_plainly` without its fixed sizes, in a vectorised form of its own."""
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if name == "masked-kl":
+        kept.scatter_(1, labels[:, None], False)
+    p, q = (torch.where(kept, v.softmax(1), 0.0) for v in (logits, teacher))
+    if ids is not None:
+        named = torch.zeros_like(kept).scatter(1, ids, True) & kept
+        rests = [] if name == "top-k-kl" else [torch.where(named, 0.0, v).sum(1, keepdim=True) for v in (p, q)]
+        p, q = (torch.cat([torch.where(named, v, 0.0), *rests[i : i + 1]], 1) for i, v in enumerate((p, q)))
+    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+    if name == "reverse-kl":
+        p, q = q, p
+    return torch.special.xlogy(q, torch.where(q > 0, q / p.clamp(min=1e-300), 1.0)).sum()
+
+
+@pytest.mark.parametrize(
+    ("divergence", "temperature", "online"),
+    [
+        ("forward-kl", 1.0, False),
+        ("forward-kl", 2.0, False),
+        ("top-k-kl", 1.0, False),
+        ("masked-kl", 1.0, False),
+        ("forward-kl", 2.0, True),
+        ("masked-kl", 1.0, True),
+        ("reverse-kl", 1.0, True),
+    ],
+)
+def test_loss_and_gradient_are_those_of_a_plain_loop(divergence, temperature, online, models, world, tmp_path):
+    path = write_data(tmp_path / "data.arrow", models[0])
+    own = dict(teacher_model=str(models[1])) if online else {}
+    if not online:
+        score_here(world, models[1], path, temperature=temperature)
+    train_on(
+        1, world, **make_options(
+            tmp_path, models, max_steps=1, teacher_divergence=divergence, teacher_temperature=temperature,
+            max_grad_norm=None, **own,
+        )
+    )  # fmt: skip
+    (metrics,) = read_rows(tmp_path / "run")
+    student, teacher, data = load(models[0]), load(models[1]), Mixture([TokenizedData(path)])
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
+    terms = Terms(0.6, divergence, temperature)
+    expected = measure_plainly(student, teacher, data, rows, terms, None if online else 5)
+    expected.backward()
+    norm = torch.stack([param.grad.norm() for param in student.parameters()]).norm()
+    tolerance = 1e-5 if online else 1e-3  # files are in half precision
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=tolerance)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=tolerance)
+    assert metrics["teacher_tail"] == 0 if online else metrics["teacher_tail"] > 0
+
+
+def read_numbers(root: Path) -> np.ndarray:
+    keys = ("loss", "grad_norm", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")
+    return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        (1, dict(max_tokens_per_gpu=1024)),
+        (2, {}),
+        (2, dict(context_parallel=2)),
+        (1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
+        (2, dict(teacher_model="T")),
+        (2, dict(teacher_model="self")),
+    ],
+    ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks"],
+)
+def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, world, tmp_path):
+    changes = {name: str(models[1]) if value == "T" else value for name, value in changes.items()}
+    teacher = {name: value for name, value in changes.items() if name == "teacher_model"}
+    for root, (ranks, own) in {"one": (1, teacher), "other": (num_ranks, changes)}.items():
+        (tmp_path / root).mkdir()
+        path = write_data(tmp_path / root / "data.arrow", models[0])
+        if not teacher:
+            score_here(world, models[1], path)
+        train_on(ranks, world, **make_options(tmp_path / root, models, **own))
+    np.testing.assert_allclose(read_numbers(tmp_path / "other"), read_numbers(tmp_path / "one"), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("own", [{}, dict(teacher_model="self"), dict(teacher_model="self", lora=True)])
+def test_a_resumed_run_is_the_uninterrupted_one(own, models, world, tmp_path):
+    """The teacher `self` is the model as the run started, also after a resume."""
+    for root in ("whole", "resumed"):
+        (tmp_path / root).mkdir()
+        path = write_data(tmp_path / root / "data.arrow", models[0])
+        if not own:
+            score_here(world, models[1], path)
+    train_on(1, world, **make_options(tmp_path / "whole", models, max_steps=4, **own))
+    train_on(1, world, **make_options(tmp_path / "resumed", models, max_steps=2, **own))
+    train_on(1, world, **make_options(tmp_path / "resumed", models, max_steps=4, **own))
+    np.testing.assert_array_equal(read_numbers(tmp_path / "resumed"), read_numbers(tmp_path / "whole"))
+    assert read_numbers(tmp_path / "whole")[-1, 3] > 0  # it has moved away from its teacher
+
+
+@pytest.mark.parametrize("method", [{}, dict(lora=True), dict(osft=True, osft_unfreeze_rank_ratio=0.5)])
+def test_the_start_as_a_teacher_is_a_second_copy_of_it(method, models, world, tmp_path):
+    for root, teacher in (("copy", str(models[0])), ("self", "self")):
+        (tmp_path / root).mkdir()
+        write_data(tmp_path / root / "data.arrow", models[0])
+        cache = dict(osft_cache_dir=str(tmp_path / "cache")) if "osft" in method else {}
+        train_on(1, world, **make_options(tmp_path / root, models, teacher_model=teacher, **method, **cache))
+    np.testing.assert_allclose(read_numbers(tmp_path / "self"), read_numbers(tmp_path / "copy"), rtol=2e-5, atol=1e-6)
+
+
+def test_a_model_that_is_its_own_teacher_learns_nothing(models, world, tmp_path):
+    write_data(tmp_path / "data.arrow", models[0])
+    train_on(1, world, **make_options(tmp_path, models, teacher_model="self", teacher_weight=1.0))
+    assert not read_numbers(tmp_path)[:, :2].any()
+
+
+def test_without_weight_the_run_is_the_one_without_a_teacher(models, world, tmp_path):
+    for root, weight in (("plain", None), ("taught", 0.0)):
+        (tmp_path / root).mkdir()
+        path = write_data(tmp_path / root / "data.arrow", models[0])
+        if weight is not None:
+            score_here(world, models[1], path)
+        train_on(1, world, **make_options(tmp_path / root, models, teacher_weight=weight))
+    plain, taught = (read_rows(tmp_path / root / "run") for root in ("plain", "taught"))
+    assert [(row["loss"], row["grad_norm"]) for row in plain] == [(row["loss"], row["grad_norm"]) for row in taught]
+
+
+def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_path):
+    paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i) for i, name in enumerate(("data", "a", "b"))]
+    for path in paths[:2]:
+        score_here(world, models[1], path)
+    for held_out, has_scores in ((paths[1], True), (paths[2], False)):
+        output_dir = tmp_path / held_out.stem / "run"
+        output_dir.parent.mkdir()
+        options = make_options(tmp_path, models, validation_data_path=(str(held_out),), output_dir=str(output_dir))
+        train_on(1, world, **options)
+        first = json.loads((output_dir / "validation_metrics_0.jsonl").read_text().splitlines()[0])
+        student, data = load(models[0]), Mixture([TokenizedData(held_out)])
+        with torch.no_grad():
+            pairs = [read_logits(student, data.read(row)) for row in range(24)]
+            loss = sum(cross_entropy(*pair, reduction="sum") for pair in pairs) / sum(len(pair[1]) for pair in pairs)
+        assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert (first["teacher_kl"] is not None) == has_scores
+
+
+def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
+    path = write_data(tmp_path / "data.arrow", models[0])
+    with pytest.raises(ValueError, match=r"there are no scores of .*data\.arrow: mini-trainer score-data"):
+        train_on(1, world, **make_options(tmp_path, models))
+    score_here(world, models[1], path, top_k=1)
+    with pytest.raises(ValueError, match="made with other temperatures"):
+        train_on(1, world, **make_options(tmp_path, models, teacher_temperature=2.0))
+    with pytest.raises(ValueError, match="--top-k 2 or more"):
+        train_on(1, world, **make_options(tmp_path, models, teacher_divergence="masked-kl"))
+    write_data(path, models[0], seed=9)
+    with pytest.raises(ValueError, match="its scores are of other data"):
+        train_on(1, world, **make_options(tmp_path, models))
+    for key, what in {"tokenizer_fingerprint": "tokenizer", "chat_template_fingerprint": "chat template"}.items():
+        sidecar = json.loads(Path(f"{path}.meta.json").read_text())
+        Path(f"{path}.meta.json").write_text(json.dumps(sidecar | {key: "0" * 64}))
+        with pytest.raises(ValueError, match=f"was made with another {what} than"):
+            score_here(world, models[1], path, name="other")
+        Path(f"{path}.meta.json").write_text(json.dumps(sidecar))
+
+
+def test_the_teacher_may_read_other_prompts(models, world, tmp_path):
+    """Self-distillation: the same answers after prompts that the student does not see."""
+    path, seen = (write_data(tmp_path / f"{name}.arrow", models[0]) for name in ("data", "seen"))
+    samples = make_samples(24, vocab_size=VOCAB_SIZE)
+    write_samples(seen, [([5, 6, 7, *ids], [-100] * 3 + labels) for ids, labels in samples])
+    score_here(world, models[1], path, teacher_data=(str(seen),))
+    score_here(world, models[1], seen)
+    name = "data.arrow.teacher.scores"
+    assert (tmp_path / name).read_bytes() == (tmp_path / "seen.arrow.teacher.scores").read_bytes()
+    write_data(seen, models[0], seed=1)
+    with pytest.raises((ValueError, RunError), match=r"seen\.arrow: row 1: trains other tokens"):
+        score_here(world, models[1], path, teacher_data=(str(seen),), name="other")
