@@ -8,12 +8,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corpus.mixture import Mixture
+from disk import hash_json
 from families.family import Family
 from lifecycle.record import identify_run
 from model.config import ModelSource
+from model.fingerprints import fingerprint_model
 from model.method import Method
 from objectives.objective import Objective
 from options import DataOptions, ModelOptions, TrainOptions
+from pretrained.files import find_weights
 
 Result = TypeVar("Result")
 
@@ -57,6 +60,7 @@ class RunInputs:
     generation_config: GenerationConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     objective: Objective | None = None
+    reference: ModelSource | None = None  # of --reference-model; None: the model itself, or the objective has none
     num_steps: int | None = None  # None: no end
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
@@ -69,6 +73,27 @@ class RunInputs:
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
 
+    def list_models(self, options: ModelOptions) -> list[tuple[str, str]]:
+        """Name and directory of the model, and of another model that is its reference."""
+        models = [] if self.model_dir is None else [(options.model_name_or_path, self.model_dir)]
+        return models if self.reference is None else [*models, (self.reference.name, self.reference.directory)]
+
+    def find_weights(self, options: ModelOptions) -> None:
+        """Downloads and checks the weights of all its models. Rank 0."""
+        for name, directory in self.list_models(options):
+            find_weights(name, directory)
+
+    def identify_reference(self, options: TrainOptions) -> str | None:
+        """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
+        if self.objective.reference_column is None:
+            return None
+        if self.reference is None:
+            directory = self.model_dir
+            found = [self.method.list_data_hashes(), options.lora.base_quantization]
+        else:  # which is used without the method's layers
+            directory, found = self.reference.directory, [[], "none"]
+        return hash_json([fingerprint_model(directory), *found, str(self.compute_dtype)])
+
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see lifecycle.record)."""
         return identify_run(
@@ -77,6 +102,7 @@ class RunInputs:
             data=self.data,
             data_sources=[sidecar and sidecar.get("source") for sidecar in self.sidecars],
             tokenizer=self.tokenizer,
+            reference=self.identify_reference(options),
             method_data=self.method.list_data_hashes(),
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if options.optimization.needs_end else None,

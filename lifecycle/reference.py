@@ -12,7 +12,7 @@ from corpus.reader import TokenizedData
 from disk import hash_json, written_aside
 from lifecycle.inputs import RunInputs
 from model.config import ModelSource, load_config
-from model.fingerprints import fingerprint_data, fingerprint_model
+from model.fingerprints import fingerprint_data
 from objectives.packed_model import PackedModel
 from options import TrainOptions
 from pretrained.files import find_model
@@ -39,7 +39,7 @@ def add_reference(
     column = inputs.objective.reference_column
     if column is None:
         return
-    key = call_on_rank0(world, lambda: identify_reference(options, inputs))
+    key = call_on_rank0(world, lambda: inputs.identify_reference(options))
     sets = [data for data in (inputs.data, inputs.validation_data) if data is not None]
     values = [call_on_rank0(world, lambda data=data: read_values(data, key)) for data in sets]
     missing = [find_missing(data, known) for data, known in zip(sets, values, strict=True)]
@@ -50,8 +50,8 @@ def add_reference(
             f"--reuse-reference-only: {num_missing:,} samples have no log-probabilities by this reference model; leave"
             " the option out to compute them"
         )
-    other = options.preference.reference_model
-    scorer = model if not num_missing or other is None else build(find_reference(other, options, inputs))
+    other = inputs.reference
+    scorer = model if not num_missing or other is None else build(other)
     for data, known, rows in zip(sets, values, missing, strict=True):
         for start in range(0, len(rows), PART_SIZE):
             part = rows[start : start + PART_SIZE]
@@ -70,24 +70,16 @@ def add_reference(
         data.add_column(column, known)
 
 
-def identify_reference(options: TrainOptions, inputs: RunInputs) -> str:
-    """A hash of all that decides the reference's numbers but the data."""
-    other = options.preference.reference_model
-    model_dir = inputs.model_dir if other is None else find_other(other, options)
-    method = inputs.method.list_data_hashes() if other is None else []
-    return hash_json([fingerprint_model(model_dir), method, options.lora.base_quantization, str(inputs.compute_dtype)])
-
-
-def find_other(name: str, options: TrainOptions) -> str:
-    return find_model(name, revision=None, trust_remote_code=options.model.trust_remote_code)
-
-
-def find_reference(name: str, options: TrainOptions, inputs: RunInputs) -> ModelSource:
-    """The model of --reference-model; ValueError if it cannot score the run's data."""
-    trust, model_dir = options.model.trust_remote_code, find_other(name, options)
+def open_reference(options: TrainOptions, inputs: RunInputs) -> ModelSource | None:
+    """The model of --reference-model; None without one. ValueError if it cannot score the run's data."""
+    name, trust = options.preference.reference_model, options.model.trust_remote_code
+    if name is None:
+        return None
+    model_dir = find_model(name, revision=None, trust_remote_code=trust, flag="--reference-model")
     config = load_config(model_dir, inputs.family, trust_remote_code=trust)
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)
-    if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(inputs.tokenizer):
+    if fingerprint_tokenizer(load_tokenizer(model_dir, trust_remote_code=trust)) != fingerprint_tokenizer(
+        inputs.tokenizer
+    ):
         raise ValueError(
             f"--reference-model {name}: has another tokenizer than the data was made with: its log-probabilities would"
             " be of other texts"

@@ -14,6 +14,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
 from lifecycle.inputs import RunInputs
+from lifecycle.reference import open_reference
 from lifecycle.start_checks import check_placeholders, check_validation, find_oddities
 from lifecycle.start_report import describe_data
 from model.build import choose_compute_dtype
@@ -60,6 +61,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
+        inputs.reference = inputs.errors.attempt(lambda: open_reference(options, inputs))
     inputs.objective = objective and replace(objective, family=inputs.family)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))

@@ -132,7 +132,7 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
 
 def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
     """Reads what a run reads, in the same order, and continues after errors."""
-    name, num_before = options.model.model_name_or_path, len(findings.problems)
+    num_before = len(findings.problems)
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
     resumes = options.checkpoints.resume != "none"
     checkpoint = findings.problems.attempt(lambda: find_checkpoint(options)) if resumes else None
@@ -140,10 +140,12 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start)
     findings.problems += inputs.errors
     findings.warnings += inputs.warnings
-    if inputs.model_dir is not None and Path(name).is_dir():  # from the hub the weights would be downloaded
-        findings.problems.attempt(lambda: find_weights(name, inputs.model_dir))
-        if len(findings.problems) == num_before:
-            findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
+    models = inputs.list_models(options.model)
+    local = [model for model in models if Path(model[0]).is_dir()]  # from the hub the weights would be downloaded
+    for model in local:
+        findings.problems.attempt(lambda model=model: find_weights(*model))
+    if local == models and len(findings.problems) == num_before:
+        findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
     if inputs.config is None:
         return PlannedRun(inputs, start, None)
     compute = simulated_compute(options, target, inputs)
