@@ -71,7 +71,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
     if objective.gives_predictions:
         check_labels(data, found)
     data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
-    check_rope(found.config, longest=data.longest)
+    check_rope(found.config, longest=data.longest_sequence)
 
 
 def check_labels(data: Mixture, found: FoundModel) -> None:
@@ -139,7 +139,7 @@ def score_set(
     scorer: PackedModel, data: Mixture, objective: Objective, *, cap: int, world: World
 ) -> Callable[[], list[dict[str, Any]]]:
     """Scores the model on one set; returns a function that makes the file's lines on rank 0. All ranks call this."""
-    check_positions(scorer.model, longest=data.longest)
+    check_positions(scorer.model, longest=data.longest_sequence)
     found = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
     if objective.gives_predictions:
         return functools.partial(classes.describe_predictions, found.predictions, objective)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from corpus.mixture import Mixture
 from disk import hash_json
 from families.family import Family
-from lifecycle.record import identify_run
+from lifecycle.record import OF_METHOD, REFERENCE, identify_run
 from model.config import ModelSource
 from model.fingerprints import fingerprint_model
 from model.method import Method
@@ -67,8 +67,8 @@ class RunInputs:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample that is trained or measured on."""
-        return max(data.longest for data in (self.data, self.validation_data) if data is not None)
+        """Tokens of the longest sequence that is trained or measured on."""
+        return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
 
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
@@ -102,8 +102,7 @@ class RunInputs:
             data=self.data,
             data_sources=[sidecar and sidecar.get("source") for sidecar in self.sidecars],
             tokenizer=self.tokenizer,
-            reference=self.identify_reference(options),
-            method_data=self.method.list_data_hashes(),
+            others={REFERENCE: self.identify_reference(options), OF_METHOD: self.method.list_data_hashes()},
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if options.optimization.needs_end else None,
         )

@@ -40,7 +40,7 @@ def add_reference(
     if column is None:
         return
     key = call_on_rank0(world, lambda: inputs.identify_reference(options))
-    sets = [data for data in (inputs.data, inputs.validation_data) if data is not None]
+    sets = list_sets(inputs)
     values = [call_on_rank0(world, lambda data=data: read_values(data, key)) for data in sets]
     missing = [find_missing(data, known) for data, known in zip(sets, values, strict=True)]
     num_missing, num_rows = sum(map(len, missing)), sum(len(data.kept) for data in sets)
@@ -68,6 +68,23 @@ def add_reference(
             known[part] = inputs.objective.read_reference(found.sums[part].numpy())
             call_on_rank0(world, lambda data=data, known=known: write_values(data, known, key))
         data.add_column(column, known)
+
+
+def list_sets(inputs: RunInputs) -> list[Mixture]:
+    return [data for data in (inputs.data, inputs.validation_data) if data is not None]
+
+
+def find_unscored(options: TrainOptions, inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
+    """The rows of the run's data that it will score before its first step."""
+    key = inputs.identify_reference(options)
+    return [] if key is None else [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
+
+
+def assume_reference(inputs: RunInputs) -> None:
+    """Adds zeros in place of the reference's log-probabilities, for measurements of speed."""
+    if inputs.objective.reference_column is not None:
+        for data in list_sets(inputs):
+            data.add_column(inputs.objective.reference_column, np.zeros((len(data.lengths), 2), np.float32))
 
 
 def open_reference(options: TrainOptions, inputs: RunInputs) -> ModelSource | None:

@@ -65,6 +65,7 @@ def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
         run.inputs.data,
         options.data,
         run.model.flops,
+        run.inputs.objective,
         start=run.start,
         num_steps=run.inputs.num_steps,
         world_size=target.ranks.num_rows,
@@ -142,7 +143,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
 
 def probe_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:
     """What a step of micro-batches of `num_tokens` needs, every one trained."""
-    load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest, accumulates=True)
+    load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
     memory = simulate(options, target, run, load)
     needed = target.base + memory.total
     return Probe(
@@ -158,7 +159,10 @@ def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, pac
     """A step with the largest micro-batch there is, and the most trained tokens."""
     accumulates = bool(packing.num_micro_batches.max() > 1)
     return simulate(
-        options, target, run, Load(packing.num_tokens, packing.num_trained, run.inputs.data.longest, accumulates)
+        options,
+        target,
+        run,
+        Load(packing.num_tokens, packing.num_trained, run.inputs.data.longest_sequence, accumulates),
     )
 
 

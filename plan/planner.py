@@ -27,14 +27,14 @@ from lifecycle.record import check_output_dir, check_same_run, check_unused, is_
 from lifecycle.run_model import keeps_to_budget, weigh_images
 from lifecycle.start import open_inputs
 from options import TrainOptions, replace_options
+from plan.duration import plan_time
 from plan.findings import Findings, PlannedRun, Target
 from plan.memory import plan_memory, simulated_compute
-from plan.packing import Packing
 from plan.simulation import Ranks, lay_out_model
-from plan.speed import NUM_TIMED, Speed, measure_speed
+from plan.speed import measure_speed
 from pretrained.files import find_weights
 from ranks.agreement import compare_ranks
-from ranks.devices import DTYPES, PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
+from ranks.devices import DTYPES, PEAK_FLOPS, describe_device, find_peak_flops
 from ranks.ending import ExitCode, RanksDiffer, log
 from ranks.meeting import count_local_ranks
 from ranks.memory import GIB, MARGIN, memory_limit
@@ -45,7 +45,6 @@ from ranks.world import call_on_rank0, count_shards, divide_world, init_world, s
 from sampler import RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
-ASSUMED_MFU = 0.4  # what a step's time is planned with where nothing can be measured
 
 
 def plan_run(options: TrainOptions) -> ExitCode:
@@ -84,7 +83,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
             if dist.is_initialized():
                 dist.destroy_process_group()
     if is_rank0:
-        plan_time(target, run, packing, speed, findings)
+        plan_time(options, target, run, packing, speed, findings)
         findings.print()
     return ExitCode.BAD_INPUT if findings.problems else ExitCode.DONE
 
@@ -254,28 +253,3 @@ def count_exports(options: TrainOptions, run: PlannedRun) -> int:
             is_last=step + 1 == num_steps,
         )
     return count
-
-
-def plan_time(
-    target: Target, run: PlannedRun, packing: Packing | None, speed: Speed | None, findings: Findings
-) -> None:
-    """Adds how long a step and the run take, and how that is known."""
-    if packing is None:
-        return
-    flops = packing.flops.mean()
-    if speed is not None:
-        seconds = flops * speed.seconds_per_flop + speed.update_seconds
-        how = f"measured here, on {NUM_TIMED} micro-batches"
-    elif target.peak_flops is not None:
-        seconds = flops / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)
-        how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
-    else:
-        findings.lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
-        return
-    text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
-    if run.inputs.num_steps is None:
-        text += "; the run has no end"
-    else:
-        left = seconds * max(0, run.inputs.num_steps - run.start.step)
-        text += f"; {describe_duration(left)} for the steps that are left"
-    findings.lines.append(text)

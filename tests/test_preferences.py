@@ -347,7 +347,7 @@ def test_a_run_resumes_only_with_the_loss_and_the_reference_that_it_began_with(m
         "preference-beta": dict(preference_beta=0.5),
         "preference-loss": dict(preference_loss="hinge"),
         "preference-nll-weight": dict(preference_nll_weight=0.5),
-        "reference": dict(reference_model=models[1]),
+        "reference model": dict(reference_model=models[1]),
     }
     for name, changes in others.items():
         with pytest.raises(ValueError, match=f"was made with other {name}"):
@@ -362,6 +362,6 @@ def test_a_checkpoint_that_notes_down_no_loss_of_preferences_has_the_defaults(mo
     train_on(1, world, **options)
     identity = json.loads((tmp_path / "run" / "training_params.json").read_text())["identity"]
     before = {name: value for name, value in identity.items() if not name.startswith(("preference", "reference"))}
-    assert identity["reference"] is not None and len(before) < len(identity)
+    assert identity["reference model"] is not None and len(before) < len(identity)
     assert find_changes(before, identity) == {}
     assert list(find_changes(before, identity | {"preference-beta": 0.5})) == ["preference-beta"]
