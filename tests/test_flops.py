@@ -66,10 +66,8 @@ def test_a_text_is_one_sequence(model, tmp_path):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_forward_pass_takes_what_torch_counts(trains, model):
-    loaded, num_tokens = (
-        AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").requires_grad_(trains),
-        24,
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").requires_grad_(trains)
+    num_tokens = 24
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         loaded(torch.arange(num_tokens)[None])
     flops, lengths = count_flops(loaded), np.array([num_tokens])

@@ -16,11 +16,14 @@ from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, save_
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from families.text import TextFamily
-from lifecycle.choosing import choose_method
+from lifecycle.choosing import choose_method, choose_settings
 from lifecycle.inputs import RunInputs
+from lifecycle.step import run_backward
 from model import tiling
 from model.sharding import set_gradient_sync
-from objectives.next_tokens import CausalLM
+from objectives.choice import KINDS, make_objective
+from objectives.columns import Task
+from objectives.objective import Objective
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
 from options import TrainOptions, group_options
@@ -52,6 +55,11 @@ SIMULATIONS = [  # family, options
     wide("attention that chooses keys", dict(activation_checkpointing="none")),
     ("qwen3", dict(tiled_mlp=True, offload_activations=True)),
     wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
+    ("llama", dict(objective="preference", activation_checkpointing="none")),
+    ("llama", dict(objective="preference", lora=True)),
+    wide("llama", dict(objective="preference", preference_loss="orpo")),
+    wide("phi_head_bias", dict(objective="preference", compute_dtype="bfloat16")),
+    ("llama", dict(objective="kto")),
 ]
 
 
@@ -87,11 +95,16 @@ def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
         memory.LONG_ROW, tiling.LEAST_TOKENS = before
 
 
+def choose(options: TrainOptions) -> Objective:
+    name = options.classification.objective
+    return make_objective(name, choose_settings(options), TextFamily(), Task(KINDS[name].data or name))
+
+
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
     tiling.LEAST_TOKENS = LEAST_TOKENS
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     dtype = getattr(torch, options.compute.compute_dtype)
-    inputs = RunInputs(TextFamily(), choose_method(options), options.data, dtype, objective=CausalLM())
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, dtype, objective=choose(options))
     inputs.model_dir, inputs.config = str(path), load_source(path).config
     planned = lay_out_model(options, inputs, options.compute)
     return simulate_step(options, planned, Load(NUM_TOKENS, NUM_TRAINED, LONGEST, True), Ranks(num_ranks, num_ranks))
@@ -114,6 +127,7 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
         weights_dtype=getattr(torch, options.optimization.master_weights),
         reshard_after_forward=options.sharding.reshard_after_forward,
         method=choose_method(options),
+        objective=choose(options),
     )
     optimizer = build_optimizer(model, options.optimization)
     counter = MemoryCounter()
@@ -123,7 +137,8 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
         for _ in range(2):
             for k in range(2):
                 set_gradient_sync(model, options.sharding.micro_batch_grad_sync, is_last=k == 1)
-                model(CausalLM().make_probe(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)).backward()
+                micro_batch = choose(options).make_probe(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)
+                run_backward(model, micro_batch, choose(options).weigh(1, 1, ()))
             optimizer.step()
             optimizer.zero_grad()
     assert predicted.total == pytest.approx(counter.num_peak, rel=0.03)
