@@ -1,5 +1,6 @@
 """What a reference model says of a run's data, computed once before training and kept next to each data set."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,24 +51,27 @@ def add_reference(
             f"--reuse-reference-only: {num_missing:,} samples have no log-probabilities by this reference model; leave"
             " the option out to compute them"
         )
-    other = inputs.reference
-    scorer = model if not num_missing or other is None else build(other)
+
+    def score(scorer: PackedModel, data: Mixture, known: np.ndarray, part: np.ndarray) -> None:
+        found = score_data(
+            scorer,
+            data.restricted_to(part),
+            inputs.objective,
+            cap=inputs.data_options.max_tokens_per_gpu,
+            world=world,
+            by_sample=True,
+            progress=lambda where: progress(f"reference, {where}"),
+        )
+        known[part] = inputs.objective.read_reference(found.sums[part].numpy())
+        call_on_rank0(world, lambda: write_values(data, known, key))
+
+    scorer = model if not num_missing or inputs.reference is None else build(inputs.reference)
     for data, known, rows in zip(sets, values, missing, strict=True):
         for start in range(0, len(rows), PART_SIZE):
-            part = rows[start : start + PART_SIZE]
-            cap = inputs.data_options.max_tokens_per_gpu
-            found = score_data(
-                scorer,
-                data.restricted_to(part),
-                inputs.objective,
-                cap=cap,
-                world=world,
-                by_sample=True,
-                progress=lambda where: progress(f"reference, {where}"),
-            )
-            known[part] = inputs.objective.read_reference(found.sums[part].numpy())
-            call_on_rank0(world, lambda data=data, known=known: write_values(data, known, key))
+            score(scorer, data, known, rows[start : start + PART_SIZE])
         data.add_column(column, known)
+    del scorer
+    gc.collect()  # the modules of another model refer to each other
 
 
 def list_sets(inputs: RunInputs) -> list[Mixture]:

@@ -30,6 +30,7 @@ from options import TrainOptions, replace_options
 from plan.duration import plan_time
 from plan.findings import Findings, PlannedRun, Target
 from plan.memory import plan_memory, simulated_compute
+from plan.reference import plan_reference
 from plan.simulation import Ranks, lay_out_model
 from plan.speed import measure_speed
 from pretrained.files import find_weights
@@ -83,7 +84,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
             if dist.is_initialized():
                 dist.destroy_process_group()
     if is_rank0:
-        plan_time(options, target, run, packing, speed, findings)
+        plan_time(target, run, packing, speed, findings)
         findings.print()
     return ExitCode.BAD_INPUT if findings.problems else ExitCode.DONE
 
@@ -151,7 +152,8 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     model = findings.problems.attempt(lambda: lay_out_model(options, inputs, compute))
     if model is not None:
         weigh_images(inputs, model.flops)
-    return PlannedRun(inputs, start, model)
+    reference = findings.problems.attempt(lambda: plan_reference(options, target, inputs, model))
+    return PlannedRun(inputs, start, model, reference)
 
 
 @dataclass(frozen=True)

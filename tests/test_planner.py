@@ -26,10 +26,11 @@ from objectives.columns import Task
 from objectives.objective import Objective
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
-from options import TrainOptions, group_options
+from options import ProcessDataOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 from plan import memory
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from process_data import process_data
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 
@@ -272,3 +273,54 @@ def test_auto_settings_are_planned_by_the_room_there_is(plan):
         assert f"{mode} activation checkpointing" in text, text
     code, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100")
     assert code == ExitCode.BAD_INPUT and "auto cannot be planned without --memory-budget-gb" in text
+
+
+# A reference model.
+
+
+@pytest.fixture(scope="module")
+def pairs(inputs, tmp_path_factory) -> dict:
+    """Options of a dry run on random pairs."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.arrow"
+    made = dict(mock_data=40, mock_length=24, format="preference", output_file=str(path), num_proc=1, preview=0)
+    process_data(group_options(ProcessDataOptions, **made, model_name_or_path=inputs["model_name_or_path"]))
+    return inputs | dict(objective="preference", data_path=str(path))
+
+
+def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, world, tmp_path):
+    elsewhere_on = dict(plan_device="H100", memory_budget_gb=80.0)
+    code, text = plan(**pairs, **elsewhere_on)
+    assert code == ExitCode.DONE and "reference: 40 samples to score before the first step, 0.00 TFLOP" in text, text
+    assert "and the reference, 0:00:00" in text and "while --reference-model" not in text
+    _, text = plan(**pairs, **elsewhere_on, preference_loss="simpo")
+    assert "reference" not in text
+    _, text = plan(**pairs, **elsewhere_on, preference_loss="orpo")  # whose gradients have a divisor of their own
+    assert "together" in text and "memory: not known" not in text, text
+    train_here(world, **pairs | dict(dry_run=False, max_steps=1, output_dir=str(tmp_path / "run")))
+    _, text = plan(**pairs, **elsewhere_on)
+    found = re.search(r"reference: ([\d,]+) samples", text)  # scored in the compute type of this machine, not bfloat16
+    assert found is not None and found[1] == "40"
+    _, text = plan(**pairs)
+    assert "reference: all samples have been scored before" in text
+
+
+def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_path):
+    other = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "other", seed=1))
+    target = dict(plan_device="H100", lora=True, reference_model=str(other))
+    code, text = plan(**pairs, **target, memory_budget_gb=80.0)
+    assert code == ExitCode.DONE and "while --reference-model scores, before the first step" in text, text
+    code, text = plan(**pairs, **target, memory_budget_gb=1e-5)
+    assert code == ExitCode.BAD_INPUT and "--reference-model needs 0.0 GiB on each rank beside the model" in text
+    shutil.rmtree(other)
+    code, text = plan(**pairs, **target, memory_budget_gb=80.0)
+    assert code == ExitCode.BAD_INPUT and "--reference-model" in text
+
+
+def test_a_dry_run_of_preferences_measures_a_step_and_leaves_nothing(pairs, tmp_path):
+    for objective in ("preference", "reward"):
+        before = sorted(Path(pairs["data_path"]).parent.rglob("*"))
+        words = flags(**pairs | dict(output_dir=tmp_path / "run", objective=objective))
+        result = run_forked(0, "train.py", *words)
+        assert result.returncode == ExitCode.DONE, result.stderr
+        assert "measured here, on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
+        assert sorted(Path(pairs["data_path"]).parent.rglob("*")) == before
