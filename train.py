@@ -46,7 +46,6 @@ from model.flops import count_flops
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
 from plan.auto_settings import settle_auto_options
-from pretrained.files import find_weights
 from ranks.agreement import compare_ranks
 from ranks.devices import peak_flops
 from ranks.ending import ExitCode, log
@@ -64,7 +63,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         log.warning(f"warning: {warning}")
     inputs.errors.raise_all()
     compare_ranks(world, lambda: describe_inputs(inputs, options))
-    call_on_rank0(world, lambda: find_weights(options.model.model_name_or_path, inputs.model_dir))
+    call_on_rank0(world, lambda: inputs.find_weights(options.model))
     run.claim(inputs)
     validations = Validations(options.validation, inputs, world, control, previous=run.previous.get("validation"))
 

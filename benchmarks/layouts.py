@@ -37,7 +37,6 @@ from families.text import TextFamily
 from lifecycle.choosing import choose_method
 from lifecycle.inputs import RunInputs
 from model.context_parallel import count_key_heads
-from model.flops import FlopCount
 from objectives.next_tokens import CausalLM
 from options import TrainOptions, group_options
 from plan.simulation import SHARDED, Load, PlannedModel, Ranks, lay_out_model
@@ -129,11 +128,16 @@ def measure_model(name: str, args: argparse.Namespace) -> LayoutModel:
     hidden, _, num_blocks, num_heads, num_kv_heads, _ = MODELS[name]
     (_, one), (_, few) = (lay_out_few(name, number, 1) for number in (1, FEW_BLOCKS))
     of_block = (few.num_params - one.num_params) // (FEW_BLOCKS - 1)
-    per_token = (few.flops.per_token - one.flops.per_token) / (FEW_BLOCKS - 1)
-    flops = FlopCount(
-        one.flops.per_token + (num_blocks - 1) * per_token, one.flops.per_loss_token,
-        one.flops.per_pair * num_blocks, one.flops.windows * num_blocks,
-    )  # fmt: skip
+    more = (num_blocks - 1) / (FEW_BLOCKS - 1)
+    flops = replace(
+        one.flops,
+        per_pair=one.flops.per_pair * num_blocks,
+        windows=one.flops.windows * num_blocks,
+        **{
+            name: getattr(one.flops, name) + more * (getattr(few.flops, name) - getattr(one.flops, name))
+            for name in ("per_token", "forward_per_token")
+        },
+    )
     costs = assume_costs(flops, sustained=1e12 * args.sustained_tflops, fixed=1e-3 * args.fixed_ms, recompute=True)
     memory = {num_sharing: simulate_memory(name, num_sharing) for num_sharing in args.sharing}
     return LayoutModel(

@@ -9,6 +9,7 @@ The models' weights are not needed, which is the one problem that a plan may fin
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import sys
@@ -19,10 +20,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
 
+import numpy as np
+import pyarrow as pa
 from make_tiny_model import train_tokenizer
 from tiny_data import make_samples, write_samples
 
+from chat.fingerprints import fingerprint_tokenizer
 from command_line import parse_options
+from objectives.columns import CAUSAL_LM, PREFERENCE
+from objectives.data_kinds import COLUMNS
 from options import TrainOptions
 from options.problems.finding import find_problems
 from plan.planner import plan_run
@@ -57,10 +63,26 @@ def name_recipe(recipe: Path) -> str:
     return str(recipe.relative_to(MODELS).with_suffix(""))
 
 
-def make_data(directory: Path) -> Path:
-    """Rows of about 1,000 tokens, 2,048 at most, half of them trained."""
+def name_data(recipe: Path) -> str:
+    """The kind of data that a recipe trains on."""
+    return PREFERENCE if recipe.stem.startswith("dpo-") else CAUSAL_LM
+
+
+def make_data(directory: Path, kind: str) -> Path:
+    """Rows of about 1,000 tokens, 2,048 at most, half of them trained; pairs have two of such sequences."""
+    path = directory / f"{kind}.arrow"
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, max_len=NUM_TOKENS)
-    return write_samples(directory / "data.arrow", samples)
+    if kind == CAUSAL_LM:
+        return write_samples(path, samples)
+    random, columns = np.random.default_rng(0), COLUMNS[kind]
+    lengths = [max(4, 2 * len(sample[0])) for sample in samples]
+    pairs = columns.encode([columns.make_random(random, np.arange(3, VOCAB_SIZE), length) for length in lengths])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, pairs.schema) as writer:
+        writer.write_batch(pairs)
+    tokenizer = fingerprint_tokenizer(train_tokenizer([], vocab_size=VOCAB_SIZE))
+    recorded = {"objective": kind, "tokenizer_fingerprint": tokenizer, "max_token_id": VOCAB_SIZE - 1}
+    Path(f"{path}.meta.json").write_text(json.dumps(recorded))
+    return path
 
 
 def copy_model(directory: Path, model: Path) -> Path:
@@ -133,10 +155,10 @@ def main(words: list[str]) -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        data = make_data(directory)
+        data = {kind: make_data(directory, kind) for kind in (CAUSAL_LM, PREFERENCE)}
         for recipe in [Path(word).resolve() for word in words] or list_recipes():
             model = copy_model(directory, recipe.parent)
-            plan = plan_recipe(read_recipe(recipe, model=model, data=data))
+            plan = plan_recipe(read_recipe(recipe, model=model, data=data[name_data(recipe)]))
             write_header(recipe, plan)
             problems = "".join(f"\n  PROBLEM {problem}" for problem in plan.problems)
             print(f"{recipe.relative_to(ROOT)}{problems}\n  {describe_plan(recipe, plan)}", end="", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from batch_packer import SampleLoad
-from corpus.reader import ImageSizes, TokenizedData
+from corpus.reader import ImageSizes, RowSequences, TokenizedData
 from families.sample import Sample
 from objectives.columns import Task
 from objectives.data_kinds import describe_task
@@ -65,8 +65,8 @@ class Mixture:
         self.weights, self.by = weights, by
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
         self.lengths = join([source.lengths for source in sources])
-        has_squares = sources[0].squares is not None  # as all have, which are for one task
-        self.squares = join([source.squares for source in sources]) if has_squares else None
+        has_sequences = sources[0].sequences is not None  # as all have, which are for one task
+        self.sequences = join_sequences([source.sequences for source in sources]) if has_sequences else None
         self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by `count_images`
         self.computed: dict[str, np.ndarray] = {}  # columns (rows, ...) that no file has; set by `add_column`
@@ -86,6 +86,11 @@ class Mixture:
     def longest(self) -> int:
         """Number of tokens of the longest kept sample."""
         return int(self.lengths[self.kept].max())
+
+    @property
+    def longest_sequence(self) -> int:
+        """Number of tokens of the longest sequence of a kept sample."""
+        return int(self.list_sequences(self.kept).lengths.max())
 
     @property
     def has_images(self) -> bool:
@@ -141,9 +146,16 @@ class Mixture:
         load, images = SampleLoad(), self.images
         if images is not None:
             load = SampleLoad(images.patches[rows], images.costs[rows], images.cap)
-        if self.squares is not None:
-            load = load._replace(squares=self.squares[rows])
-        return None if images is None and self.squares is None else load
+        if self.sequences is not None:
+            sequences = self.list_sequences(rows)
+            load = load._replace(squares=sequences.sum_by_row(sequences.lengths.astype(float) ** 2))
+        return None if images is None and self.sequences is None else load
+
+    def list_sequences(self, rows: np.ndarray) -> RowSequences:
+        """The sequences of some rows."""
+        if self.sequences is None:
+            return RowSequences(np.ones(len(rows), np.int64), self.lengths[rows])
+        return self.sequences.of(rows)
 
     def take_subset(self, subset: int | float, *, seed: int) -> None:
         """Keeps a random subset of each set's kept samples: this number, or this share of them, at least one."""
@@ -250,6 +262,10 @@ def find_common_task(sources: Sequence[TokenizedData]) -> Task:
 def join(arrays: list[np.ndarray]) -> np.ndarray:
     """The concatenated arrays; a single one is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def join_sequences(parts: list[RowSequences]) -> RowSequences:
+    return RowSequences(join([part.counts for part in parts]), join([part.lengths for part in parts]))
 
 
 def name_sources(paths: Sequence[Path]) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from chat.token_spans import TokenizedChat, TrainedSpan
 from corpus.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source
 from corpus.lines import Row
 from corpus.rows import FormattedChunk, Preparation
-from objectives.columns import Task
+from objectives.columns import CAUSAL_LM, Columns, Task
+from objectives.data_kinds import COLUMNS
 from options import RowOptions
 
 DEFAULT_LENGTH = 2048
@@ -45,13 +45,15 @@ def make_random_source(options: RowOptions) -> Source:
 
 
 def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation:
-    """Prepares samples drawn by their number from the vocabulary's ordinary tokens, and trained as a whole."""
+    """Prepares samples drawn by their number from the vocabulary's ordinary tokens, of the kind that --format names."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
     if not len(token_ids):
         raise ValueError("--mock-data: the tokenizer has no tokens but special ones")
     length = options.mock_length or DEFAULT_LENGTH
-    return Preparation(Task(), read_numbers, partial(draw_samples, token_ids=token_ids, length=length))
+    kind = options.format or CAUSAL_LM  # data of --format preference and feedback is called so, too
+    draw = partial(draw_samples, columns=COLUMNS[kind], token_ids=token_ids, length=length)
+    return Preparation(Task(kind), read_numbers, draw)
 
 
 def read_numbers(formatted_chunk: FormattedChunk, _: Counter[str]) -> Iterator[tuple[Row, RandomRow]]:
@@ -59,7 +61,5 @@ def read_numbers(formatted_chunk: FormattedChunk, _: Counter[str]) -> Iterator[t
         yield Row(number, number, b""), RandomRow(number)
 
 
-def draw_samples(rows: Sequence[RandomRow], *, token_ids: np.ndarray, length: int) -> list[TokenizedChat]:
-    spans = [TrainedSpan(0, length, "random")]
-    drawn = (np.random.default_rng([SEED, row.number]).choice(token_ids, length) for row in rows)
-    return [TokenizedChat(ids.tolist(), spans) for ids in drawn]
+def draw_samples(rows: Sequence[RandomRow], *, columns: Columns, token_ids: np.ndarray, length: int) -> list[Any]:
+    return [columns.make_random(np.random.default_rng([SEED, row.number]), token_ids, length) for row in rows]

@@ -1,5 +1,6 @@
 """Reads a tokenized data set from disk: mapped into memory, checked row by row as it is read."""
 
+import functools
 import io
 import math
 import mmap
@@ -48,7 +49,7 @@ class TokenizedData:
         self.vocab_size: float = math.inf  # the model's, once known; larger token ids are refused
         self._starts = np.cumsum([0] + [len(offsets) - 1 for offsets, _ in self._input_ids])
         self.image_sizes = read_image_sizes(table) if IMAGES_COLUMN in self.kind.optional else None
-        self.squares = sum_squares(table) if LENGTHS_COLUMN in self.kind.schema.names else None
+        self.sequences = read_sequences(table) if LENGTHS_COLUMN in self.kind.schema.names else None
         if len(self.lengths) == 0:
             raise ValueError(f"{path}: holds no samples")
         if self.lengths.min() < 1:
@@ -176,10 +177,37 @@ def read_image_sizes(table: pa.Table) -> ImageSizes:
     return ImageSizes(row_of, numbers.reshape(-1, 2), read_column(table, "num_image_tokens"))
 
 
-def sum_squares(table: pa.Table) -> np.ndarray:  # (rows,) float64
-    """The squared lengths of each row's sequences, summed: the cost of their attention."""
+@dataclass(frozen=True)
+class RowSequences:
+    """The sequences of rows, one row's after another's."""
+
+    counts: np.ndarray  # (rows,) int64: sequences of each
+    lengths: np.ndarray  # (sequences,) int32: tokens of each
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:  # (rows,)
+        """The first sequence of each row."""
+        return np.cumsum(self.counts) - self.counts
+
+    @property
+    def places(self) -> np.ndarray:  # (sequences,)
+        """The place of each sequence in its row; 0 for the first."""
+        return np.arange(self.counts.sum()) - np.repeat(self.starts, self.counts)
+
+    def of(self, rows: np.ndarray) -> "RowSequences":
+        counts = self.counts[rows]
+        first = np.cumsum(counts) - counts
+        chosen = np.arange(counts.sum()) + np.repeat(self.starts[rows] - first, counts)
+        return RowSequences(counts, self.lengths[chosen])
+
+    def sum_by_row(self, values: np.ndarray) -> np.ndarray:  # (sequences,) -> (rows,) float64
+        return np.bincount(np.repeat(np.arange(len(self.counts)), self.counts), values, minlength=len(self.counts))
+
+
+def read_sequences(table: pa.Table) -> RowSequences:
     views = [list_views(chunk) for chunk in table.column(LENGTHS_COLUMN).chunks]
-    return np.concatenate([np.add.reduceat(values.astype(float) ** 2, offsets[:-1]) for offsets, values in views])
+    counts = np.concatenate([np.diff(offsets) for offsets, _ in views]).astype(np.int64)
+    return RowSequences(counts, np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views]))
 
 
 def is_empty(column: pa.ChunkedArray) -> bool:

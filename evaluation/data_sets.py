@@ -104,7 +104,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
     if found.classifies is not None:
         check_labels(data, found, objective)
     data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
-    check_rope(found.config, longest=data.longest)
+    check_rope(found.config, longest=data.longest_sequence)
 
 
 def check_labels(data: Mixture, found: FoundModel, objective: Objective) -> None:
@@ -151,7 +151,7 @@ def measure_sets(
             family = objective.family.complete(found.config, found.tokenizer, trust_remote_code=trust)
             objective = replace(objective, family=family)
             scorer = scorer or build_scorer(found, objective, dtype=dtype, world=world)
-            check_positions(scorer.model, longest=data.longest)
+            check_positions(scorer.model, longest=data.longest_sequence)
             scores = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
             describe = functools.partial(kept.describe_scores, scores, objective)
             call_on_rank0(world, functools.partial(write_lines, path, describe, made_by))

@@ -32,20 +32,22 @@ def describe_resume(resume: str) -> str:
 
 def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
     """The content of the files that every rank reads, by the options that name them."""
-    read = inputs.method.list_read_files()
+    read, with_code = inputs.method.list_read_files(), options.model.trust_remote_code
+    models = {"--model-name-or-path": inputs.model_dir}
+    models |= {flag: other.directory for flag, other in inputs.other_models.items()}
     return {
         "data": describe_sets(inputs.data, "--data-path")
         | (describe_sets(inputs.validation_data, "--validation-data-path") if inputs.validation_data else {}),
         "model": {
             "tokenizer": fingerprint_tokenizer_state(inputs.tokenizer)[:DIGITS],
             **{
-                f"--model-name-or-path, {name}": digest[:DIGITS]
-                for name, digest in fingerprint_config_files(
-                    Path(inputs.model_dir), with_code=options.model.trust_remote_code
-                ).items()
+                f"{flag}, {name}": digest[:DIGITS]
+                for flag, model_dir in models.items()
+                for name, digest in fingerprint_config_files(Path(model_dir), with_code=with_code).items()
             },
         },
         "method": {flag: describe_file(path) for flag, path in read.items()},
+        "teacher": {"--teacher-scores": str(inputs.teacher)[:DIGITS]},
     }
 
 

@@ -8,14 +8,19 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from corpus.mixture import Mixture
+from disk import hash_json
 from families.family import Family
-from lifecycle.record import identify_run
+from lifecycle.record import OF_METHOD, REFERENCE, TEACHER, identify_run
 from model.config import ModelSource
+from model.fingerprints import fingerprint_model
 from model.method import Method
 from objectives.objective import Objective
 from options import DataOptions, ModelOptions, TrainOptions
+from pretrained.files import find_weights
 
 Result = TypeVar("Result")
+
+REFERENCE_MODEL, TEACHER_MODEL = "--reference-model", "--teacher-model"
 
 
 class Errors(list[ValueError | OSError]):
@@ -57,18 +62,46 @@ class RunInputs:
     generation_config: GenerationConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     objective: Objective | None = None
+    other_models: dict[str, ModelSource] = field(default_factory=dict)  # that it reads and does not train, by option
+    teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
     num_steps: int | None = None  # None: no end
-    teacher: str | None = None  # digest of the teacher, if there is one
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample that is trained or measured on."""
-        return max(data.longest for data in (self.data, self.validation_data) if data is not None)
+        """Tokens of the longest sequence that is trained or measured on."""
+        return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
 
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
+
+    def list_models(self, options: ModelOptions) -> list[tuple[str, str]]:
+        """Name and directory of the model, and of the others that it reads."""
+        models = [] if self.model_dir is None else [(options.model_name_or_path, self.model_dir)]
+        return models + [(other.name, other.directory) for other in self.other_models.values()]
+
+    def find_weights(self, options: ModelOptions) -> None:
+        """Downloads and checks the weights of all its models. Rank 0."""
+        for name, directory in self.list_models(options):
+            find_weights(name, directory)
+
+    def identify_reference(self, options: TrainOptions) -> str | None:
+        """A hash of all that decides the reference's numbers but the data; None if the objective has no reference."""
+        if self.objective.reference_column is None:
+            return None
+        other = self.other_models.get(REFERENCE_MODEL)
+        if other is None:
+            directory = self.model_dir
+            found = [self.method.list_data_hashes(), options.lora.base_quantization]
+        else:  # which is used without the method's layers
+            directory, found = other.directory, [[], "none"]
+        return hash_json([fingerprint_model(directory), *found, str(self.compute_dtype)])
+
+    def identify_teacher(self) -> str | None:
+        """A hash of the teacher's scores, or of its weights; None if the objective has no teacher."""
+        other = self.other_models.get(TEACHER_MODEL)
+        return self.teacher if other is None else fingerprint_model(other.directory)
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """What decides the numbers of the run (see lifecycle.record)."""
@@ -78,7 +111,11 @@ class RunInputs:
             data=self.data,
             data_sources=[sidecar and sidecar.get("source") for sidecar in self.sidecars],
             tokenizer=self.tokenizer,
-            method_data=self.method.list_data_hashes(),
+            others={
+                REFERENCE: self.identify_reference(options),
+                TEACHER: self.identify_teacher(),
+                OF_METHOD: self.method.list_data_hashes(),
+            },
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if options.optimization.needs_end else None,
-        ) | ({} if self.teacher is None else {"teacher": self.teacher})
+        )

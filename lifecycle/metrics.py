@@ -63,14 +63,12 @@ class StepMeter:
         """The metrics, by name, of one step that took `seconds` and brought the run to `position`."""
         batch_tokens = int(batch.lengths.sum())
         num_micro_batches, world_size = len(batch.table), len(batch.table[0]) * batch.num_sharing
-        images = batch.data.images
         load = batch.data.load_of(batch.sample_ids)
         sample_costs = cost_samples(batch.lengths, self.flops.attention_cost, load)
         # (K, ranks, or groups of those that share rows)
         costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
         total_seconds = seconds + sums.data_wait_seconds
-        seen = images and images.of(batch.sample_ids)
-        batch_flops = self.flops.of_batch(batch.lengths, batch.num_loss_tokens, seen)
+        batch_flops = self.flops.of_rows(batch.sample_ids, batch.data, self.objective)
         peak = self.peak_flops
         metrics = StepMetrics(
             step=position.step,

@@ -9,6 +9,7 @@ from pathlib import Path
 from command_line import describe_options
 from corpus.cache import find_outputs, locked
 from options import ProcessDataOptions, TrainOptions, flatten_options, iterate_fields, replace_options
+from options.problems.training import name_random_format
 from pretrained.files import find_model
 from ranks.ending import ExitCode, log
 from ranks.monitor import RunControl
@@ -33,6 +34,8 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     rows = options.rows
     if not (rows.input_file or rows.input_dataset or rows.mock_data):
         return {}
+    options = replace_options(options, format=rows.format or name_random_format(options))
+    rows = options.rows
     model, trust = options.model, options.model.trust_remote_code
     model_dir = find_model(model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust)
     cache_dir = Path(options.data_cache_dir)

@@ -33,7 +33,7 @@ from ranks.lock import OWN_FILES
 from ranks.messages import hide_secrets
 from ranks.world import World
 
-OF_METHOD = "data of the method"  # in a run's identity
+OF_METHOD, REFERENCE, TEACHER = "data of the method", "reference model", "teacher"  # in a run's identity
 
 
 def identify_run(
@@ -43,14 +43,14 @@ def identify_run(
     data: Mixture,
     data_sources: list[Any],
     tokenizer: PreTrainedTokenizerBase,
-    method_data: list[str],
+    others: dict[str, Any],
     compute_dtype: torch.dtype,
     num_steps: int | None,
 ) -> dict[str, Any]:
     """Everything that decides a run's numbers: a checkpoint only fits a run with the same identity.
 
-    `data_sources` is what the sidecars say of the files that the data was made from, `method_data` the digests of the
-    other files that the method reads; `num_steps` is None unless the learning rate depends on it.
+    `data_sources` is what the sidecars say of the files that the data was made from, `others` are digests of further
+    files by name; `num_steps` is None unless the learning rate depends on it.
     """
     values = flatten_options(options)
     digests = [
@@ -64,7 +64,7 @@ def identify_run(
         "model": fingerprint_model(model_dir),
         "compute-dtype": str(compute_dtype).removeprefix("torch."),
         "number of steps": num_steps,
-        OF_METHOD: method_data,
+        **others,
         **{name_in_identity(name): to_json(values[name]) for name in list_identifying_options()},
     }
 

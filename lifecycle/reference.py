@@ -1,21 +1,19 @@
 """What a reference model says of a run's data, computed once before training and kept next to each data set."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from disk import hash_json, written_aside
-from lifecycle.inputs import RunInputs
-from model.config import ModelSource, load_config
-from model.fingerprints import fingerprint_data, fingerprint_model
+from lifecycle.inputs import REFERENCE_MODEL, RunInputs
+from model.config import ModelSource
+from model.fingerprints import fingerprint_data
 from objectives.packed_model import PackedModel
 from options import TrainOptions
-from pretrained.files import find_model
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from scoring.data_scores import score_data
@@ -39,8 +37,8 @@ def add_reference(
     column = inputs.objective.reference_column
     if column is None:
         return
-    key = call_on_rank0(world, lambda: identify_reference(options, inputs))
-    sets = [data for data in (inputs.data, inputs.validation_data) if data is not None]
+    key = call_on_rank0(world, lambda: inputs.identify_reference(options))
+    sets = list_sets(inputs)
     values = [call_on_rank0(world, lambda data=data: read_values(data, key)) for data in sets]
     missing = [find_missing(data, known) for data, known in zip(sets, values, strict=True)]
     num_missing, num_rows = sum(map(len, missing)), sum(len(data.kept) for data in sets)
@@ -50,53 +48,45 @@ def add_reference(
             f"--reuse-reference-only: {num_missing:,} samples have no log-probabilities by this reference model; leave"
             " the option out to compute them"
         )
-    other = options.preference.reference_model
-    scorer = (
-        model
-        if not num_missing or other is None
-        else build(find_reference("--reference-model", other, options, inputs))
-    )
+
+    def score(scorer: PackedModel, data: Mixture, known: np.ndarray, part: np.ndarray) -> None:
+        found = score_data(
+            scorer,
+            data.restricted_to(part),
+            inputs.objective,
+            cap=inputs.data_options.max_tokens_per_gpu,
+            world=world,
+            by_sample=True,
+            progress=lambda where: progress(f"reference, {where}"),
+        )
+        known[part] = inputs.objective.read_reference(found.sums[part].numpy())
+        call_on_rank0(world, lambda: write_values(data, known, key))
+
+    other = inputs.other_models.get(REFERENCE_MODEL)
+    scorer = model if not num_missing or other is None else build(other)
     for data, known, rows in zip(sets, values, missing, strict=True):
         for start in range(0, len(rows), PART_SIZE):
-            part = rows[start : start + PART_SIZE]
-            cap = inputs.data_options.max_tokens_per_gpu
-            found = score_data(
-                scorer,
-                data.restricted_to(part),
-                inputs.objective,
-                cap=cap,
-                world=world,
-                by_sample=True,
-                progress=lambda where: progress(f"reference, {where}"),
-            )
-            known[part] = inputs.objective.read_reference(found.sums[part].numpy())
-            call_on_rank0(world, lambda data=data, known=known: write_values(data, known, key))
+            score(scorer, data, known, rows[start : start + PART_SIZE])
         data.add_column(column, known)
+    del scorer
+    gc.collect()  # the modules of another model refer to each other
 
 
-def identify_reference(options: TrainOptions, inputs: RunInputs) -> str:
-    """A hash of all that decides the reference's numbers but the data."""
-    other = options.preference.reference_model
-    model_dir = inputs.model_dir if other is None else find_other(other, options)
-    method = inputs.method.list_data_hashes() if other is None else []
-    return hash_json([fingerprint_model(model_dir), method, options.lora.base_quantization, str(inputs.compute_dtype)])
+def list_sets(inputs: RunInputs) -> list[Mixture]:
+    return [data for data in (inputs.data, inputs.validation_data) if data is not None]
 
 
-def find_other(name: str, options: TrainOptions) -> str:
-    return find_model(name, revision=None, trust_remote_code=options.model.trust_remote_code)
+def find_unscored(options: TrainOptions, inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
+    """The rows of the run's data that it will score before its first step."""
+    key = inputs.identify_reference(options)
+    return [] if key is None else [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
 
 
-def find_reference(flag: str, name: str, options: TrainOptions, inputs: RunInputs) -> ModelSource:
-    """The model of this flag; ValueError if it cannot read the run's data."""
-    trust, model_dir = options.model.trust_remote_code, find_other(name, options)
-    config = load_config(model_dir, inputs.family, trust_remote_code=trust)
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)
-    if fingerprint_tokenizer(tokenizer) != fingerprint_tokenizer(inputs.tokenizer):
-        raise ValueError(
-            f"{flag} {name}: has another tokenizer than the data was made with: its probabilities would be of other"
-            " texts"
-        )
-    return ModelSource(model_dir, config, trust, name=name)
+def assume_reference(inputs: RunInputs) -> None:
+    """Adds zeros in place of the reference's log-probabilities, for measurements of speed."""
+    if inputs.objective.reference_column is not None:
+        for data in list_sets(inputs):
+            data.add_column(inputs.objective.reference_column, np.zeros((len(data.lengths), 2), np.float32))
 
 
 def locate_values(source: TokenizedData, key: str) -> Path:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from families.packed_row import check_positions
 from lifecycle.inputs import RunInputs
-from lifecycle.reference import add_reference
+from lifecycle.reference import add_reference, assume_reference
 from lifecycle.start_report import describe_model
 from lifecycle.teacher import add_teacher
 from methods.full import Full
@@ -22,9 +22,17 @@ from ranks.world import World
 
 
 def build_run_model(
-    options: TrainOptions, inputs: RunInputs, world: World, *, progress: Callable[[str], None] = lambda where: None
+    options: TrainOptions,
+    inputs: RunInputs,
+    world: World,
+    *,
+    progress: Callable[[str], None] = lambda where: None,
+    only_measures: bool = False,
 ) -> PackedModel:
-    """The sharded model, after its self-checks; `progress` hears of a long start. ValueError for what fails them."""
+    """The sharded model, after its self-checks; `progress` hears of a long start. ValueError for what fails them.
+
+    `only_measures`: without the reference's scores of the data, which take a forward pass of it and are written.
+    """
     if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
     method, compute = inputs.method, options.compute
@@ -43,21 +51,12 @@ def build_run_model(
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, world=world)
     weigh_images(inputs, count_flops(model.model))
-    add_teacher(
-        options,
-        inputs,
-        model,
-        functools.partial(build_from, compute=plain, method=Full(), weights_dtype=model.compute_dtype),
-        world=world,
-    )
-    add_reference(
-        options,
-        inputs,
-        model,
-        functools.partial(build_from, compute=plain, method=Full()),
-        world=world,
-        progress=progress,
-    )
+    build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)
+    add_teacher(inputs, model, build_other)
+    if only_measures:
+        assume_reference(inputs)
+    else:
+        add_reference(options, inputs, model, build_other, world=world, progress=progress)
     log.info(describe_model(options, inputs, model))
     return model
 

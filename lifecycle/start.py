@@ -14,9 +14,10 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from lifecycle.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
 from lifecycle.inputs import RunInputs
+from lifecycle.other_models import open_other_models
 from lifecycle.start_checks import check_placeholders, check_validation, find_oddities
 from lifecycle.start_report import describe_data
-from lifecycle.teacher import open_teacher
+from lifecycle.teacher import open_scores
 from model.build import choose_compute_dtype
 from model.config import check_rope, choose_tokenizer, load_config, load_generation_config
 from model.offloading import check_offloading
@@ -48,7 +49,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
             lambda: make_objective(name, settings, family, inputs.data.task, inputs.data.count_labels)
         )
         inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
-        objective = objective and inputs.errors.attempt(lambda: open_teacher(inputs, objective, options))
+        objective = objective and inputs.errors.attempt(lambda: open_scores(inputs, objective))
         inputs.family = family if objective is None else objective.family
     elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data, which alone names the labels
         objective = make_objective(name, settings, family, Task(find_data_kind(name)))
@@ -62,6 +63,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
+        open_other_models(options, inputs)
     inputs.objective = objective and replace(objective, family=inputs.family)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))

@@ -1,34 +1,26 @@
 """A run's teacher: files of its scores next to the data sets, or a model that reads each micro-batch first."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from corpus.mixture import Mixture
 from disk import hash_json
-from lifecycle.inputs import RunInputs
-from lifecycle.reference import find_other, find_reference
+from lifecycle.inputs import TEACHER_MODEL, RunInputs
+from lifecycle.other_models import SELF
 from model.config import ModelSource
-from model.fingerprints import fingerprint_model
 from model.teaching import OtherModel, StartWeights
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from objectives.soft_targets import SOFT_COLUMN
-from options import TrainOptions
 from ranks.ending import log
-from ranks.world import World
 from scoring.score_files import ScoreColumn, ScoreFile, locate_scores
 
-SELF = "self"  # --teacher-model: the model as the run starts
 
+def open_scores(inputs: RunInputs, objective: Objective) -> Objective:
+    """Adds the teacher's scores to the run's data, if the objective learns from them; returns the objective for them.
 
-def open_teacher(inputs: RunInputs, objective: Objective, options: TrainOptions) -> Objective:
-    """Finds the objective's teacher, if it has one; returns the objective for what was found.
-
-    A teacher's scores become a column of the data. ValueError if a training set has none, or they do not fit.
-    Validation sets are measured by them if all have some.
+    ValueError if a training set has none, or they do not fit. Validation sets are measured by them if all have some.
     """
-    if objective.teacher_model is not None:
-        inputs.teacher = identify_teacher(objective.teacher_model, options)
+    inputs.teacher = SELF if objective.teacher_model == SELF else None
     name = objective.scores_name
     if name is None:
         return objective
@@ -50,32 +42,17 @@ def add_scores(data: Mixture, name: str) -> list[ScoreFile]:
     return files
 
 
-def identify_teacher(name: str, options: TrainOptions) -> str:
-    """A digest of the weights of --teacher-model."""
-    return SELF if name == SELF else fingerprint_model(find_other(name, options))
-
-
-def add_teacher(
-    options: TrainOptions,
-    inputs: RunInputs,
-    model: PackedModel,
-    build: Callable[[ModelSource], PackedModel],
-    *,
-    world: World,
-) -> None:
+def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:
     """Gives the model's reader its teacher, if the objective has one that reads rows. All ranks call this.
 
-    `model`: as the run starts, before a checkpoint is restored; `build` makes another one, frozen.
+    `model`: as the run starts, before a checkpoint is restored; `build` makes another one.
     """
-    name = inputs.objective.teacher_model
-    if name is None:
-        return
-    if name == SELF:
+    if inputs.objective.teacher_model == SELF:
         model.reader.teacher = teacher = StartWeights(model)
         log.info(f"teacher: the model as the run starts, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
-        return
-    other = build(find_reference("--teacher-model", name, options, inputs))
-    other.requires_grad_(False).eval()
-    model.reader.teacher = OtherModel(other)
-    num_parameters = sum(param.numel() for param in other.parameters())
-    log.info(f"teacher: {Path(name).name or name}, {num_parameters:,} parameters, in {other.compute_dtype}")
+    elif inputs.objective.teacher_model is not None:
+        source = inputs.other_models[TEACHER_MODEL]
+        other = build(source).requires_grad_(False).eval()
+        model.reader.teacher = OtherModel(other)
+        num_parameters = sum(param.numel() for param in other.parameters())
+        log.info(f"teacher: {source.name}, {num_parameters:,} parameters in {str(other.compute_dtype).split('.')[1]}")

@@ -1,15 +1,17 @@
 """The FLOPs of a training step, counted from the model's shape."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corpus.mixture import SampleImages
+from corpus.mixture import Mixture, SampleImages
 from model.attention import list_heads
 from model.blocks import find_blocks
 from model.mixers import find_mixers
+from objectives.objective import Objective
 from pretrained.parts import list_parts
 from pretrained.text_tower import is_multimodal, text_config
 
@@ -39,7 +41,8 @@ class FlopCount:
     per_loss_token: float
     per_pair: tuple[float, ...]  # a query and a key that it sees, in each layer
     windows: tuple[int | None, ...]  # of each layer's attention; None: no window
-
+    forward_per_token: float  # of a forward pass alone: 2 per matrix weight
+    forward_per_loss_token: float
     tower: TowerFlops | None = None  # None: the model sees nothing
 
     def of_images(self, images: SampleImages) -> np.ndarray:  # (samples,)
@@ -47,15 +50,39 @@ class FlopCount:
         tower = self.tower
         return tower.per_token * images.tokens + tower.per_patch * images.patches + tower.per_pair * images.pairs
 
+    def of_rows(self, rows: np.ndarray, data: Mixture, objective: Objective) -> float:
+        """FLOPs of a global batch of these rows of the data.
+
+        Sequences that are read ahead count forward, with as many targets as those that train.
+        """
+        sequences, num_targets = data.list_sequences(rows), int(data.num_loss_tokens[rows].sum())
+        trains = sequences.places < (objective.num_trained_sequences or math.inf)
+        flops = self.of_batch(sequences.lengths[trains], num_targets, data.images and data.images.of(rows))
+        return flops if trains.all() else flops + self.of_forward(sequences.lengths[~trains], num_targets)
+
+    def of_scores(self, rows: np.ndarray, data: Mixture, objective: Objective) -> float:
+        """FLOPs of a forward pass over all sequences of these rows; those that are read ahead as in `of_rows`."""
+        sequences, num_targets = data.list_sequences(rows), int(data.num_loss_tokens[rows].sum())
+        times = 1 if objective.num_trained_sequences is None else 2
+        return self.of_forward(sequences.lengths, times * num_targets)
+
     def of_batch(self, lengths: np.ndarray, num_loss_tokens: int, images: SampleImages | None = None) -> float:
-        """FLOPs of one global batch; `lengths` (samples,) in tokens, `images` of these samples."""
-        lengths = lengths.astype(float)
-        flops = self.per_token * lengths.sum() + self.per_loss_token * num_loss_tokens
+        """FLOPs of one global batch; `lengths` (sequences,) in tokens, `images` of its samples."""
+        flops = self.per_token * lengths.sum() + self.per_loss_token * num_loss_tokens + self.of_attention(lengths)
+        return flops if images is None else flops + float(self.of_images(images).sum())
+
+    def of_forward(self, lengths: np.ndarray, num_loss_tokens: int) -> float:
+        """FLOPs of a forward pass over sequences of text (sequences,)."""
+        tokens = self.forward_per_token * lengths.sum() + self.forward_per_loss_token * num_loss_tokens
+        return tokens + self.of_attention(lengths) / 3
+
+    def of_attention(self, lengths: np.ndarray) -> float:
+        """FLOPs of attention's scores and values, forward and backward."""
+        lengths, flops = lengths.astype(float), 0.0
         for window in set(self.windows):
             seen = lengths if window is None else np.minimum(lengths, window)
-            num_pairs = (seen * (lengths - seen / 2)).sum()
-            flops += self.sum_per_pair(window) * num_pairs
-        return flops if images is None else flops + float(self.of_images(images).sum())
+            flops += self.sum_per_pair(window) * float((seen * (lengths - seen / 2)).sum())
+        return flops
 
     def sum_per_pair(self, window: int | None) -> float:
         """FLOPs of a query and a key that it sees, over all layers with this window."""
@@ -139,18 +166,21 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     if tower is not None:  # whose matrices see patches, not tokens
         parts = list_parts(model)
         outside |= {id(model.get_parameter(name)) for name in (*parts["vision"], *parts["projector"])}
-    matrices = 0.0  # FLOPs per token
+    matrices = forward = 0.0  # FLOPs per token
     for _, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice computes twice (Zamba)
         for name, param in module.named_parameters(recurse=False):
             is_state = name == "A_log"  # Mamba 1's has two dimensions, and is no matrix
             if param.ndim < 2 or id(param) in outside or is_state:
                 continue
             is_grouped = param.ndim == 3 and not isinstance(module, nn.Conv1d)  # experts are stored as one 3-D tensor
-            matrices += param.numel() * (active if is_grouped else 1) * (6 if param.requires_grad else 4)
+            numbers = param.numel() * (active if is_grouped else 1)
+            matrices += numbers * (6 if param.requires_grad else 4)
+            forward += 2 * numbers
     blocks = find_blocks(model)
     mixers = [module for block in blocks for mixer in find_mixers(block) for module in mixer.modules()]
-    matrices += sum(12 * count_state_products(module) for module in mixers)
-    matrices += sum(4 * getattr(module, "weight_numel", 0) for module in model.modules())  # packed ones, of methods
+    states = sum(count_state_products(module) for module in mixers)
+    packed = sum(getattr(module, "weight_numel", 0) for module in model.modules())  # frozen ones, of methods
+    matrices, forward = matrices + 12 * states + 4 * packed, forward + 4 * states + 2 * packed
     # A chunk is seen by half on average, where a window that long is seen as a whole.
     windows = {
         "sliding_attention": getattr(config, "sliding_window", None),
@@ -171,5 +201,7 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
         per_loss_token=0 if head is None else (6 if head.weight.requires_grad else 4) * head.weight.numel(),
         per_pair=tuple(12 * width for width, _ in attending),
         windows=tuple(window for _, window in attending),
+        forward_per_token=forward,
+        forward_per_loss_token=0 if head is None else 2 * head.weight.numel(),
         tower=tower,
     )

@@ -126,6 +126,7 @@ class Feedback(CausalLM):
     name = KTO
     metrics = {"loss": False, "rewards/margins": True}  # noqa: RUF012
     gives_predictions = True
+    num_trained_sequences = 1
     reference_column = REFERENCE_COLUMN
 
     def read_reference(self, sums: np.ndarray) -> np.ndarray:

@@ -80,6 +80,8 @@ class Objective(ABC):
         return self.name
 
     gives_predictions: ClassVar[bool] = False  # whether `Scores` has what each target is and was predicted
+    # Sequences of a sample that train, from the first on; the others are only read ahead, forward. None: all train.
+    num_trained_sequences: ClassVar[int | None] = None
     # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
     reference_column: ClassVar[str | None] = None
     scores_name: str | None = None  # of files of a teacher's scores next to the data (see `with_scores`)

@@ -6,7 +6,14 @@ import numpy as np
 import pyarrow as pa
 
 from chat.labels import IGNORED
-from chat.token_spans import TokenizedFeedback, TokenizedPair
+from chat.token_spans import (
+    TokenizedChat,
+    TokenizedFeedback,
+    TokenizedPair,
+    TrainedSpan,
+    add_mismatched,
+    pair_up,
+)
 from families.sample import LENGTHS_COLUMN, Sample
 from objectives.columns import Columns, Counts, RowFacts, Task
 from objectives.token_columns import TextColumns
@@ -59,6 +66,9 @@ class PreferenceColumns(TextColumns):
         numbers = {MARGIN_COLUMN: tokens.margin, PAIR_WEIGHT_COLUMN: tokens.weight}
         return row | {name: [number] for name, number in numbers.items() if number is not None}
 
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedPair:
+        return pair_up(*make_random_answers(random, token_ids, length))
+
     encode = Columns.encode
 
 
@@ -102,7 +112,20 @@ class FeedbackColumns(TextColumns):
         weight = {} if tokens.weight is None else {PAIR_WEIGHT_COLUMN: [tokens.weight]}
         return row | {GOOD_COLUMN: [float(tokens.is_good)]} | weight
 
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedFeedback:
+        return add_mismatched(*make_random_answers(random, token_ids, length), is_good=bool(random.integers(2)))
+
     encode = Columns.encode
+
+
+def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, length: int) -> list[TokenizedChat]:
+    """Two sequences of `length` tokens together: half of each is a prompt in common, the rest is trained."""
+    prompt = random.choice(token_ids, length // 4).tolist()
+    sides = []
+    for num_tokens in (-(-length // 2), length // 2):
+        answer = random.choice(token_ids, num_tokens - len(prompt)).tolist()
+        sides.append(TokenizedChat(prompt + answer, [TrainedSpan(len(prompt), num_tokens, "random")]))
+    return sides
 
 
 def check_number(sample: Sample, name: str, row: RowFacts, *, least: float, most: float = LARGEST) -> None:

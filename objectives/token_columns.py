@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from chat.labels import IGNORED
-from chat.token_spans import TokenizedChat
+from chat.token_spans import TokenizedChat, TrainedSpan
 from families.sample import Sample
 from objectives.columns import (
     Bars,
@@ -70,6 +70,10 @@ class TextColumns(Columns):
             "num_loss_counted_tokens": tokens.num_loss_counted_tokens,
         }
         return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
+
+    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> TokenizedChat:
+        """All tokens are trained."""
+        return TokenizedChat(random.choice(token_ids, length).tolist(), [TrainedSpan(0, length, "random")])
 
     def encode(self, samples: Sequence[TokenizedChat]) -> pa.RecordBatch:
         lengths = np.array([len(tokens.input_ids) for tokens in samples], np.int32)

@@ -54,6 +54,7 @@ from .training import (
     MAY_DIFFER,
     PLACES,
     PRESETS,
+    WITHOUT_NUMBERS,
     TrainOptions,
     list_defaults,
     list_identifying_options,

@@ -44,9 +44,10 @@ class RowOptions:
     revision: str | None = None
     """Branch, tag or commit of --input-dataset on the hub. Default: its main branch."""
     mock_data: int | None = None
-    """Instead of rows: this many samples of random tokens, to measure training speed."""
+    """Instead of rows: this many samples of random tokens, to measure training speed; with --format preference or
+    feedback of two sequences each."""
     mock_length: int | None = None
-    """Tokens in each sample of --mock-data. Default: 2048."""
+    """Tokens in each sample of --mock-data, of all its sequences. Default: 2048."""
     format: (
         Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification", "preference", "feedback"]
         | None

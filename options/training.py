@@ -85,23 +85,24 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What decides the numbers of a run: single options and whole groups, but for the places of files.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
 
-IDENTIFYING_GROUPS = (OptimizationOptions, ClassificationOptions, TeacherOptions, OSFTOptions, LoRAOptions)
-
-PLACES = (
-    "teacher_scores",
-    "teacher_model",
-    "osft_cache_dir",
-    "osft_calibration_data",
-    "osft_statistics",
-    "lora_adapter",
-    "lora_export",
+IDENTIFYING_GROUPS = (
+    *(OptimizationOptions, ClassificationOptions, PreferenceOptions, TeacherOptions, OSFTOptions, LoRAOptions),
 )
+
+# Options of these groups that are places of files, whose content identifies the run instead.
+PLACES = (
+    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter"),
+    *("reference_model", "teacher_model", "teacher_scores"),
+)
+
+# Options of these groups that decide no numbers.
+WITHOUT_NUMBERS = ("lora_export", "reuse_reference_only")
 
 
 # Options that may differ between the ranks of a run: places, whose contents are compared instead or which rank 0 alone
 # reads, and options that do not change the numbers. (--resume may name different places.)
 MAY_DIFFER = (
-    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter", "teacher_scores", "teacher_model"),
+    *PLACES,
     *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
     *("labels_from", "data_cache_dir", "output_dir", "config", "preset", "logging_level", "num_proc", "resume"),
 )
@@ -122,9 +123,9 @@ def list_unchangeable_options() -> list[str]:
 
 
 def list_group_options(groups: tuple[type, ...]) -> list[str]:
-    """The options of `groups`, but for places of files and what is made of the result."""
+    """The options of `groups`, but for places of files and options that decide no numbers."""
     names = [option.name for group in groups for option in dataclasses.fields(group)]
-    return [name for name in names if name not in PLACES]
+    return [name for name in names if name not in (*PLACES, *WITHOUT_NUMBERS)]
 
 
 def list_defaults() -> dict[str, Any]:

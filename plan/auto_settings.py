@@ -49,7 +49,8 @@ class Prober:
         self.state, self.objective, self.progress = state, inputs.objective, progress
         data = inputs.data
         self.longest = data.longest
-        self.short = max(2, int(np.quantile(data.lengths[data.kept], SHORT_QUANTILE)))
+        lengths = data.list_sequences(data.kept).lengths
+        self.lengths = (max(2, int(np.quantile(lengths, SHORT_QUANTILE))), data.longest_sequence)
         self.grad_sync = options.sharding.micro_batch_grad_sync
         device = state.world.device
         self.is_cuda = device.type == "cuda"
@@ -66,7 +67,7 @@ class Prober:
     def measure(self, num_tokens: int) -> Probe:
         """What micro-batches of this many tokens need, every token trained.
 
-        Once in sequences as long as the longest sample and once in short ones. Gradients are there and counted, the
+        Once in sequences as long as the longest one and once in short ones. Gradients are there and counted, the
         optimizer's state is added.
         """
         self.progress(f"auto, trying micro-batches of {num_tokens:,} tokens")
@@ -76,7 +77,7 @@ class Prober:
             self.objective.make_probe(
                 num_tokens, num_tokens, longest=min(length, num_tokens), row_group=world.row_group
             )
-            for length in (self.short, self.longest)
+            for length in self.lengths
         ]
         set_gradient_sync(model, self.grad_sync, is_last=False)
         for micro_batch in micro_batches:

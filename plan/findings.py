@@ -51,9 +51,19 @@ class Target:
 
 
 @dataclass(frozen=True)
+class PlannedReference:
+    """What a reference model has to do before the first step."""
+
+    num_rows: int  # samples that no run has scored
+    flops: float
+    num_bytes: int  # weights on a rank of another model, which is there while it scores
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """What could be found out of a run from its files; None where something is wrong."""
 
     inputs: RunInputs
     start: RunPosition
     model: PlannedModel | None
+    reference: PlannedReference | None = None  # None, too, where the objective has none

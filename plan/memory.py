@@ -57,6 +57,7 @@ def plan_memory(
         if packing.num_tokens >= LONG_ROW:
             describe_savings(options, target, run, packing, findings)
         check_memory(target, memory, findings)
+        check_reference_memory(target, run, memory, findings)
     return options, packing, memory is not None
 
 
@@ -65,6 +66,7 @@ def pack_run(options: TrainOptions, target: Target, run: PlannedRun) -> Packing:
         run.inputs.data,
         options.data,
         run.model.flops,
+        run.inputs.objective,
         start=run.start,
         num_steps=run.inputs.num_steps,
         world_size=target.ranks.num_rows,
@@ -142,7 +144,7 @@ def settle_by_simulation(options: TrainOptions, target: Target, run: PlannedRun,
 
 def probe_by_simulation(options: TrainOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:
     """What a step of micro-batches of `num_tokens` needs, every one trained."""
-    load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest, accumulates=True)
+    load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
     memory = simulate(options, target, run, load)
     needed = target.base + memory.total
     return Probe(
@@ -158,7 +160,10 @@ def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, pac
     """A step with the largest micro-batch there is, and the most trained tokens."""
     accumulates = bool(packing.num_micro_batches.max() > 1)
     return simulate(
-        options, target, run, Load(packing.num_tokens, packing.num_trained, run.inputs.data.longest, accumulates)
+        options,
+        target,
+        run,
+        Load(packing.num_tokens, packing.num_trained, run.inputs.data.longest_sequence, accumulates),
     )
 
 
@@ -226,4 +231,19 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
             f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
             f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
             " --activation-checkpointing full, --tiled-mlp, --offload-activations, or more GPUs"
+        )
+
+
+def check_reference_memory(target: Target, run: PlannedRun, memory: StepMemory, findings: Findings) -> None:
+    """Adds what another reference model needs while it scores beside the model, before there is an optimizer's state;
+    a problem where that does not fit."""
+    if run.reference is None or not run.reference.num_bytes:
+        return
+    there = sum(memory.peak[kind] for kind in ("weights", "frozen", "gathered", "loss"))
+    needed = target.base + there + run.reference.num_bytes
+    findings.lines.append(f"  {'while --reference-model scores, before the first step':<48}{needed / GIB:9.3f} GiB")
+    if target.limit is not None and needed > target.limit:
+        findings.add_problem(
+            f"--reference-model needs {needed / GIB:,.1f} GiB on each rank beside the model: use more GPUs, or let a"
+            " run of one step on more of them score the data before"
         )

@@ -7,6 +7,7 @@ import numpy as np
 from batch_packer import cost_samples, pack_batch
 from corpus.mixture import Mixture
 from model.flops import FlopCount
+from objectives.objective import Objective
 from options import DataOptions
 from plan.choice import NUM_BATCHES
 from sampler import RunPosition, draw_samples
@@ -21,7 +22,7 @@ class Packing:
     fill: np.ndarray  # tokens / (micro-batches x ranks x cap)
     idle: np.ndarray  # share of the ranks' time spent on waiting for the slowest
     flops: np.ndarray
-    num_tokens: int  # of the largest micro-batch
+    num_tokens: int  # of the largest row that trains, without what is read ahead
     num_trained: int  # most in one micro-batch
 
     def describe(self) -> str:
@@ -37,6 +38,7 @@ def pack_next_batches(
     data: Mixture,
     options: DataOptions,
     flops: FlopCount,
+    objective: Objective,
     *,
     start: RunPosition,
     num_steps: int | None,
@@ -53,6 +55,7 @@ def pack_next_batches(
         load = data.load_of(ids)
         table = pack_batch(lengths, cap, world_size, flops.attention_cost, load)
         costs = cost_samples(lengths, flops.attention_cost, load)
+        in_row = count_row_tokens(data, ids, objective)
         loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
         cells = [indices for row in table for indices in row]
         rows.append(
@@ -60,10 +63,16 @@ def pack_next_batches(
                 len(table),
                 lengths.sum() / (len(cells) * cap),
                 1 - loads.mean(axis=1).sum() / loads.max(axis=1).sum(),
-                flops.of_batch(lengths, int(trained.sum()), data.images and data.images.of(ids)),
-                max(lengths[indices].sum() for indices in cells),
+                flops.of_rows(ids, data, objective),
+                max(in_row[indices].sum() for indices in cells),
                 max(trained[indices].sum() for indices in cells),
             )
         )
     num_micro_batches, fill, idle, batch_flops, num_tokens, num_trained = map(np.array, zip(*rows, strict=True))
     return Packing(cap, num_micro_batches, fill, idle, batch_flops, int(num_tokens.max()), int(num_trained.max()))
+
+
+def count_row_tokens(data: Mixture, rows: np.ndarray, objective: Objective) -> np.ndarray:  # (rows,)
+    """Tokens of each sample in the row that trains."""
+    sequences, most = data.list_sequences(rows), objective.num_trained_sequences
+    return sequences.sum_by_row(sequences.lengths * (True if most is None else sequences.places < most))

@@ -27,14 +27,15 @@ from lifecycle.record import check_output_dir, check_same_run, check_unused, is_
 from lifecycle.run_model import keeps_to_budget, weigh_images
 from lifecycle.start import open_inputs
 from options import TrainOptions, replace_options
+from plan.duration import plan_time
 from plan.findings import Findings, PlannedRun, Target
 from plan.memory import plan_memory, simulated_compute
-from plan.packing import Packing
+from plan.reference import plan_reference
 from plan.simulation import Ranks, lay_out_model
-from plan.speed import NUM_TIMED, Speed, measure_speed
+from plan.speed import measure_speed
 from pretrained.files import find_weights
 from ranks.agreement import compare_ranks
-from ranks.devices import DTYPES, PEAK_FLOPS, describe_device, describe_duration, find_peak_flops
+from ranks.devices import DTYPES, PEAK_FLOPS, describe_device, find_peak_flops
 from ranks.ending import ExitCode, RanksDiffer, log
 from ranks.meeting import count_local_ranks
 from ranks.memory import GIB, MARGIN, memory_limit
@@ -45,7 +46,6 @@ from ranks.world import call_on_rank0, count_shards, divide_world, init_world, s
 from sampler import RunPosition
 
 RANKS_PER_NODE = 8  # what --sharding hybrid is planned with for machines that are not this one
-ASSUMED_MFU = 0.4  # what a step's time is planned with where nothing can be measured
 
 
 def plan_run(options: TrainOptions) -> ExitCode:
@@ -132,7 +132,7 @@ def find_target(options: TrainOptions, world_size: int, findings: Findings, *, i
 
 def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
     """Reads what a run reads, in the same order, and continues after errors."""
-    name, num_before = options.model.model_name_or_path, len(findings.problems)
+    num_before = len(findings.problems)
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
     resumes = options.checkpoints.resume != "none"
     checkpoint = findings.problems.attempt(lambda: find_checkpoint(options)) if resumes else None
@@ -140,17 +140,20 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start)
     findings.problems += inputs.errors
     findings.warnings += inputs.warnings
-    if inputs.model_dir is not None and Path(name).is_dir():  # from the hub the weights would be downloaded
-        findings.problems.attempt(lambda: find_weights(name, inputs.model_dir))
-        if len(findings.problems) == num_before:
-            findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
+    models = inputs.list_models(options.model)
+    local = [model for model in models if Path(model[0]).is_dir()]  # from the hub the weights would be downloaded
+    for model in local:
+        findings.problems.attempt(lambda model=model: find_weights(*model))
+    if local == models and len(findings.problems) == num_before:
+        findings.problems.attempt(lambda: check_identity(options, checkpoint, inputs))
     if inputs.config is None:
         return PlannedRun(inputs, start, None)
     compute = simulated_compute(options, target, inputs)
     model = findings.problems.attempt(lambda: lay_out_model(options, inputs, compute))
     if model is not None:
         weigh_images(inputs, model.flops)
-    return PlannedRun(inputs, start, model)
+    reference = findings.problems.attempt(lambda: plan_reference(options, target, inputs, model))
+    return PlannedRun(inputs, start, model, reference)
 
 
 @dataclass(frozen=True)
@@ -252,28 +255,3 @@ def count_exports(options: TrainOptions, run: PlannedRun) -> int:
             is_last=step + 1 == num_steps,
         )
     return count
-
-
-def plan_time(
-    target: Target, run: PlannedRun, packing: Packing | None, speed: Speed | None, findings: Findings
-) -> None:
-    """Adds how long a step and the run take, and how that is known."""
-    if packing is None:
-        return
-    flops = packing.flops.mean()
-    if speed is not None:
-        seconds = flops * speed.seconds_per_flop + speed.update_seconds
-        how = f"measured here, on {NUM_TIMED} micro-batches"
-    elif target.peak_flops is not None:
-        seconds = flops / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)
-        how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
-    else:
-        findings.lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
-        return
-    text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
-    if run.inputs.num_steps is None:
-        text += "; the run has no end"
-    else:
-        left = seconds * max(0, run.inputs.num_steps - run.start.step)
-        text += f"; {describe_duration(left)} for the steps that are left"
-    findings.lines.append(text)

@@ -30,7 +30,7 @@ from model.flops import FlopCount, count_flops
 from model.method import MetaModel, Method
 from model.sharding import apply_fsdp, set_gradient_sync
 from model.tiling import apply_tiling
-from objectives.objective import TARGETS, TOKENS, Objective
+from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from optim.compact_adamw import load_map
 from optim.optimizers import build_optimizer, moment_bytes
@@ -191,7 +191,7 @@ def simulate_step(options: TrainOptions, planned: PlannedModel, load: Load, rank
                     size, num_trained, longest=load.longest, row_group=world.row_group
                 )
             simulated = micro_batch.map(lambda tensor: counter.count(known.simulate(tensor)))
-            run_backward(packed_model, simulated, {TARGETS: 1, TOKENS: 1})
+            run_backward(packed_model, simulated, planned.objective.weigh(num_trained, size, ()))
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")

@@ -1,5 +1,6 @@
 """How fast this machine trains: a few micro-batches of the run, for real, on a model that is thrown away."""
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -21,16 +22,17 @@ NUM_TIMED = 3  # micro-batches that are timed, after one to warm up
 
 @dataclass(frozen=True)
 class Speed:
-    """What can be measured of a step in advance."""
+    """What can be measured of a run in advance."""
 
     seconds_per_flop: float  # of a micro-batch, on all ranks together
+    seconds_per_scored_flop: float  # of a forward pass without gradients
     update_seconds: float
 
 
 def measure_speed(options: TrainOptions, world: World) -> Speed:
     """Times forward, backward and update of the run that the options make. All ranks call this."""
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=RunPosition())
-    model = build_run_model(options, inputs, world)
+    model = build_run_model(options, inputs, world, only_measures=True)
     flops = count_flops(model.model)
     state = TrainState(model, inputs.method, build_optimizer(model, options.optimization), world)
     batches = iterate_batches(
@@ -46,21 +48,26 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
         for batch in batches
         for row, micro_batch in zip(batch.table, batch.micro_batches, strict=True)
     )
-    seconds = timed_flops = 0.0
-    for i, (batch, row, micro_batch) in zip(range(1 + NUM_TIMED), micro_batches, strict=False):
-        ids = np.concatenate([np.array(indices, dtype=int) for indices in row])
-        begin = now(world)
-        run_backward(model, micro_batch.to(world.device), batch.divisors)
-        if i > 0:
-            seconds += now(world) - begin
-            rows, images = batch.sample_ids[ids], inputs.data.images
-            num_trained = int(inputs.data.num_loss_tokens[rows].sum())
-            timed_flops += flops.of_batch(batch.lengths[ids], num_trained, images and images.of(rows))
+    measured = []
+    for batch, row, micro_batch in itertools.islice(micro_batches, 1 + NUM_TIMED):
+        rows = batch.sample_ids[np.concatenate([np.array(indices, dtype=int) for indices in row])]
+        micro_batch = micro_batch.to(world.device)
+        times = [now(world)]
+        if model.loss.looks_ahead:
+            model.look_ahead(micro_batch)
+        run_backward(model, micro_batch, batch.divisors)
+        times.append(now(world))
+        if inputs.objective.reference_column is not None:
+            model.score(micro_batch)
+        times.append(now(world))
+        counted = [count(rows, inputs.data, inputs.objective) for count in (flops.of_rows, flops.of_scores)]
+        measured.append((*np.diff(times), *counted))
+    trained, scored, trained_flops, scored_flops = np.sum(measured[1:], axis=0).tolist()
     update_weights(state, step=0, lr=0.0)  # makes the optimizer's state
-    run_backward(model, micro_batch.to(world.device), batch.divisors)
+    run_backward(model, micro_batch, batch.divisors)
     begin = now(world)
     update_weights(state, step=1, lr=0.0)
-    return Speed(seconds / timed_flops, now(world) - begin)
+    return Speed(trained / trained_flops, scored / scored_flops, now(world) - begin)
 
 
 def now(world: World) -> float:

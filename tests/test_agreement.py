@@ -143,7 +143,7 @@ def test_every_option_is_compared_or_listed_as_free():
     compared = {flag_name(name) for name in flatten_options(make_options(Path("x")))} - set(map(flag_name, MAY_DIFFER))
     assert {flag_name(name) for name in list_identifying_options()} <= compared
     assert {"--max-steps", "--subset", "--data-weights", "--context-parallel", "--max-tokens-per-gpu"} <= compared
-    assert set(PLACES) - {"lora_export"} <= set(MAY_DIFFER) <= flatten_options(make_options(Path("x"))).keys()
+    assert set(PLACES) <= set(MAY_DIFFER) <= flatten_options(make_options(Path("x"))).keys()
     docs = (ROOT / "docs" / "running.md").read_text()
     assert [name for name in MAY_DIFFER if f"`{flag_name(name)}`" not in docs] == []
 
@@ -205,6 +205,24 @@ def test_of_an_adapter_every_rank_reads_the_config(root, world, tmp_path):
         save_file({}, tmp_path / name / "adapter_model.safetensors")
     found = [describe(root, world, lora=True, lora_adapter=str(tmp_path / name)) for name in ("a", "b")]
     assert list_differences(*found) == {"method: --lora-adapter, adapter_config.json"}
+
+
+def test_of_a_reference_model_every_rank_reads_the_config_and_the_path_may_differ(root, world, tmp_path):
+    pairs = dict(mock_data=8, mock_length=20, format="preference", output_file=str(tmp_path / "pairs.arrow"))
+    process_data(group_options(ProcessDataOptions, **pairs, model_name_or_path=str(root / "model"), preview=0))
+    for name, change in (("same", {}), ("other", {"rms_norm_eps": 0.5})):
+        shutil.copytree(root / "model", tmp_path / name)
+        content = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(content | change))
+
+    def describe_with(**own: str) -> dict[str, str]:
+        return describe(root, world, objective="preference", data_path=str(tmp_path / "pairs.arrow"), **own)
+
+    first, same, other = (describe_with(reference_model=str(tmp_path / name)) for name in ("same", "same", "other"))
+    shutil.move(tmp_path / "same", tmp_path / "moved")
+    assert first == same == describe_with(reference_model=str(tmp_path / "moved"))
+    assert list_differences(same, other) == {"model: --reference-model, config.json"}
+    assert "model: --reference-model, config.json" in list_differences(same, describe_with())
 
 
 # The sidecar's hash.

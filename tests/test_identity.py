@@ -1,5 +1,6 @@
 """Which run a checkpoint belongs to, and what of it may change; what ends generation in an export."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from lifecycle.record import OF_METHOD, check_same_run
+from options import (
+    PLACES,
+    WITHOUT_NUMBERS,
+    CheckpointOptions,
+    EndOptions,
+    ExportOptions,
+    HubOptions,
+    PlanOptions,
+    ProfilingOptions,
+    RowOptions,
+    ShardingOptions,
+    TrackingOptions,
+    TrainOptions,
+    ValidationOptions,
+    iterate_fields,
+    list_identifying_options,
+)
 
 IDENTITY = {"seed": 42, "osft-basis": "weights", OF_METHOD: [], "data": "0" * 64}
 
@@ -145,3 +163,37 @@ def test_a_run_that_only_times_steps_needs_no_export(inputs, world, tmp_path, ca
     train_here(world, **plain, save_final_checkpoint=False, output_dir=str(tmp_path / "run"))
     assert "--no-save-final-checkpoint: the trained model will not be exported" in caplog.text
     assert not (tmp_path / "run" / "hf_format").exists()
+
+
+# Options that decide no numbers of a run, by why not; all others identify it.
+CONTENT = (  # the content is part of the identity: of models, of tokenized rows that are kept, of files of the method
+    *("model_name_or_path", "model_revision", "trust_remote_code", "data_path", "drop_overlong", "subset", "config"),
+    *(
+        "preset",
+        *(option.name for option in dataclasses.fields(RowOptions)),
+        "data_cache_dir",
+        "compute_dtype",
+        *PLACES,
+    ),
+)
+ROUNDING = (  # the numbers are the same but for their rounding
+    *("max_tokens_per_gpu", "max_image_tokens_per_gpu", "attention", "activation_checkpointing", "tiled_mlp"),
+    *("offload_activations", "memory_budget_gb", "compile", "use_liger_kernels"),
+    *(option.name for option in dataclasses.fields(ShardingOptions)),
+)
+LENGTH = tuple(option.name for option in dataclasses.fields(EndOptions))  # see "number of steps"
+OUTPUT = (  # what is measured, written and said
+    *("output_dir", "logging_level", *WITHOUT_NUMBERS),
+    *(
+        option.name
+        for group in (ValidationOptions, CheckpointOptions, ExportOptions, TrackingOptions, HubOptions)
+        for option in dataclasses.fields(group)
+    ),
+    *(option.name for group in (ProfilingOptions, PlanOptions) for option in dataclasses.fields(group)),
+)
+
+
+def test_every_option_identifies_a_run_or_is_known_to_decide_no_numbers():
+    free = [*CONTENT, *ROUNDING, *LENGTH, *OUTPUT]
+    every = [option.name for option, _ in iterate_fields(TrainOptions)]
+    assert sorted([*free, *list_identifying_options()]) == sorted(every)

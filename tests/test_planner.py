@@ -16,17 +16,21 @@ from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, save_
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from families.text import TextFamily
-from lifecycle.choosing import choose_method
+from lifecycle.choosing import choose_method, choose_settings
 from lifecycle.inputs import RunInputs
+from lifecycle.step import run_backward
 from model import tiling
 from model.sharding import set_gradient_sync
-from objectives.next_tokens import CausalLM
+from objectives.choice import KINDS, make_objective
+from objectives.columns import Task
+from objectives.objective import Objective
 from optim.optimizers import build_optimizer
 from optim.reduction import reduce_step
-from options import TrainOptions, group_options
+from options import ProcessDataOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 from plan import memory
 from plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
+from process_data import process_data
 from ranks.ending import ExitCode
 from ranks.memory import MemoryCounter
 
@@ -52,6 +56,11 @@ SIMULATIONS = [  # family, options
     wide("attention that chooses keys", dict(activation_checkpointing="none")),
     ("qwen3", dict(tiled_mlp=True, offload_activations=True)),
     wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
+    ("llama", dict(objective="preference", activation_checkpointing="none")),
+    ("llama", dict(objective="preference", lora=True)),
+    wide("llama", dict(objective="preference", preference_loss="orpo")),
+    wide("phi_head_bias", dict(objective="preference", compute_dtype="bfloat16")),
+    ("llama", dict(objective="kto")),
 ]
 
 
@@ -87,11 +96,16 @@ def print_plan_as_of_long_rows(values: dict) -> tuple[ExitCode, str]:
         memory.LONG_ROW, tiling.LEAST_TOKENS = before
 
 
+def choose(options: TrainOptions) -> Objective:
+    name = options.classification.objective
+    return make_objective(name, choose_settings(options), TextFamily(), Task(KINDS[name].data or name))
+
+
 def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
     tiling.LEAST_TOKENS = LEAST_TOKENS
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     dtype = getattr(torch, options.compute.compute_dtype)
-    inputs = RunInputs(TextFamily(), choose_method(options), options.data, dtype, objective=CausalLM())
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, dtype, objective=choose(options))
     inputs.model_dir, inputs.config = str(path), load_source(path).config
     planned = lay_out_model(options, inputs, options.compute)
     return simulate_step(options, planned, Load(NUM_TOKENS, NUM_TRAINED, LONGEST, True), Ranks(num_ranks, num_ranks))
@@ -114,6 +128,7 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
         weights_dtype=getattr(torch, options.optimization.master_weights),
         reshard_after_forward=options.sharding.reshard_after_forward,
         method=choose_method(options),
+        objective=choose(options),
     )
     optimizer = build_optimizer(model, options.optimization)
     counter = MemoryCounter()
@@ -123,7 +138,8 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
         for _ in range(2):
             for k in range(2):
                 set_gradient_sync(model, options.sharding.micro_batch_grad_sync, is_last=k == 1)
-                model(CausalLM().make_probe(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)).backward()
+                micro_batch = choose(options).make_probe(NUM_TOKENS, NUM_TRAINED, longest=LONGEST)
+                run_backward(model, micro_batch, choose(options).weigh(1, 1, ()))
             optimizer.step()
             optimizer.zero_grad()
     assert predicted.total == pytest.approx(counter.num_peak, rel=0.03)
@@ -257,3 +273,54 @@ def test_auto_settings_are_planned_by_the_room_there_is(plan):
         assert f"{mode} activation checkpointing" in text, text
     code, text = plan(activation_checkpointing="auto", plan_world_size=2, plan_device="H100")
     assert code == ExitCode.BAD_INPUT and "auto cannot be planned without --memory-budget-gb" in text
+
+
+# A reference model.
+
+
+@pytest.fixture(scope="module")
+def pairs(inputs, tmp_path_factory) -> dict:
+    """Options of a dry run on random pairs."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.arrow"
+    made = dict(mock_data=40, mock_length=24, format="preference", output_file=str(path), num_proc=1, preview=0)
+    process_data(group_options(ProcessDataOptions, **made, model_name_or_path=inputs["model_name_or_path"]))
+    return inputs | dict(objective="preference", data_path=str(path))
+
+
+def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, world, tmp_path):
+    elsewhere_on = dict(plan_device="H100", memory_budget_gb=80.0)
+    code, text = plan(**pairs, **elsewhere_on)
+    assert code == ExitCode.DONE and "reference: 40 samples to score before the first step, 0.00 TFLOP" in text, text
+    assert "and the reference, 0:00:00" in text and "while --reference-model" not in text
+    _, text = plan(**pairs, **elsewhere_on, preference_loss="simpo")
+    assert "reference" not in text
+    _, text = plan(**pairs, **elsewhere_on, preference_loss="orpo")  # whose gradients have a divisor of their own
+    assert "together" in text and "memory: not known" not in text, text
+    train_here(world, **pairs | dict(dry_run=False, max_steps=1, output_dir=str(tmp_path / "run")))
+    _, text = plan(**pairs, **elsewhere_on)
+    found = re.search(r"reference: ([\d,]+) samples", text)  # scored in the compute type of this machine, not bfloat16
+    assert found is not None and found[1] == "40"
+    _, text = plan(**pairs)
+    assert "reference: all samples have been scored before" in text
+
+
+def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_path):
+    other = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "other", seed=1))
+    target = dict(plan_device="H100", lora=True, reference_model=str(other))
+    code, text = plan(**pairs, **target, memory_budget_gb=80.0)
+    assert code == ExitCode.DONE and "while --reference-model scores, before the first step" in text, text
+    code, text = plan(**pairs, **target, memory_budget_gb=1e-5)
+    assert code == ExitCode.BAD_INPUT and "--reference-model needs 0.0 GiB on each rank beside the model" in text
+    shutil.rmtree(other)
+    code, text = plan(**pairs, **target, memory_budget_gb=80.0)
+    assert code == ExitCode.BAD_INPUT and "--reference-model" in text
+
+
+def test_a_dry_run_of_preferences_measures_a_step_and_leaves_nothing(pairs, tmp_path):
+    for objective in ("preference", "reward"):
+        before = sorted(Path(pairs["data_path"]).parent.rglob("*"))
+        words = flags(**pairs | dict(output_dir=tmp_path / "run", objective=objective))
+        result = run_forked(0, "train.py", *words)
+        assert result.returncode == ExitCode.DONE, result.stderr
+        assert "measured here, on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
+        assert sorted(Path(pairs["data_path"]).parent.rglob("*")) == before

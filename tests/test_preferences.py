@@ -1,6 +1,7 @@
 """Preferences against a plain loop over transformers' own logits: losses, gradients, ranks, resuming."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
+from lifecycle.record import find_changes
 from objectives.preference_losses import LOSSES
 from objectives.sequence_logps import sum_logps
 from objectives.token_loss import TrainedTokens
@@ -305,3 +307,30 @@ def test_kto_is_the_same_on_any_ranks(num_ranks, changes, models, world, tmp_pat
         [[row[key] for key in keys] for row in read_rows(tmp_path / root / "run")] for root in ("one", "other")
     )
     np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
+
+
+def test_a_run_resumes_only_with_the_loss_and_the_reference_that_it_began_with(models, world, tmp_path):
+    options = make_options(tmp_path, models, max_steps=1)
+    train_on(1, world, **options)
+    others = {
+        "preference-beta": dict(preference_beta=0.5),
+        "preference-loss": dict(preference_loss="hinge"),
+        "preference-nll-weight": dict(preference_nll_weight=0.5),
+        "reference model": dict(reference_model=models[1]),
+    }
+    for name, changes in others.items():
+        with pytest.raises(ValueError, match=f"was made with other {name}"):
+            train_on(1, world, **options | dict(max_steps=2) | changes)
+    copied = shutil.copytree(models[0], tmp_path / "copied")
+    train_on(1, world, **options | dict(max_steps=2, reference_model=copied, reuse_reference_only=True))
+    assert len(read_rows(tmp_path / "run")) == 2
+
+
+def test_a_checkpoint_that_notes_down_no_loss_of_preferences_has_the_defaults(models, world, tmp_path):
+    options = make_options(tmp_path, models, max_steps=1) | dict(preference_beta=None)
+    train_on(1, world, **options)
+    identity = json.loads((tmp_path / "run" / "training_params.json").read_text())["identity"]
+    before = {name: value for name, value in identity.items() if not name.startswith(("preference", "reference"))}
+    assert identity["reference model"] is not None and len(before) < len(identity)
+    assert find_changes(before, identity) == {}
+    assert list(find_changes(before, identity | {"preference-beta": 0.5})) == ["preference-beta"]

@@ -20,8 +20,9 @@ from methods.full import Full
 from model.config import load_generation_config
 from objectives.next_tokens import CausalLM
 from objectives.packed_model import PackedModel
-from options import PRESETS, TrainOptions, flatten_options, group_options
+from options import PRESETS, ProcessDataOptions, TrainOptions, flatten_options, group_options
 from options.problems.finding import find_problems
+from process_data import process_data
 from ranks.ending import RunError
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]
@@ -74,6 +75,12 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
             dict(mock_data=9, objective="sequence-classification"),
             "needs rows of --format classification: --mock-data has none",
         ),
+        (
+            dict(mock_data=9, mock_length=3, format="preference", objective="preference"),
+            "--mock-length 3: must be at least 4 with --format preference",
+        ),
+        (dict(mock_data=9, format="feedback", objective="reward"), "--objective reward needs rows of --format prefer"),
+        (dict(mock_data=9, format="feedback"), "--format feedback has no effect on --objective causal-lm"),
         (dict(input_file="r", objective="preference"), "needs rows of --format preference"),
         (dict(input_file="r", format="preference"), "give --objective preference or --objective reward"),
         (dict(data_path="d", preference_loss="ipo"), "--preference-loss: no effect on --objective causal-lm"),
@@ -114,6 +121,7 @@ def test_options_without_data_without_effect_or_against_each_other(given, messag
 
 OSFT = ["--osft", "--osft-unfreeze-rank-ratio", "0.5"]
 QLORA = ["--lora", "--base-quantization", "nf4"]
+RANDOM = {"preference": "preference", "kto": "feedback", "reward": "preference"}  # formats of random rows
 
 
 @pytest.mark.parametrize(
@@ -135,11 +143,27 @@ QLORA = ["--lora", "--base-quantization", "nf4"]
         ("images", ["--lora"]),
         wide("images", QLORA),
         wide("images", OSFT),
+        ("preference", []),
+        ("preference", ["--lora"]),
+        ("kto", []),
+        ("reward", []),
+        wide("preference", OSFT),
+        wide("preference", QLORA),
+        wide("kto", ["--lora"]),
+        wide("kto", OSFT),
+        wide("reward", ["--lora"]),
+        wide("reward", OSFT),
     ],
 )
 def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, caplog):
     if data_of == "causal-lm":
         inputs = make_inputs(tmp_path, "llama_tied_bias")
+    elif data_of in RANDOM:
+        model = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "model"))
+        data = tmp_path / "d.arrow"
+        random = dict(mock_data=20, mock_length=24, format=RANDOM[data_of], output_file=str(data), num_proc=1)
+        process_data(group_options(ProcessDataOptions, **random, model_name_or_path=str(model)))
+        inputs = dict(model_name_or_path=str(model), data_path=str(data), objective=data_of)
     elif data_of == "images":
         model = save_seeing(tmp_path, "qwen2-vl")
         data = tokenize(2 * make_rows(tmp_path), model, tmp_path)

@@ -8,6 +8,8 @@ from options.problems.given import list_changed, list_row_sources
 # The least that options of rows can be; a block is cut one token short where the next would begin with an end-of-text
 # token, and two make a target.
 ROW_MINIMA = {"max_sample_num_tokens": 1, "block_size": 3, "num_proc": 1, "mock_data": 1, "mock_length": 2}
+RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
+LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
 
 
 def find_data_problems(o: ProcessDataOptions) -> list[str]:
@@ -42,10 +44,12 @@ def find_row_problems(o: RowOptions) -> list[str]:
     if o.mock_length is not None and o.mock_data is None:
         problems.append("--mock-length has no effect without --mock-data")
     if o.mock_data is not None:
-        kept = ("mock_data", "mock_length", "num_proc")
+        kept = ("mock_data", "mock_length", "num_proc", *(["format"] if o.format in RANDOM_FORMATS else []))
         given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
         if given:
             problems.append(f"{', '.join(map(flag_name, given))}: no effect with --mock-data, which reads no rows")
+    if o.format in RANDOM_FORMATS and o.mock_length is not None and 2 <= o.mock_length < LEAST_PAIR:
+        problems.append(f"--mock-length {o.mock_length}: must be at least {LEAST_PAIR} with --format {o.format}")
     if o.block_size is not None and o.max_sample_num_tokens is not None:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
     if o.block_size is not None and o.format not in (None, "messages", "document"):

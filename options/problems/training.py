@@ -14,7 +14,7 @@ from options import (
     parse_subset,
 )
 from options.problems.given import is_installed, list_changed, list_given, list_row_sources
-from options.problems.rows import find_row_problems
+from options.problems.rows import RANDOM_FORMATS, find_row_problems
 
 FORMATS = {  # of rows, for the objectives that need one of their own
     "sequence-classification": "classification",
@@ -134,10 +134,15 @@ def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
         return [useless] if fitting else []
     or_pairs = ", or of --format preference with --feedback-from-pairs" if wanted == "feedback" else ""
     needs = f"--objective {objective} needs rows of --format {wanted}{or_pairs}"
-    if has_rows and rows.mock_data is not None:
+    if has_rows and rows.mock_data is not None and wanted not in RANDOM_FORMATS:
         return [f"{needs}: --mock-data has none"]
-    makes = "feedback" if rows.feedback_from_pairs else rows.format
+    makes = "feedback" if rows.feedback_from_pairs else rows.format or name_random_format(options)
     return [needs] if has_rows and makes != wanted else []
+
+
+def name_random_format(options: TrainOptions) -> str | None:
+    """The format of --mock-data for the objective; None: texts, or rows that are not random."""
+    return None if options.rows.mock_data is None else FORMATS.get(options.classification.objective)
 
 
 def find_preference_problems(options: TrainOptions) -> list[str]:

@@ -1,0 +1,86 @@
+"""FLOPs of a step: those of each sequence by itself, forward and backward, or forward where it is only read ahead."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, save_model, save_tokenizer
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from corpus.mixture import Mixture
+from corpus.reader import RowSequences, TokenizedData
+from model.flops import FlopCount, count_flops
+from objectives.kto import Feedback
+from objectives.next_tokens import CausalLM
+from objectives.preferences import Preferences
+from options import ProcessDataOptions, group_options
+from plan.packing import count_row_tokens
+from process_data import process_data
+
+# Two layers, of which one has a window shorter than the sequences.
+FLOPS = FlopCount(600.0, 90.0, (12.0, 24.0), (None, 5), forward_per_token=200.0, forward_per_loss_token=30.0)
+LENGTHS = (20, 31)  # of a sample's two sequences together
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
+
+
+def make_data(model: Path, directory: Path, kind: str | None) -> Mixture:
+    """Four random samples of each length."""
+    paths = [directory / f"{length}.arrow" for length in LENGTHS]
+    for path, length in zip(paths, LENGTHS, strict=True):
+        made = dict(mock_data=4, mock_length=length, format=kind, output_file=str(path), num_proc=1, preview=0)
+        process_data(group_options(ProcessDataOptions, **made, model_name_or_path=str(model)))
+    return Mixture([TokenizedData(path) for path in paths])
+
+
+def test_a_pair_takes_what_its_sequences_take(model, tmp_path):
+    data, rows = make_data(model, tmp_path, "preference"), np.array([1, 6, 0])
+    sides = [10, 10, 16, 15, 10, 10]
+    assert data.list_sequences(rows).lengths.tolist() == sides and data.longest_sequence == 16
+    alone = [FLOPS.of_batch(np.array([length]), 0) for length in sides]
+    num_trained = int(data.num_loss_tokens[rows].sum())
+    assert FLOPS.of_rows(rows, data, Preferences()) == pytest.approx(sum(alone) + 90 * num_trained)
+    assert count_row_tokens(data, rows, Preferences()).tolist() == [20, 31, 20]
+
+
+def test_what_is_only_read_ahead_takes_a_forward_pass(model, tmp_path):
+    data, rows = make_data(model, tmp_path, "feedback"), np.array([1, 6])
+    num_trained = int(data.num_loss_tokens[rows].sum())  # of the answers
+    trained, ahead = FLOPS.of_batch(np.array([10, 16]), num_trained), FLOPS.of_forward(np.array([10, 15]), num_trained)
+    assert FLOPS.of_rows(rows, data, Feedback()) == pytest.approx(trained + ahead)
+    assert ahead == pytest.approx(FLOPS.of_batch(np.array([10, 15]), num_trained) / 3)
+    assert FLOPS.of_scores(rows, data, Feedback()) == pytest.approx(trained / 3 + ahead)
+    assert count_row_tokens(data, rows, Feedback()).tolist() == [10, 16]
+
+
+def test_a_text_is_one_sequence(model, tmp_path):
+    data, rows = make_data(model, tmp_path, None), np.array([7, 0])
+    expected = FLOPS.of_batch(np.array([31, 20]), 49)
+    assert FLOPS.of_rows(rows, data, CausalLM()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_pass_takes_what_torch_counts(trains, model):
+    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").requires_grad_(trains)
+    num_tokens = 24
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        loaded(torch.arange(num_tokens)[None])
+    flops, lengths = count_flops(loaded), np.array([num_tokens])
+    causal = flops.of_attention(lengths) / 3  # half of the square that torch counts
+    assert flops.of_forward(lengths, num_tokens) + causal == counted.get_total_flops()
+
+
+def test_sequences_of_some_rows_are_those_of_each_row():
+    random = np.random.default_rng(0)
+    counts = random.integers(1, 4, 50)
+    lengths = [random.integers(1, 100, count) for count in counts]
+    sequences, rows = RowSequences(counts, np.concatenate(lengths)), random.integers(0, 50, 20)
+    chosen = sequences.of(rows)
+    assert chosen.lengths.tolist() == [length for row in rows for length in lengths[row]]
+    assert chosen.places.tolist() == [place for row in rows for place in range(counts[row])]
+    assert chosen.sum_by_row(chosen.lengths).tolist() == [lengths[row].sum() for row in rows]
