@@ -92,11 +92,9 @@ class RunInputs:
             return None
         other = self.other_models.get(REFERENCE_MODEL)
         if other is None:
-            directory = self.model_dir
-            found = [self.method.list_data_hashes(), options.lora.base_quantization]
-        else:  # which is used without the method's layers
-            directory, found = other.directory, [[], "none"]
-        return hash_json([fingerprint_model(directory), *found, str(self.compute_dtype)])
+            method_data, quantization = self.method.list_data_hashes(), options.lora.base_quantization
+            return hash_reference(self.model_dir, method_data, quantization, self.compute_dtype)
+        return hash_reference(other.directory, [], "none", self.compute_dtype)  # without the method's layers
 
     def identify_teacher(self) -> str | None:
         """A hash of the teacher's scores, or of its weights; None if the objective has no teacher."""
@@ -119,3 +117,8 @@ class RunInputs:
             compute_dtype=self.compute_dtype,
             num_steps=self.num_steps if options.optimization.needs_end else None,
         )
+
+
+def hash_reference(directory: str, method_data: list[str], quantization: str, compute_dtype: torch.dtype) -> str:
+    """The key of a reference model's numbers: its weights, what is put on them, and the type of computation."""
+    return hash_json([fingerprint_model(directory), method_data, quantization, str(compute_dtype)])

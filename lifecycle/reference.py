@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from disk import hash_json, written_aside
 from lifecycle.inputs import REFERENCE_MODEL, RunInputs
 from model.config import ModelSource
 from model.fingerprints import fingerprint_data
+from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import TrainOptions
 from ranks.ending import log
@@ -38,38 +40,61 @@ def add_reference(
     if column is None:
         return
     key = call_on_rank0(world, lambda: inputs.identify_reference(options))
-    sets = list_sets(inputs)
-    values = [call_on_rank0(world, lambda data=data: read_values(data, key)) for data in sets]
-    missing = [find_missing(data, known) for data, known in zip(sets, values, strict=True)]
-    num_missing, num_rows = sum(map(len, missing)), sum(len(data.kept) for data in sets)
+    known = [read_known(data, key, world) for data in list_sets(inputs)]
+    num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
     log.info(f"reference: {num_rows - num_missing:,} of {num_rows:,} samples scored before, {num_missing:,} to score")
     if num_missing and options.preference.reuse_reference_only:
         raise ValueError(
             f"--reuse-reference-only: {num_missing:,} samples have no log-probabilities by this reference model; leave"
             " the option out to compute them"
         )
-
-    def score(scorer: PackedModel, data: Mixture, known: np.ndarray, part: np.ndarray) -> None:
-        found = score_data(
+    other = inputs.other_models.get(REFERENCE_MODEL)
+    scorer = model if not num_missing or other is None else build(other)
+    for own in known:
+        score_missing(
+            own,
             scorer,
-            data.restricted_to(part),
             inputs.objective,
             cap=inputs.data_options.max_tokens_per_gpu,
             world=world,
-            by_sample=True,
             progress=lambda where: progress(f"reference, {where}"),
         )
-        known[part] = inputs.objective.read_reference(found.sums[part].numpy())
-        call_on_rank0(world, lambda: write_values(data, known, key))
-
-    other = inputs.other_models.get(REFERENCE_MODEL)
-    scorer = model if not num_missing or other is None else build(other)
-    for data, known, rows in zip(sets, values, missing, strict=True):
-        for start in range(0, len(rows), PART_SIZE):
-            score(scorer, data, known, rows[start : start + PART_SIZE])
-        data.add_column(column, known)
+        own.data.add_column(column, own.values)
     del scorer
     gc.collect()  # the modules of another model refer to each other
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a data set's rows by one reference model."""
+
+    data: Mixture
+    key: str  # a hash of all that decides the model's numbers but the data
+    values: np.ndarray  # (rows, 2) fp32; NaN where it is not known
+    missing: np.ndarray  # (n,) rows that are kept and not known
+
+
+def read_known(data: Mixture, key: str, world: World) -> Known:
+    values = call_on_rank0(world, lambda: read_values(data, key))
+    return Known(data, key, values, find_missing(data, values))
+
+
+def score_missing(
+    known: Known,
+    scorer: PackedModel,
+    objective: Objective,
+    *,
+    cap: int,
+    world: World,
+    progress: Callable[[str], None] | None = None,
+) -> None:
+    """Scores the missing rows, and writes what is known after each part of them. All ranks call this."""
+    for start in range(0, len(known.missing), PART_SIZE):
+        part = known.missing[start : start + PART_SIZE]
+        restricted = known.data.restricted_to(part)
+        found = score_data(scorer, restricted, objective, cap=cap, world=world, by_sample=True, progress=progress)
+        known.values[part] = objective.read_reference(found.sums[part].numpy())
+        call_on_rank0(world, lambda: write_values(known.data, known.values, known.key))
 
 
 def list_sets(inputs: RunInputs) -> list[Mixture]:

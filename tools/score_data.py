@@ -1,11 +1,12 @@
-"""Scores tokenized data sets with a model: a teacher's most probable tokens at each trained token, for train.py.
+"""Scores tokenized data sets with a model, for train.py: a teacher's most probable tokens, a reference's answers.
 
     python tools/score_data.py --model-name-or-path BIG --data-path chats.arrow --top-k 32
     torchrun --nproc-per-node=8 tools/score_data.py --model-name-or-path BIG --data-path chats.arrow
     torchrun --nproc-per-node=8 train.py --data-path chats.arrow --teacher-weight 0.5 ...
 
-Writes chats.arrow.teacher.scores and its sidecar. Packed, sharded, without gradients. A killed run resumes, on any
-number of processes, when the same command is started again.
+Writes chats.arrow.teacher.scores and its sidecar; of preferences and binary feedback, the log-probabilities that a run
+from the same weights would compute at its start. Packed, sharded, without gradients. A killed run resumes when the same
+command is started again, on any number of processes.
 """
 
 import sys
@@ -21,6 +22,7 @@ if __name__ == "__main__":
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,14 +37,21 @@ from families.text import TextFamily
 from inference.models import FoundModel, check_answering, find_answering_model
 from inference.openai_engine import OpenAIEngine
 from inference.prompt_scores import PromptScorer
+from lifecycle.inputs import hash_reference
+from lifecycle.reference import read_known, score_missing
+from methods.adapter_files import hash_adapter
+from model.build import choose_compute_dtype
 from model.config import check_rope
-from objectives.columns import CAUSAL_LM
+from objectives.choice import KINDS, Settings, find_data_kind
+from objectives.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, Task
 from objectives.data_kinds import describe_task
+from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from objectives.soft_targets import make_record_type
 from objectives.top_tokens import TopTokens
-from options import EngineOptions, SamplingOptions
+from options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
 from options.choices import check_choices
+from options.problems.given import list_changed
 from ranks.agreement import compare_ranks
 from ranks.devices import DTYPES
 from ranks.messages import say
@@ -52,6 +61,7 @@ from ranks.world import World, call_on_rank0, call_with_world
 from scoring.data_scores import score_data
 from scoring.score_files import ScoreIdentity, ScoreWriter, digest_data, locate_scores
 
+OF_TEACHERS = ("teacher_data", "name", "top_k", "temperature")
 ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank 0
 
 
@@ -59,24 +69,52 @@ def score(options: ScoreDataOptions, world: World) -> None:
     """Writes the scores of all data sets; ValueError or OSError for what cannot be done."""
     check_choices(options, {"engine": OPENERS, "dtype": ("auto", *DTYPES)})
     compare_ranks(world, lambda: describe_program(options, world, may_differ=("config",)))
-    sets = [open_data(path) for path in options.data_path]
-    read = [open_data(path) for path in options.teacher_data] or sets
+    sets = [open_data(path, options) for path in options.data_path]
+    read = [open_data(path, options) for path in options.teacher_data] or sets
     for data, seen in zip(sets, read, strict=True):
         call_on_rank0(world, lambda data=data, seen=seen: check_aligned(data, seen))
     scorer = OPENERS[options.engine](options, read, world)
     for data, seen in zip(sets, read, strict=True):
-        writer = open_writer(data, seen, scorer, options)
-        if writer.is_complete:
-            announce(world, f"{writer.path}: there already, by the same teacher")
-            continue
-        announce(world, describe_size(data, writer))
-        write_scores(writer, functools.partial(scorer.score, seen), world)
+        SCORES[data.task.objective](data, seen, scorer, options, world)
+
+
+def score_tokens(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
+    """Writes a teacher's scores of one data set, or continues them."""
+    writer = open_writer(data, seen, scorer, options)
+    if writer.is_complete:
+        announce(world, f"{writer.path}: there already, by the same teacher")
+        return
+    announce(world, describe_size(data, writer))
+    write_scores(writer, functools.partial(scorer.score, seen), world)
+
+
+def score_answers(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
+    """Writes a reference's log-probabilities of one data set's answers, as a run from the same weights looks for."""
+    objective = make_reference_objective(data)
+    path, known = data.sources[0].path, read_known(data, scorer.key, world)
+    announce(world, f"{path}: {len(known.missing):,} of {len(data.kept):,} samples to score")
+    if len(known.missing):
+        score_missing(known, scorer.build(objective), objective, cap=options.max_tokens_per_gpu, world=world)
+
+
+SCORES = {CAUSAL_LM: score_tokens, PREFERENCE: score_answers, FEEDBACK: score_answers}
+
+
+def make_reference_objective(data: Mixture) -> Objective:
+    """The first objective that learns from the data by a reference."""
+    kinds = [kind for name, kind in KINDS.items() if find_data_kind(name) == data.task.objective]
+    made = [kind.make(Settings(), kind.make_family(Settings()), data.task, data.count_labels) for kind in kinds]
+    return next(objective for objective in made if objective.reference_column is not None)
 
 
 class Scorer(Protocol):
     """Who scores."""
 
     identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
+    key: str  # of its log-probabilities as a reference (lifecycle.inputs.hash_reference)
+
+    def build(self, objective: Objective) -> PackedModel:
+        """The model with another objective; ValueError for a server. All ranks call this."""
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         """The records of the rows' trained tokens, on rank 0. All ranks call this."""
@@ -110,9 +148,19 @@ class LocalScorer:
         family = TextFamily().complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
         self.objective = TopTokens(family, top_k=options.top_k, temperature=options.temperature, num_ids=num_ids)
 
+    @property
+    def key(self) -> str:
+        compute = ComputeOptions(compute_dtype=self.options.dtype)
+        adapter = [] if self.found.adapter is None else list(hash_adapter(self.found.adapter).values())
+        return hash_reference(self.found.directory, adapter, "none", choose_compute_dtype(compute, self.world.device))
+
+    def build(self, objective: Objective) -> PackedModel:
+        objective = replace(objective, family=self.objective.family)
+        return build_scorer(self.found, objective, dtype=self.options.dtype, world=self.world)
+
     @functools.cached_property
     def model(self) -> PackedModel:
-        return build_scorer(self.found, self.objective, dtype=self.options.dtype, world=self.world)
+        return self.build(self.objective)
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         check_positions(self.model.model, longest=data.longest)
@@ -151,6 +199,13 @@ class ServerScorer:
         self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
                          "num_ids": 0, "dtype": "server"}  # fmt: skip
 
+    @property
+    def key(self) -> str:
+        raise ValueError("--engine openai: not for preferences and feedback, whose reference scores whole answers")
+
+    def build(self, objective: Objective) -> PackedModel:
+        raise AssertionError("its key is asked for before")
+
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         samples = [(f"row {row + 1}", data.read(row)) for row in rows.tolist()]
         return self.scorer.score(
@@ -169,11 +224,15 @@ def mark_trained(labels: np.ndarray) -> np.ndarray:  # (L,) bool
     return (labels != IGNORED) & (np.arange(len(labels)) > 0)
 
 
-def open_data(path: str) -> Mixture:
-    """A data set with trained tokens; ValueError for one that no teacher scores."""
+def open_data(path: str, options: ScoreDataOptions) -> Mixture:
+    """A data set with trained tokens; ValueError for one that cannot be scored, or not as the options say."""
     data = Mixture([TokenizedData(path)])
-    if data.task.objective != CAUSAL_LM:
-        raise ValueError(f"--data-path {path} is for {describe_task(data.task)}; scored is language modelling")
+    if data.task.objective not in SCORES:
+        allowed = ", ".join(describe_task(Task(name)) for name in SCORES)
+        raise ValueError(f"--data-path {path} is for {describe_task(data.task)}; allowed: {allowed}")
+    given = [flag_name(name) for name in list_changed(options) if name in OF_TEACHERS]
+    if given and data.task.objective != CAUSAL_LM:
+        raise ValueError(f"{', '.join(given)}: no effect on {path}, which is for {describe_task(data.task)}")
     data.check_trained("--data-path")
     return data
 
