@@ -58,15 +58,15 @@ def read_rows(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any)
     source = {"format": FORMATS[to.objective]}
     if isinstance(kind, dict):
         return source | read_own_format(to, kind)
-    if kind in (None, "passthrough", "passthrough.default") and to.objective != "reward":
+    if kind is None or (kind in ("passthrough", "passthrough.default") and to.objective == "preference"):
         return source
     family, _, name = str(kind).partition(".")
     if family == "bradley_terry" and to.objective == "reward":
-        check_prompt(kind, "input")
+        check_prompt(kind, "input", instead="without a type")
     if family == "chat_template" and to.objective == "preference":
         return source | read_messages(to, rest, notes, name or "default")
     if family in ("chatml", "llama3") and (name or "default") in TYPES[to.objective]:
-        check_prompt(kind, TYPES[to.objective][name or "default"])
+        check_prompt(kind, TYPES[to.objective][name or "default"], instead=f"with type {family}.intel")
         if family == "llama3":
             notes.append(f"{DIFFERS}: the template llama3 leaves out blanks around messages")
         return source | {"chat_template": family}
@@ -76,12 +76,12 @@ def read_rows(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any)
     )
 
 
-def check_prompt(kind: str, column: str | None) -> None:
+def check_prompt(kind: str, column: str | None, *, instead: str) -> None:
     """Refuses a type whose prompts are in a column that is not read as the user's message."""
     if column not in ("question", "instruction", None):
         raise Refusal(
             f"type {kind!r}: texts in the column {column} would be continued without a chat template; rename it to"
-            " question, and leave type out"
+            f" question, which is read {instead}"
         )
 
 

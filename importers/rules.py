@@ -150,6 +150,17 @@ def of_lora(rule: Rule) -> Rule:
     return lambda to, key, value: rule(to, key, value) if to.is_lora else f"{NEEDLESS}: no adapter trains"
 
 
+def of_new_lora(rule: Rule) -> Rule:
+    """A rule for files that train new adapters; one that is continued keeps its rank, its scale and its layers."""
+
+    def rule_of_new(to: Conversion, key: str, value: Any) -> str:
+        if to.get("adapter_name_or_path", "lora_model_dir"):
+            return f"{NEEDLESS}: the adapter that is continued says it"
+        return rule(to, key, value)
+
+    return of_lora(rule_of_new)
+
+
 def choose(name: str, choices: dict[Any, Any]) -> Rule:
     """The option `name`, by a table of the key's values; a value that is not there has no counterpart."""
 

@@ -51,7 +51,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_shared_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of all its trainers."""
+    """Values that all of its trainers share."""
     defaults = {"lr_scheduler_type": "linear", "num_train_epochs": 3, "per_device_train_batch_size": 8,
                 "adam_beta2": 0.999, "max_length": 1024}  # fmt: skip
     lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
