@@ -13,7 +13,18 @@ from importers.preferences import (
     say_losses,
     set_loss,
 )
-from importers.rules import DIFFERS, NEEDLESS, Conversion, Refusal, Rule, needless, refuse, say, say_if_true
+from importers.rules import (
+    DIFFERS,
+    NEEDLESS,
+    Conversion,
+    Refusal,
+    Rule,
+    needless,
+    refuse,
+    say,
+    say_if_true,
+    say_unless_zero,
+)
 
 OBJECTIVES = {"dpo": "preference", "ipo": "preference", "orpo": "preference", "simpo": "preference", "kto": "kto"}
 OTHERS = {"grpo": "reinforcement learning", "gdpo": "reinforcement learning", "ebft": "energy-based fine-tuning"}
@@ -56,7 +67,7 @@ def say_rl(to: Conversion, key: str, value: Any) -> str:
 def read_rows(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any) -> dict[str, Any]:
     """Options of process_data.py for a data set of preferences, by its type."""
     source = {"format": FORMATS[to.objective]}
-    if isinstance(kind, dict):
+    if isinstance(kind, dict) and to.objective != "reward":
         return source | read_own_format(to, kind)
     if kind is None or (kind in ("passthrough", "passthrough.default") and to.objective == "preference"):
         return source
@@ -117,21 +128,26 @@ def read_own_format(to: Conversion, kind: dict[str, Any]) -> dict[str, Any]:
     return {option: name for option, name in columns.items() if f"{name}_field" != option}
 
 
+def of_rl(*names: str, rule: Rule) -> Rule:
+    """A rule for files with one of these as `rl`; in others the key has no effect there either."""
+    return lambda to, key, value: rule(to, key, value) if to.get("rl") in names else f"{NEEDLESS}: rl does not use it"
+
+
 OTHER_LOSS = "changes the loss, and has no counterpart"
 PREFERENCE_RULES: dict[str, Rule] = {
     "rl": say_rl,
-    "rl_beta": of_objective("preference", "kto", rule=say("preference_beta")),
-    "dpo_beta": of_objective("preference", "kto", rule=say("preference_beta")),
+    "rl_beta": of_rl(*OBJECTIVES, rule=say("preference_beta")),
+    "dpo_beta": needless("it is written as rl_beta, unless that is there"),
     "orpo_alpha": needless("it is written as rl_beta, unless that is there"),
-    "simpo_gamma": of_objective("preference", rule=say("preference_gamma")),
-    "cpo_alpha": of_objective("preference", rule=say_above_zero("preference_nll_weight")),
-    "rpo_alpha": of_objective("preference", rule=say_above_zero("preference_nll_weight")),
-    "kto_desirable_weight": of_objective("kto", rule=say("desirable_weight")),
-    "kto_undesirable_weight": of_objective("kto", rule=say("undesirable_weight")),
-    "dpo_loss_type": of_objective("preference", rule=say_losses("dpo_loss_weights")),
+    "simpo_gamma": of_rl("simpo", rule=say("preference_gamma")),
+    "cpo_alpha": of_rl("simpo", rule=say_above_zero("preference_nll_weight")),
+    "rpo_alpha": of_rl("dpo", rule=say_above_zero("preference_nll_weight")),
+    "kto_desirable_weight": of_rl("kto", rule=say_unless_zero("desirable_weight")),
+    "kto_undesirable_weight": of_rl("kto", rule=say_unless_zero("undesirable_weight")),
+    "dpo_loss_type": of_rl("dpo", rule=say_losses("dpo_loss_weights")),
     "dpo_loss_weights": needless("they are written with dpo_loss_type"),
-    "dpo_label_smoothing": of_objective("preference", rule=say_loss_smoothing("dpo_loss_type")),
-    "dpo_use_weighting": refuse(OTHER_LOSS),
+    "dpo_label_smoothing": of_rl("dpo", rule=say_loss_smoothing("dpo_loss_type")),
+    "dpo_use_weighting": of_rl("dpo", "ipo", rule=refuse(OTHER_LOSS)),
     "dpo_norm_loss": refuse(OTHER_LOSS),
     "dpo_padding_free": needless("samples are always packed, and never see each other"),
     "dpo_use_liger_kernel": say_if_true(use_liger_kernels=True),

@@ -35,7 +35,7 @@ def say_losses(weights_key: str) -> Rule:
             raise Refusal(f"{len(names)} losses with the weights {given!r}: must be as many")
         weights = dict(zip(names, [read_number(weights_key, weight) for weight in given], strict=True))
         nll = weights.pop("sft", None)
-        if len(weights) != 1 or not weights.keys() <= LOSSES.keys():
+        if len(weights) != 1 or not weights.keys() <= LOSSES.keys() or len(set(names)) < len(names):
             raise Refusal(f"{', '.join(names)}: one of {', '.join(LOSSES)} can be trained, alone or with sft")
         ((name, weight),) = weights.items()
         if weight != 1:

@@ -68,7 +68,7 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
 def say_kto_loss(to: Conversion, key: str, value: Any) -> str:
     if value != "kto":
         raise Refusal(f"the loss {value!r} on single answers is not here: kto is")
-    return f"{NEEDLESS}: objective kto; {POINT}"
+    return f"{NEEDLESS}: objective kto; pairs need format: preference and feedback_from_pairs: true; {POINT}"
 
 
 def say_orpo(to: Conversion, key: str, value: Any) -> str:

@@ -19,6 +19,7 @@ from typeguard import check_type
 
 from command_line import parse_options
 from corpus.hub_rows import find_dataset
+from corpus.reader import TokenizedData
 from importers.batches import count_packs
 from importers.conversion import TRAINERS, convert, follow
 from importers.recognition import OTHER_OBJECTIVES, recognize
@@ -504,6 +505,8 @@ DPO = dict(rl="dpo", rl_beta=0.2)
          dict(preference_loss="simpo", preference_beta=2, preference_gamma=1, preference_nll_weight=1)),
         ("axolotl", dict(rl="simpo", cpo_alpha=0), dict(preference_loss="simpo")),
         ("axolotl", dict(rl="kto", kto_desirable_weight=0.2), dict(objective="kto", desirable_weight=0.2)),
+        ("axolotl", DPO | dict(cpo_alpha=1, simpo_gamma=2, orpo_alpha=3, kto_desirable_weight=4),
+         dict(preference_beta=0.2)),
         ("axolotl", dict(reward_model=True, center_rewards_coefficient=0.1),
          dict(objective="reward", reward_centering=0.1)),
         ("llama-factory", dict(stage="dpo"), PAIRS | dict(preference_loss="dpo", learning_rate=5e-5)),
@@ -519,8 +522,8 @@ DPO = dict(rl="dpo", rl_beta=0.2)
 def test_preferences_have_their_loss_and_its_numbers(trainer, given, train):
     to = convert(given, trainer, num_gpus=1)
     assert to.train.items() >= train.items()
-    unsaid = {"preference_nll_weight", "preference_gamma", "preference_label_smoothing"} - train.keys()
-    assert not unsaid & to.train.keys() or train.keys() <= {*PAIRS, "preference_gamma", "preference_loss"}
+    only_asked = {"preference_nll_weight", "preference_gamma", "preference_label_smoothing", "desirable_weight"}
+    assert not (only_asked - train.keys()) & to.train.keys()
     assert to.sources[0]["format"] == ("feedback" if to.objective == "kto" else "preference")
 
 
@@ -554,7 +557,8 @@ def test_rows_are_pairs_and_both_sequences_of_one_fit(trainer, given):
         ("trl-reward", dict(use_peft=True), "lora_task_type", "differs: the new head trains"),
         ("trl-reward", dict(use_peft=True, lora_task_type="SEQ_CLS"), "lora_task_type", "needs no option"),
         ("axolotl", dict(rl="orpo"), "rl", "differs: the added likelihood"),
-        ("axolotl", dict(rl_beta=0.1), "rl_beta", "needs no option: nothing that is learned here uses it"),
+        ("axolotl", dict(rl_beta=0.1), "rl_beta", "needs no option: rl does not use it"),
+        ("llama-factory", dict(pref_beta=0.1), "pref_beta", "needs no option: nothing that is learned here uses it"),
         ("llama-factory", dict(stage="dpo", pref_ftx=0.1), "pref_ftx", "differs: a mean over all chosen tokens"),
         ("llama-factory", dict(stage="rm"), "stage", "differs: the head has no bias"),
         ("llama-factory", dict(stage="dpo", adapter_name_or_path="a"), "adapter_name_or_path", "there without it"),
@@ -572,6 +576,7 @@ def test_preferences_differ_where_they_do(trainer, given, key, told):
         ("trl-dpo", dict(loss_type=["sigmoid", "bco_pair", "sft"]), "one of sigmoid, robust"),
         ("trl-dpo", dict(loss_type=["sigmoid", "sft"], loss_weights=[0.8, 1]), "the weight 0.8 of sigmoid"),
         ("trl-dpo", dict(loss_type="sft"), "one of sigmoid, robust"),
+        ("trl-dpo", dict(loss_type=["sigmoid", "sigmoid"]), "one of sigmoid, robust"),
         ("trl-dpo", dict(use_weighting=True), "use_weighting: changes the loss"),
         ("trl-dpo", dict(f_divergence_type="js_divergence"), "f_divergence_type: changes the loss"),
         ("trl-dpo", dict(ld_alpha=0.5), "ld_alpha: changes the loss"),
@@ -619,6 +624,7 @@ def test_losses_that_are_not_here_are_refused_by_their_key(trainer, given, reaso
         ("kto", dict(type="chat_template.default"), "is not known here"),
         (None, dict(type="bradley_terry.chat_template"), "question, which is read without a type"),
         (None, {}, {}),
+        (None, dict(type=dict(field_prompt="q")), "is not known here"),
         ("dpo", dict(type="chat_template", message_property_mappings=dict(role="who")), "given who and content"),
     ],
 )  # fmt: skip
@@ -751,8 +757,9 @@ def make_llama_factorys_kto(folder: Path) -> tuple[dict, list[dict]]:
 
 
 def make_axolotls_reward(folder: Path) -> tuple[dict, list[dict]]:
+    sets = [dict(path=str(folder / "rows.jsonl"))]
     return dict(reward_model=True, center_rewards_coefficient=0.01, sequence_len=64, micro_batch_size=4, max_steps=2,
-                datasets=[], learning_rate=1e-3), make_pairs("conversations")  # fmt: skip
+                datasets=sets, learning_rate=1e-3), make_pairs("conversations")  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [make_trls_dpo, make_llama_factorys_kto, make_axolotls_reward])
@@ -764,11 +771,13 @@ def test_the_scripts_train_what_was_written(make, tiny_model, tmp_path):
     done = run_forked(0, "tools/import_config.py", tmp_path / "theirs.yaml", "--output-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     data = yaml.safe_load((tmp_path / "data.yaml").read_text())
-    data.pop("input_dataset", None)
-    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data | {"input_file": [str(place)], "num_proc": 1}))
+    if data.pop("input_dataset", None):  # the hub's
+        data["input_file"] = [str(place)]
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data | {"num_proc": 1}))
     output = tmp_path / "data.arrow"
     done = run_forked(0, "process_data.py", "--config", tmp_path / "data.yaml", "--output-file", output)
     assert done.returncode == 0, done.stderr
+    assert len(TokenizedData(output, option="--data-path").lengths) == len(rows)
     words = ("--config", tmp_path / "train.yaml", "--data-path", output, "--output-dir", tmp_path / "run")
     done = run_forked(1, "train.py", *words)
     assert done.returncode == 0, done.stderr
