@@ -5,7 +5,6 @@
 The reading below is its own: keys and defaults as the trainers' sources have them, none of the importer's rules. Each
 written pair is parsed as the scripts do, then compared by field. A difference counts as reported if the importer's
 notes name one of the field's keys. Files that count packs are imported with lengths drawn once, of about 220 tokens.
-TRL's files whose keys fit several of its trainers are read as the one that their path names, such as recipes/dpo/.
 """
 
 import argparse
@@ -33,9 +32,6 @@ PEERS = {
     "llama-factory": ("per_device_train_batch_size", 8, "cutoff_len", 2048, "num_train_epochs", 3),
     "trl": ("per_device_train_batch_size", 8, "max_length", 1024, "num_train_epochs", 3),
 }
-# TRL's trainers that a path can name.
-PATHS = {"orpo": "trl-orpo", "simpo": "trl-cpo", "cpo": "trl-cpo", "kto": "trl-kto", "reward": "trl-reward",
-         "dpo": "trl-dpo"}  # fmt: skip
 # By field, the keys in whose notes a difference may be reported.
 NOTED = {
     "rows of a step": ("batch_size",),
@@ -304,12 +300,9 @@ def check_file(path: Path) -> tuple[str, str, list[str], list[str]]:
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     try:
         given = {str(key): value for key, value in read_yaml(path, named=path.name).items()}
-        trainer = recognize(given, known)
+        trainer = recognize(given, known, path)
     except ValueError as error:
-        named = next((name for word, name in PATHS.items() if word in str(path)), None)
-        if named is None or "equally" not in str(error):
-            return "none", str(error), [], []
-        trainer = named
+        return "none", str(error), [], []
     try:
         to = convert(given, trainer, num_gpus=GPUS)
         counts_packs = to.needs_data is not None

@@ -1,5 +1,7 @@
 """The trainer that a configuration is for, by the share of its keys that each knows; keys of other objectives."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 # Keys that make a file one for something that is not trained here, each with the reason for refusing it.
@@ -59,7 +61,9 @@ LLAMA_FACTORY_V1 = {
 }  # fmt: skip
 REFUSED = {"ms-swift": MS_SWIFT, "LLaMA-Factory v1": LLAMA_FACTORY_V1}
 # A file is a trainer's only if it has one of these keys.
-TRLS = ("trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward")
+# TRL's trainers, with the words that stand for them in the names of files and of their folders.
+TRLS = {"trl": {"sft"}, "trl-dpo": {"dpo"}, "trl-kto": {"kto"}, "trl-orpo": {"orpo"}, "trl-cpo": {"cpo", "simpo"},
+        "trl-reward": {"reward", "rm"}}  # fmt: skip
 NEEDED = {
     "axolotl": {"base_model"},
     "llama-factory": {"model_name_or_path", "stage", "finetuning_type"},
@@ -70,15 +74,18 @@ NEEDED = {
 LOWEST_SHARE = 0.5
 
 
-def recognize(given: dict[str, Any], known: dict[str, set[str]]) -> str:
-    """The trainer that knows the largest share of the file's keys; ValueError if it is none of `known`."""
+def recognize(given: dict[str, Any], known: dict[str, set[str]], path: Path | None = None) -> str:
+    """The trainer that knows the largest share of the file's keys; ValueError if it is none of `known`.
+
+    The names of the file and of its folder decide between TRL's trainers that know as many.
+    """
     candidates = {
         name: sum(key in keys and fits(name, key, value) for key, value in given.items()) / max(1, len(given))
         for name, keys in (known | REFUSED).items()
         if NEEDED[name] & given.keys()
     }
     shares = dict(sorted(candidates.items(), key=lambda item: -item[1]))
-    names = ", ".join(name for name in known if name not in TRLS[1:])
+    names = ", ".join(name for name in known if name == "trl" or name not in TRLS)
     best = next(iter(shares), None)
     if best is None or shares[best] < LOWEST_SHARE:
         most = "" if best is None else f" ({best} knows {shares[best]:.0%} of them)"
@@ -87,7 +94,7 @@ def recognize(given: dict[str, Any], known: dict[str, set[str]]) -> str:
         )
     if best in REFUSED:
         raise ValueError(f"a configuration of {best}, which is not translated: {names} are (docs/coming_from.md)")
-    return choose([name for name, share in shares.items() if share == shares[best]], given)
+    return choose([name for name, share in shares.items() if share == shares[best]], given, path)
 
 
 def fits(trainer: str, key: str, value: Any) -> bool:
@@ -97,9 +104,13 @@ def fits(trainer: str, key: str, value: Any) -> bool:
     return allowed is None or all(item in allowed for item in values if isinstance(item, str))
 
 
-def choose(equal: list[str], given: dict[str, Any]) -> str:
-    """One of the trainers whose keys fit equally: TRL's for supervised fine-tuning if none is of preferences alone, and
-    any of them if the file is refused anyway."""
+def choose(equal: list[str], given: dict[str, Any], path: Path | None) -> str:
+    """One of the trainers whose keys fit equally: that of the path's name, TRL's for supervised fine-tuning if none is
+    of preferences alone, or any of them if the file is refused anyway."""
+    words = set() if path is None else set(re.findall("[a-z]+", "/".join(path.absolute().parts[-2:]).lower()))
+    named = [name for name in equal if TRLS.get(name, set()) & words]
+    if len(named) == 1:
+        return named[0]
     if len(equal) == 1 or OTHER_OBJECTIVES.keys() & given.keys():
         return equal[0]
     if "trl" in equal and set(equal) <= set(TRLS):

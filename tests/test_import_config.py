@@ -726,6 +726,21 @@ def test_losses_without_a_reference_are_those_of_trls_own_code(given):
         torch.testing.assert_close(ours, -ORPOTrainer.odds_ratio_loss(trainer, *means.unbind(1))[0])
 
 
+@pytest.mark.parametrize(
+    ("path", "given", "expected"),
+    [
+        ("dpo_config.yaml", {}, "trl-dpo"),
+        ("recipes/orpo/config_full.yaml", dict(beta=0.1), "trl-orpo"),
+        ("recipes/sft/config.yaml", {}, "trl"),
+        ("simpo.yaml", dict(beta=0.1, loss_type="sigmoid"), "trl-cpo"),
+        ("kto.yaml", dict(loss_type="apo_zero"), "trl-dpo"),
+        ("dpo/lora/config.yaml", {}, "trl"),
+    ],
+)
+def test_a_files_name_decides_between_trls_trainers_that_fit(path, given, expected):
+    assert recognize(IN_COMMON | given, KNOWN, Path(path)) == expected
+
+
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory) -> Path:
     return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
