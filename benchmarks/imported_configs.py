@@ -51,6 +51,15 @@ NOTED = {
     "rows' type": ("datasets", "dataset"),
     "template": ("chat_template", "template", "datasets"),
     "prompts": ("assistant_only_loss", "train_on_inputs"),
+    "objective": ("rl", "stage", "objective"),
+    "loss": ("rl", "pref_loss", "loss_type", "loss"),
+    "beta": ("beta", "rl_beta", "pref_beta"),
+    "gamma": ("simpo_gamma",),
+    "likelihood": ("cpo_alpha", "rpo_alpha", "pref_ftx", "dpo_loss_type", "loss_type"),
+    "smoothing": ("label_smoothing", "dpo_label_smoothing"),
+    "weights of answers": ("kto_desirable_weight", "desirable_weight", "kto_chosen_weight"),
+    "centering": ("center_rewards_coefficient",),
+    "reference": ("ref_model",),
 }
 
 
@@ -60,6 +69,8 @@ def number(value):
 
 def expect(given: dict, trainer: str) -> dict:
     """What the file says, field by field."""
+    objective, peers_name = expect_objective(given, trainer), trainer
+    trainer = "trl" if trainer.startswith("trl") else trainer
     rows_key, rows_default, length_key, length_default, epochs_key, epochs_default = PEERS[trainer]
     get = lambda key, default=None: default if given.get(key) is None else given[key]  # noqa: E731
     rows = get(rows_key, rows_default)
@@ -70,8 +81,10 @@ def expect(given: dict, trainer: str) -> dict:
     length = get(length_key, get("max_seq_length", length_default))
     documents = bool(get("pretraining_dataset")) or get("stage") == "pt"
     packs = (
-        get("sample_packing") or get("max_packed_sequence_len") or get("packing") or get("neat_packing")
-    ) and not documents
+        (get("sample_packing") or get("max_packed_sequence_len") or get("packing") or get("neat_packing"))
+        and not documents
+        and objective == "causal-lm"
+    )
     steps = number(get("max_steps", -1))
     schedule = get("lr_scheduler", get("lr_scheduler_type", "cosine" if trainer == "axolotl" else "linear"))
     warmup = expect_warmup(get, trainer, schedule, steps)
@@ -82,7 +95,7 @@ def expect(given: dict, trainer: str) -> dict:
         "length": length,
         "epochs or steps": ("steps", steps) if steps > 0 else ("epochs", number(get(epochs_key, epochs_default))),
         "warm-up": warmup,
-        "learning rate": number(get("learning_rate", {"trl": 2e-5, "llama-factory": 5e-5}.get(trainer))),
+        "learning rate": number(get("learning_rate", RATES.get(peers_name))),
         "schedule": {"cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}.get(schedule, schedule),
         "optimizer": "8 bits" if "8bit" in str(get("optimizer", get("optim", ""))) else
         "4 bits" if "4bit" in str(get("optimizer", get("optim", ""))) else "32 bits",
@@ -91,11 +104,81 @@ def expect(given: dict, trainer: str) -> dict:
         "bits": 4 if lora and (get("load_in_4bit") or get("adapter") == "qlora" or get("quantization_bit") == 4)
         else 8 if lora and get("load_in_8bit") else 16,
         "template": expect_template(given, trainer),
-        "prompts": "masked" if trainer != "trl" or get("assistant_only_loss") else "trained",
+        "prompts": "masked" if trainer != "trl" or get("assistant_only_loss") or objective != "causal-lm"
+        else "trained",
     }  # fmt: skip
+    if objective != "causal-lm":
+        said |= {"length": 2 * length} | expect_preferences(given, objective, peers_name)
     if lora:
         said |= expect_layers(get, trainer)
     return said | expect_data(given, trainer)
+
+
+RATES = {"trl": 2e-5, "llama-factory": 5e-5, "trl-dpo": 1e-6, "trl-kto": 1e-6, "trl-orpo": 1e-6, "trl-cpo": 1e-6,
+         "trl-reward": 1e-4}  # fmt: skip
+
+
+def expect_objective(given: dict, trainer: str) -> str:
+    if trainer == "axolotl":
+        return "reward" if given.get("reward_model") else {"kto": "kto", None: "causal-lm"}.get(
+            given.get("rl"), "preference")  # fmt: skip
+    if trainer == "llama-factory":
+        return {"dpo": "preference", "kto": "kto", "rm": "reward"}.get(given.get("stage"), "causal-lm")
+    return {"trl": "causal-lm", "trl-kto": "kto", "trl-reward": "reward"}.get(trainer, "preference")
+
+
+def expect_preferences(given: dict, objective: str, trainer: str) -> dict:
+    """The loss with its numbers, by each trainer's own names."""
+    get = lambda *keys: next((given[key] for key in keys if given.get(key) is not None), None)  # noqa: E731
+    if objective == "reward":
+        return {"objective": objective, "centering": number(get("center_rewards_coefficient")) or 0}
+    beta = number(get("beta", "rl_beta", "dpo_beta", "pref_beta", "orpo_alpha"))
+    rows = {"objective": objective, "beta": beta or 0.1,
+            "reference": get("ref_model")}  # fmt: skip
+    if objective == "kto":
+        good, bad = (number(get(*(f"{name}{part}" for name in ("kto_", ""))) or 1) for part in
+                     ("desirable_weight", "undesirable_weight"))  # fmt: skip
+        return rows | {"weights of answers": (number(get("kto_chosen_weight")) or good,
+                                              number(get("kto_rejected_weight")) or bad)}  # fmt: skip
+    losses = get("dpo_loss_type", "loss_type", "pref_loss") or "sigmoid"
+    losses = [losses] if isinstance(losses, str) else losses
+    loss = next((name for name in losses if name != "sft"), "sft")
+    loss = {"ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}.get(given.get("rl"), loss)
+    loss = {"trl-orpo": "orpo", "trl-cpo": "simpo"}.get(trainer, loss)
+    is_simpo, is_papers = loss == "simpo", "gamma_beta_ratio" in given
+    gamma = number(get("simpo_gamma") or 0.5)
+    if is_papers:
+        rows["beta"] = number(get("beta") or 2)
+        gamma = number(given["gamma_beta_ratio"]) * rows["beta"]
+    nll = number(get("cpo_alpha", "rpo_alpha", "sft_weight") or 0)
+    if is_simpo and not is_papers and trainer != "llama-factory" and given.get("loss_type") != "alphapo":
+        nll = number(1 if get("cpo_alpha") is None else get("cpo_alpha"))
+    if "sft" in losses:
+        nll = number((get("dpo_loss_weights", "loss_weights") or [1] * len(losses))[losses.index("sft")])
+    nll += number(get("pref_ftx") or 0)
+    return rows | {
+        "loss": {"sigmoid": "dpo", "apo_zero": "apo-zero", "apo_down": "apo-down"}.get(loss, loss),
+        "gamma": gamma if is_simpo else None,
+        "likelihood": nll + (loss == "orpo"),
+        "smoothing": number(get("label_smoothing", "dpo_label_smoothing") or 0),
+    }
+
+
+def read_our_preferences(t: dict) -> dict:
+    """The same fields of the options."""
+    loss, beta = t["preference_loss"], t["preference_beta"]
+    own = 1 if loss == "orpo" else 0
+    return {
+        "objective": t["objective"],
+        "loss": loss,
+        "beta": beta,
+        "gamma": t["preference_gamma"],
+        "likelihood": own if t["preference_nll_weight"] is None else t["preference_nll_weight"],
+        "smoothing": t["preference_label_smoothing"],
+        "weights of answers": (t["desirable_weight"], t["undesirable_weight"]),
+        "centering": t["reward_centering"],
+        "reference": t["reference_model"],
+    }
 
 
 def expect_warmup(get, trainer: str, schedule: str, steps: float):
@@ -147,7 +230,10 @@ def expect_data(given: dict, trainer: str) -> dict:
         entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in entries]
         places = {(f"{entry.get('path')}:{entry['name']}" if entry.get("name") else entry.get("path"),
                    str(entry.get("split") or "train").strip()) for entry in entries}  # fmt: skip
-        return {"rows' place": places, "rows' type": sorted({type_of(given, entry) for entry in entries})}
+        types = sorted({type_of(given, entry) for entry in entries})
+        if (objective := expect_objective(given, trainer)) != "causal-lm":
+            types = ["feedback" if objective == "kto" else "preference"]
+        return {"rows' place": places, "rows' type": types}
     if trainer == "llama-factory":
         return {}
     if given.get("dataset_mixture"):
@@ -206,7 +292,7 @@ def read_ours(train: TrainOptions, sources: list[ProcessDataOptions]) -> dict:
         "template": "model's own" if templates == {None}
         else next("text" if str(name).endswith(".jinja") else name for name in templates if name),
         "prompts": "masked",
-    }  # fmt: skip
+    } | read_our_preferences(t)  # fmt: skip
 
 
 def check_file(path: Path) -> tuple[str, str, list[str], list[str]]:
@@ -214,7 +300,7 @@ def check_file(path: Path) -> tuple[str, str, list[str], list[str]]:
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     try:
         given = {str(key): value for key, value in read_yaml(path, named=path.name).items()}
-        trainer = recognize(given, known)
+        trainer = recognize(given, known, path)
     except ValueError as error:
         return "none", str(error), [], []
     try:
@@ -257,8 +343,9 @@ def group_reason(reason: str) -> str:
     """A reason without the file's own values."""
     for text, group in (
         ("no trainer", "no trainer's keys"),
-        ("preferences", "preferences (DPO, KTO, ORPO)"), ("reinforcement", "reinforcement learning"), ("reward",
-        "reward model"),
+        ("reinforcement", "reinforcement learning"), ("rewards of single", "rewards of single steps"),
+        ("continued without a chat template", "prompts in a column that no chat template is put around"),
+        ("are read without", "answers with images"), ("equally", "several trainers' keys fit"),
         ("ms-swift", "ms-swift's"), ("LLaMA-Factory v1", "LLaMA-Factory v1's"), ("is not training",
         "export, inference"),
         ("distillation", "distillation"), ("of documents is not", "type of data"),

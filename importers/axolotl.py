@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from importers import axolotl_preferences
 from importers.axolotl_data import FORMAT_RULES, has_images
+from importers.axolotl_preferences import PREFERENCE_RULES
 from importers.batches import PeerBatch, multiply_rows
+from importers.preferences import TOGETHER, say_lengths
 from importers.rules import (
     ALL_LINEAR,
     DIFFERS,
@@ -17,6 +20,7 @@ from importers.rules import (
     missing,
     needless,
     of_lora,
+    of_new_lora,
     read_names,
     read_number,
     refuse,
@@ -45,8 +49,10 @@ PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab"
 
 
 def normalize(given: dict[str, Any]) -> dict[str, Any]:
-    """The keys, with the older name of packing as the newer one."""
+    """The keys, with older names as the newer ones."""
     given = dict(given)
+    if "dpo_beta" in given:
+        given.setdefault("rl_beta", given["dpo_beta"])
     if given.get("max_packed_sequence_len"):
         given.setdefault("sample_packing", True)
     return given
@@ -54,6 +60,10 @@ def normalize(given: dict[str, Any]) -> dict[str, Any]:
 
 def trains_adapter(given: dict[str, Any]) -> bool:
     return given.get("adapter") in ("lora", "qlora")
+
+
+def find_objective(given: dict[str, Any]) -> str:
+    return axolotl_preferences.find_objective(given)
 
 
 def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +77,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
     }
     if given.get("warmup_steps") is None and given.get("warmup_ratio") is None:
         defaults["warmup"] = 0.03
-    return defaults
+    return defaults | axolotl_preferences.list_defaults(given)
 
 
 def say_default_warmup(to: Conversion, key: str, value: Any) -> str:
@@ -86,6 +96,8 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
     length = read_number(key, value)
     rows = to.get_number("micro_batch_size", default=1)
+    if to.objective != "causal-lm":
+        return f"{say_lengths(to, length, rows)}; {TOGETHER} if one is longer than {length}"
     to.train["max_tokens_per_gpu"] = length * rows
     if to.get("pretraining_dataset"):
         to.data["block_size"] = length
@@ -184,7 +196,7 @@ def describe_batch(to: Conversion) -> PeerBatch:
     accumulated = to.get_number("gradient_accumulation_steps", default=(total // max(1, a_gpu)) or 1)
     shared = to.get_number("context_parallel_size", default=1) * to.get_number("tensor_parallel_size", default=1)
     length = to.get_number("sequence_len", default=512)
-    packs = bool(to.get("sample_packing")) and not to.get("pretraining_dataset")
+    packs = bool(to.get("sample_packing")) and not to.get("pretraining_dataset") and to.objective == "causal-lm"
     return multiply_rows(
         a_gpu, accumulated, max(1, to.num_gpus // max(1, shared)), pack_length=length if packs else None
     )
@@ -202,7 +214,7 @@ KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddin
            "gpu_memory_limit", "device_map", "ddp", "ddp_bucket_cap_mb", "accelerator_config", "use_ray",
            "ray_num_workers", "flex_attn_compile_kwargs", "expert_parallel_size", "liger_layer_norm",
            "liger_rms_norm_gated", "tokenizer_use_fast", "flash_optimum", "bnb_config_kwargs")  # fmt: skip
-RULES: dict[str, Rule] = COMMON | FORMAT_RULES | {
+RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
     "base_model": say_model,
     "revision_of_model": say_revision,
     "lr_scheduler": say_schedule,
@@ -222,15 +234,15 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | {
     "excess_length_strategy": say_overlong,
     "min_sample_len": missing("short samples are kept"),
     "adapter": say_lora,
-    "lora_r": of_lora(say("lora_rank")),
-    "lora_target_modules": of_lora(say_named_targets),
-    "lora_target_linear": of_lora(say_all_linear),
-    "lora_target_parameters": of_lora(say_parameters),
-    "lora_modules_to_save": of_lora(say("lora_modules_to_save")),
+    "lora_r": of_new_lora(say("lora_rank")),
+    "lora_target_modules": of_new_lora(say_named_targets),
+    "lora_target_linear": of_new_lora(say_all_linear),
+    "lora_target_parameters": of_new_lora(say_parameters),
+    "lora_modules_to_save": of_new_lora(say("lora_modules_to_save")),
     "lora_model_dir": of_lora(say("lora_adapter")),
     "lora_fan_in_fan_out": needless("the layer's own kind says it"),
-    "peft_use_rslora": of_lora(say("lora_use_rslora")),
-    "peft_use_dora": of_lora(say("lora_use_dora")),
+    "peft_use_rslora": of_new_lora(say("lora_use_rslora")),
+    "peft_use_dora": of_new_lora(say("lora_use_dora")),
     "peft_init_lora_weights": of_lora(say_init),
     "noisy_embedding_alpha": say_unless_zero("neftune_alpha"),
     "cosine_min_lr_ratio": say("min_lr_ratio"),

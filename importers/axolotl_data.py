@@ -3,6 +3,7 @@
 from typing import Any
 
 from corpus.files import ENDINGS
+from importers import axolotl_preferences
 from importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule, needless, read_number
 from importers.sources import add_sources, describe_sources, is_file, say_template_text
 
@@ -78,6 +79,9 @@ def read_place(rest: dict[str, Any]) -> dict[str, Any]:
 
 def read_type(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any) -> dict[str, Any]:
     """Options for the form of rows, by the data set's type."""
+    if to.objective != "causal-lm":
+        read_message_keys(rest, notes)
+        return read_template(to, rest, notes) | axolotl_preferences.read_rows(to, rest, notes, kind)
     if kind is None and has_images(to.given):
         kind = "chat_template"
     if kind == "chat_template":
@@ -113,6 +117,16 @@ def read_documents(to: Conversion, rest: dict[str, Any], notes: list[str], kind:
 
 def read_chat(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Messages, by the names of their keys."""
+    kind, field = read_message_keys(rest, notes), rest.pop("field_messages", "messages")
+    check_trained(rest)
+    if rest.pop("drop_system_message", False):
+        notes.append(f"{DIFFERS}: system messages stay")
+    own = {"messages": "messages", "sharegpt": "conversations"}[kind]
+    return {"format": kind} | read_template(to, rest, notes) | ({} if field == own else {"messages_field": field})
+
+
+def read_message_keys(rest: dict[str, Any], notes: list[str]) -> str:
+    """The format of messages, by the names of their keys and of their roles."""
     mapping = dict(rest.pop("message_property_mappings", None) or {})
     role = rest.pop("message_field_role", None) or mapping.pop("role", "role")
     content = rest.pop("message_field_content", None) or mapping.pop("content", "content")
@@ -122,17 +136,16 @@ def read_chat(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[st
     for name, item in mapping.items():
         if name != item:
             notes.append(f"{DIFFERS}: the key {item} of messages is not read as {name}")
-    field, kind = rest.pop("field_messages", "messages"), MAPPINGS[role, content]
-    check_trained(rest)
     check_roles(rest.pop("roles", None), notes)
-    if rest.pop("drop_system_message", False):
-        notes.append(f"{DIFFERS}: system messages stay")
-    template = rest.pop("chat_template", None)
-    said = {}
+    return MAPPINGS[role, content]
+
+
+def read_template(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The data set's own chat template, if it has one."""
+    template, said = rest.pop("chat_template", None), {}
     if template is not None and template != to.get("chat_template"):
         notes.append(say_template(to, "chat_template", template, into=said))
-    own = {"messages": "messages", "sharegpt": "conversations"}[kind]
-    return {"format": kind} | said | ({} if field == own else {"messages_field": field})
+    return said
 
 
 def check_trained(rest: dict[str, Any]) -> None:

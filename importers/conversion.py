@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 
 from command_line import parse_value
-from importers import axolotl, llama_factory, trl
+from importers import axolotl, llama_factory, trl, trl_preferences
 from importers.batches import count_batch, count_epochs
-from importers.recognition import OTHER_OBJECTIVES
+from importers.preferences import FORMATS
+from importers.recognition import OTHER_OBJECTIVES, PREFERENCES
 from importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
 from options import ProcessDataOptions, TrainOptions, group_options
 from options.problems.finding import find_problems
 
-TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}
+TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl, **trl_preferences.PEERS}
 
 
 def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.ndarray | None = None) -> Conversion:
@@ -24,8 +25,11 @@ def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.n
     peer = TRAINERS[trainer]
     present = peer.normalize({key: value for key, value in given.items() if value is not None})
     defaults = peer.list_defaults(present)
-    to = Conversion(defaults | present, num_gpus, is_lora=peer.trains_adapter(present), lengths=lengths)
-    refused = {key: reason for key, reason in OTHER_OBJECTIVES.items() if is_set(given.get(key))}
+    is_lora, objective = peer.trains_adapter(present), peer.find_objective(present)
+    to = Conversion(defaults | present, num_gpus, is_lora=is_lora, objective=objective, lengths=lengths)
+    set_objective(to)
+    others = OTHER_OBJECTIVES | PREFERENCES
+    refused = {key: why for key, why in others.items() if key not in peer.RULES and is_set(given.get(key))}
     for key in dict.fromkeys((*given, *defaults, *present)):
         if key in refused:
             continue
@@ -39,6 +43,13 @@ def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.n
     count_epochs(to)
     finish_options(to)
     return to
+
+
+def set_objective(to: Conversion) -> None:
+    """Sets the objective, and the format of its rows, if it is not that of both scripts."""
+    if to.objective in FORMATS:
+        to.train["objective"], to.data["format"] = to.objective, FORMATS[to.objective]
+        to.told["objective"] = f"objective: {to.objective}, format: {FORMATS[to.objective]} (of process_data.py)"
 
 
 def finish_options(to: Conversion) -> None:

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from importers import llama_factory_preferences
 from importers.batches import PeerBatch, describe_device_batch
+from importers.llama_factory_preferences import PREFERENCE_RULES, say_adapter, say_adapter_dropout
+from importers.preferences import TOGETHER, say_lengths
 from importers.rules import (
     DIFFERS,
     MISSING,
@@ -17,6 +20,7 @@ from importers.rules import (
     missing,
     needless,
     of_lora,
+    of_new_lora,
     read_names,
     read_number,
     refuse,
@@ -51,20 +55,27 @@ def trains_adapter(given: dict[str, Any]) -> bool:
     return given.get("finetuning_type", "lora") == "lora"
 
 
+def find_objective(given: dict[str, Any]) -> str:
+    return llama_factory_preferences.find_objective(given)
+
+
 def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """LLaMA-Factory's values for keys that are left out, where this trainer's default differs."""
     defaults = {"finetuning_type": "lora", "cutoff_len": 2048, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
                 "num_train_epochs": 3, "per_device_train_batch_size": 8, "adam_beta2": 0.999}  # fmt: skip
+    defaults |= llama_factory_preferences.list_defaults(given)
     return defaults | ({"lora_rank": 8} if trains_adapter(given) else {})
 
 
 def say_stage(to: Conversion, key: str, value: Any) -> str:
-    """Supervised fine-tuning, or documents."""
+    """Supervised fine-tuning, documents, or preferences."""
+    if to.objective != "causal-lm":
+        return llama_factory_preferences.say_stage(to, value)
     if value == "pt":
         to.data["format"] = "document"
         return f"format: document (of process_data.py); {DIFFERS}: texts are trained whole, without a chat template"
     if value != "sft":
-        raise Refusal(f"{value!r} has no objective here: sft and pt are read")
+        raise Refusal(f"{value!r} has no objective here: sft, pt, dpo, kto and rm are read")
     return NEEDLESS
 
 
@@ -74,8 +85,10 @@ def is_pretraining(to: Conversion) -> bool:
 
 def say_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
-    length = read_number(key, value)
-    to.train["max_tokens_per_gpu"] = length * to.get_number("per_device_train_batch_size", default=8)
+    length, rows = read_number(key, value), to.get_number("per_device_train_batch_size", default=8)
+    if to.objective != "causal-lm":
+        return f"{say_lengths(to, length, rows)}; {TOGETHER} each is cut to {length}"
+    to.train["max_tokens_per_gpu"] = length * rows
     tokens = f"max_tokens_per_gpu: {to.train['max_tokens_per_gpu']}"
     if is_pretraining(to):
         to.data["block_size"] = length
@@ -121,11 +134,13 @@ def read_list(path: Path) -> dict[str, dict[str, Any]]:
 def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, notes: list[str]) -> dict[str, Any]:
     """Options of process_data.py for one data set."""
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    if entry.get("ranking") or "kto_tag" in columns:
-        raise Refusal(f"{name} holds preferences, which have no objective here")
+    if to.objective == "causal-lm" and (entry.get("ranking") or "kto_tag" in columns):
+        raise Refusal(f"{name} holds preferences: stage {to.get('stage', default='sft')} does not learn from them")
     if {"videos", "audios"} & columns.keys():
         raise Refusal(f"{name} has videos or sound, which are not trained here")
     source = read_place(name, entry, info)
+    if "images" in columns and to.objective != "causal-lm":
+        raise Refusal(f"{name} has images: answers that are preferred are read without them")
     if "images" in columns:
         if "input_dataset" in source:
             raise Refusal(f"images of {name}: are read beside files of rows; download it, and name its files")
@@ -139,10 +154,13 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, not
         text = columns.get("prompt", "instruction")
         return source | ({} if text in ("text", "document") else {"text_field": text})
     kind = entry.get("formatting", "alpaca")
+    if kind not in ("alpaca", "sharegpt", "openai"):
+        raise Refusal(f"{name}: formatting {kind!r} is not known here: alpaca, sharegpt and openai are")
+    if to.objective != "causal-lm":
+        check_message_keys(name, kind, tags)
+        return source | llama_factory_preferences.read_rows(to, name, entry, notes)
     if kind == "alpaca":
         return source | read_alpaca(name, columns)
-    if kind not in ("sharegpt", "openai"):
-        raise Refusal(f"{name}: formatting {kind!r} is not known here: alpaca, sharegpt and openai are")
     return source | read_chat(name, kind, columns, tags)
 
 
@@ -172,15 +190,20 @@ def read_alpaca(name: str, columns: dict[str, Any]) -> dict[str, Any]:
 
 def read_chat(name: str, kind: str, columns: dict[str, Any], tags: dict[str, Any]) -> dict[str, Any]:
     """Messages, by the names of their keys; speakers must have names that process_data.py knows."""
+    data_format, own = check_message_keys(name, kind, tags)
+    field = columns.get("messages") or "conversations"
+    return {"format": data_format} | ({} if field == own else {"messages_field": field})
+
+
+def check_message_keys(name: str, kind: str, tags: dict[str, Any]) -> tuple[str, str]:
+    """The format of messages with the column that it reads, by the names of their keys."""
     pair = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     formats = {("role", "content"): ("messages", "messages"), ("from", "value"): ("sharegpt", "conversations")}
     if kind == "openai" and not tags:
         pair = ("role", "content")
     if pair not in formats:
         raise Refusal(f"{name}: messages have role and content, or from and value, given {pair[0]} and {pair[1]}")
-    data_format, own = formats[pair]
-    field = columns.get("messages") or "conversations"
-    return {"format": data_format} | ({} if field == own else {"messages_field": field})
+    return formats[pair]
 
 
 def say_masking(to: Conversion, key: str, value: Any) -> str:
@@ -228,7 +251,7 @@ def say_freezing(to: Conversion, key: str, value: Any) -> str:
 
 def describe_batch(to: Conversion) -> PeerBatch:
     """Rows of a step, which are packs if samples are packed."""
-    packs = (to.get("packing") or to.get("neat_packing")) and not is_pretraining(to)
+    packs = (to.get("packing") or to.get("neat_packing")) and not is_pretraining(to) and to.objective == "causal-lm"
     length = to.get_number("cutoff_len", default=2048)
     return describe_device_batch(to, pack_length=length if packs else None)
 
@@ -248,16 +271,17 @@ BESIDE = ("apollo_layerwise", "apollo_target", "apollo_rank", "apollo_scale", "a
           "badam_verbose", "asft_alpha", "freeze_trainable_layers", "freeze_trainable_modules", "oft_block_size",
           "oft_target", "pissa_iter", "pissa_convert", "eaft_alpha", "kt_config", "kt_cpu_activation", "kt_weight_path",
           "kt_non_expert_weight_path", "fp8_backend", "fp8_enable_fsdp_float8_all_gather")  # fmt: skip
-RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
+RULES: dict[str, Rule] = TRAINING_ARGUMENTS | PREFERENCE_RULES | {
     "model_name_or_path": say_model,
     "model_revision": say_revision,
     "num_train_epochs": say_epochs,
     "stage": say_stage,
     "finetuning_type": say_lora,
-    "lora_rank": of_lora(say("lora_rank")),
-    "lora_target": of_lora(lambda to, key, value: say_targets(to, key, read_names(key, value))),
-    "additional_target": of_lora(say_listed("lora_modules_to_save")),
-    "adapter_name_or_path": of_lora(say("lora_adapter")),
+    "lora_rank": of_new_lora(say("lora_rank")),
+    "lora_dropout": of_new_lora(say_adapter_dropout),
+    "lora_target": of_new_lora(lambda to, key, value: say_targets(to, key, read_names(key, value))),
+    "additional_target": of_new_lora(say_listed("lora_modules_to_save")),
+    "adapter_name_or_path": of_lora(say_adapter),
     "quantization_bit": of_lora(say_bits),
     "quantization_method": of_lora(say_quantization),
     "quantization_type": of_lora(allow("nf4", reason="the base is held in nf4")),

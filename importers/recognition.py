@@ -1,18 +1,15 @@
 """The trainer that a configuration is for, by the share of its keys that each knows; keys of other objectives."""
 
+import re
+from pathlib import Path
 from typing import Any
 
-# Keys that only files for something else than supervised fine-tuning set, each with the reason for refusing it.
-PREFERENCES = "preferences and reinforcement learning (DPO, KTO, ORPO, GRPO and others) have no objective here"
-REWARDS = "reward models have no objective here"
+# Keys that make a file one for something that is not trained here, each with the reason for refusing it.
 ROLLOUTS = "reinforcement learning (GRPO, PPO and others) has no objective here"
 NOT_TRAINING = "is not training: see generate.py, evaluate_model.py and tools/merge_adapter.py"
 DISTILLATION = "distillation has no objective here"
 OTHER_OBJECTIVES = {
-    **dict.fromkeys(("rl", "rlhf_type", "beta", "rl_beta", "pref_loss", "pref_beta", "orpo_alpha", "simpo_gamma",
-                     "cpo_alpha", "kto_desirable_weight", "desirable_weight", "dpo_loss_type", "max_prompt_length",
-                     "dpo_use_weighting"), PREFERENCES),
-    **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards_coefficient"), REWARDS),
+    "process_reward_model": "rewards of single steps have no objective here",
     **dict.fromkeys(("trl", "reward_funcs", "num_generations", "max_completion_length", "reward_model_path",
                      "ppo_epochs", "reward_weights", "scale_rewards", "nemo_gym_enabled"), ROLLOUTS),
     **dict.fromkeys(("teacher_model", "teacher_model_name_or_path", "gkd_logits_topk", "kd_trainer"), DISTILLATION),
@@ -22,6 +19,21 @@ OTHER_OBJECTIVES = {
     **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft"), "the loss is always cross-entropy"),
     **dict.fromkeys(("quantization", "qat", "llmcompressor"),
                     "quantization-aware training and compression are not supported"),
+}  # fmt: skip
+# Keys of preference learning, which are refused in files of trainers that do not know them.
+PREFERENCES = dict.fromkeys(
+    ("rl", "rlhf_type", "beta", "rl_beta", "pref_loss", "pref_beta", "orpo_alpha", "simpo_gamma", "cpo_alpha",
+     "kto_desirable_weight", "desirable_weight", "undesirable_weight", "dpo_loss_type", "max_prompt_length",
+     "dpo_use_weighting", "rpo_alpha", "reward_model", "center_rewards_coefficient", "gamma_beta_ratio"),
+    "a key of preference learning that this trainer does not have: --trainer names another, such as trl-dpo",
+)  # fmt: skip
+# Values that tell TRL's trainers apart, whose files share most keys: a key counts only with one of its values.
+DPO_LOSSES = {"sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "exo_pair", "nca_pair", "bco_pair",
+              "sppo_hard", "aot", "aot_unpaired", "aot_pair", "discopop", "sft", "sigmoid_norm"}  # fmt: skip
+VALUES = {
+    "loss_type": {"trl": {"nll", "chunked_nll", "dft"}, "trl-dpo": DPO_LOSSES, "trl-kto": {"kto", "apo_zero_unpaired"},
+                  "trl-cpo": {"sigmoid", "hinge", "ipo", "simpo", "alphapo"}},
+    "lora_task_type": {name: {"CAUSAL_LM"} for name in ("trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo")},
 }  # fmt: skip
 # Keys of trainers whose files are recognised only to be refused by name.
 MS_SWIFT = {
@@ -49,25 +61,31 @@ LLAMA_FACTORY_V1 = {
 }  # fmt: skip
 REFUSED = {"ms-swift": MS_SWIFT, "LLaMA-Factory v1": LLAMA_FACTORY_V1}
 # A file is a trainer's only if it has one of these keys.
+# TRL's trainers, with the words that stand for them in the names of files and of their folders.
+TRLS = {"trl": {"sft"}, "trl-dpo": {"dpo"}, "trl-kto": {"kto"}, "trl-orpo": {"orpo"}, "trl-cpo": {"cpo", "simpo"},
+        "trl-reward": {"reward", "rm"}}  # fmt: skip
 NEEDED = {
     "axolotl": {"base_model"},
     "llama-factory": {"model_name_or_path", "stage", "finetuning_type"},
-    "trl": {"model_name_or_path", "dataset_name", "dataset_mixture", "max_length", "use_peft"},
+    **{name: {"model_name_or_path", "dataset_name", "dataset_mixture", "max_length", "use_peft"} for name in TRLS},
     "ms-swift": {"model", "tuner_type", "ENV", "load_args"},
     "LLaMA-Factory v1": {"model", "train_dataset"},
 }
 LOWEST_SHARE = 0.5
 
 
-def recognize(given: dict[str, Any], known: dict[str, set[str]]) -> str:
-    """The trainer that knows the largest share of the file's keys; ValueError if it is none of `known`."""
+def recognize(given: dict[str, Any], known: dict[str, set[str]], path: Path | None = None) -> str:
+    """The trainer that knows the largest share of the file's keys; ValueError if it is none of `known`.
+
+    The names of the file and of its folder decide between TRL's trainers that know as many.
+    """
     candidates = {
-        name: len(keys & given.keys()) / max(1, len(given))
+        name: sum(key in keys and fits(name, key, value) for key, value in given.items()) / max(1, len(given))
         for name, keys in (known | REFUSED).items()
         if NEEDED[name] & given.keys()
     }
     shares = dict(sorted(candidates.items(), key=lambda item: -item[1]))
-    names = ", ".join(known)
+    names = ", ".join(name for name in known if name == "trl" or name not in TRLS)
     best = next(iter(shares), None)
     if best is None or shares[best] < LOWEST_SHARE:
         most = "" if best is None else f" ({best} knows {shares[best]:.0%} of them)"
@@ -76,7 +94,25 @@ def recognize(given: dict[str, Any], known: dict[str, set[str]]) -> str:
         )
     if best in REFUSED:
         raise ValueError(f"a configuration of {best}, which is not translated: {names} are (docs/coming_from.md)")
-    equal = [name for name, share in shares.items() if share == shares[best]]
-    if len(equal) > 1:
-        raise ValueError(f"its keys fit {' and '.join(equal)} equally: name the trainer with --trainer")
-    return best
+    return choose([name for name, share in shares.items() if share == shares[best]], given, path)
+
+
+def fits(trainer: str, key: str, value: Any) -> bool:
+    """Whether a key's value is one that the trainer has."""
+    allowed = VALUES.get(key, {}).get(trainer)
+    values = value if isinstance(value, list) else [value]
+    return allowed is None or all(item in allowed for item in values if isinstance(item, str))
+
+
+def choose(equal: list[str], given: dict[str, Any], path: Path | None) -> str:
+    """One of the trainers whose keys fit equally: that of the path's name, TRL's for supervised fine-tuning if none is
+    of preferences alone, or any of them if the file is refused anyway."""
+    words = set() if path is None else set(re.findall("[a-z]+", "/".join(path.absolute().parts[-2:]).lower()))
+    named = [name for name in equal if TRLS.get(name, set()) & words]
+    if len(named) == 1:
+        return named[0]
+    if len(equal) == 1 or OTHER_OBJECTIVES.keys() & given.keys():
+        return equal[0]
+    if "trl" in equal and set(equal) <= set(TRLS):
+        return "trl"
+    raise ValueError(f"its keys fit {' and '.join(equal)} equally: name the trainer with --trainer")

@@ -22,6 +22,7 @@ class Conversion:
     given: dict[str, Any]
     num_gpus: int
     is_lora: bool = False  # whether adapters train
+    objective: str = "causal-lm"  # as --objective says it
     lengths: np.ndarray | None = None  # tokens of each of the user's samples, where they are tokenized
     train: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)  # options of process_data.py that all data sets share
@@ -30,6 +31,11 @@ class Conversion:
     told: dict[str, str] = field(default_factory=dict)  # the outcome of every key, as printed
     epochs: int | float | None = None
     needs_data: str | None = None  # why the batch size cannot be written without tokenized data
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a sample: a pair's two; kto: the answer, and an unrelated one to the same prompt."""
+        return 1 if self.objective == "causal-lm" else 2
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these keys that the file has."""
@@ -142,6 +148,17 @@ def allow(allowed: Any, *, reason: str) -> Rule:
 def of_lora(rule: Rule) -> Rule:
     """A rule for files that train adapters; in other files the key has no effect."""
     return lambda to, key, value: rule(to, key, value) if to.is_lora else f"{NEEDLESS}: no adapter trains"
+
+
+def of_new_lora(rule: Rule) -> Rule:
+    """A rule for files that train new adapters; one that is continued keeps its rank, its scale and its layers."""
+
+    def rule_of_new(to: Conversion, key: str, value: Any) -> str:
+        if to.get("adapter_name_or_path", "lora_model_dir"):
+            return f"{NEEDLESS}: the adapter that is continued says it"
+        return rule(to, key, value)
+
+    return of_lora(rule_of_new)
 
 
 def choose(name: str, choices: dict[Any, Any]) -> Rule:

@@ -1,14 +1,18 @@
 """Keys of transformers.TrainingArguments, which all peers' files share."""
 
+from typing import Any
+
 from importers.rules import (
     DIFFERS,
     NEEDLESS,
+    Conversion,
     Rule,
     choose,
     counts_rows,
     missing,
     needless,
     of_lora,
+    of_new_lora,
     refuse,
     say,
     say_bits,
@@ -38,6 +42,20 @@ OFFLOADING = say_if_true(activation_checkpointing="full", offload_activations=Tr
 ATTENTION = needless("the fastest attention that the machine has is taken")
 BEST = needless("hf_format/best is the export with the lowest validation loss")
 SPEED = needless("a matter of speed alone")
+
+
+def say_dropout(to: Conversion, key: str, value: Any) -> str:
+    """Dropout of adapters, which TRL turns off where it learns preferences (disable_dropout)."""
+    if to.objective != "causal-lm" and to.get("disable_dropout", default=True):
+        return f"{NEEDLESS}: no dropout, as there, where disable_dropout is the default"
+    return say("lora_dropout")(to, key, value)
+
+
+def say_smoothing(to: Conversion, key: str, value: Any) -> str:
+    if to.objective != "causal-lm":
+        return f"{NEEDLESS}: losses of preferences do not use it there"
+    return say_unless_zero("label_smoothing")(to, key, value)
+
 
 # Named alike in every peer's files.
 COMMON: dict[str, Rule] = {
@@ -92,9 +110,9 @@ COMMON: dict[str, Rule] = {
     "average_tokens_across_devices": needless("the loss is always the mean over all trained tokens of the step"),
     "remove_unused_columns": needless("tokenized data has the columns that training reads"),
     "neftune_noise_alpha": say_unless_zero("neftune_alpha"),
-    "label_smoothing_factor": say_unless_zero("label_smoothing"),
-    "lora_alpha": of_lora(say("lora_alpha")),
-    "lora_dropout": of_lora(say("lora_dropout")),
+    "label_smoothing_factor": say_smoothing,
+    "lora_alpha": of_new_lora(say("lora_alpha")),
+    "lora_dropout": of_new_lora(say_dropout),
     "load_in_4bit": of_lora(say_bits),
     "load_in_8bit": of_lora(say_bits),
 }  # fmt: skip
@@ -113,8 +131,8 @@ TRAINING_ARGUMENTS: dict[str, Rule] = COMMON | {
                     needless("validation is packed as training is")),
     "do_train": lambda to, key, value: refuse("only files that train are read")(to, key, not value),
     "do_eval": needless("data for validation is measured"),
-    "use_rslora": of_lora(say("lora_use_rslora")),
-    "use_dora": of_lora(say("lora_use_dora")),
-    "lora_r": of_lora(say("lora_rank")),
+    "use_rslora": of_new_lora(say("lora_use_rslora")),
+    "use_dora": of_new_lora(say("lora_use_dora")),
+    "lora_r": of_new_lora(say("lora_rank")),
     "data_seed": needless("one seed draws the order"),
 }  # fmt: skip

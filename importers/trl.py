@@ -1,4 +1,4 @@
-"""TRL's keys (SFTConfig, ModelConfig, the scripts' own), its defaults, and how it counts a step."""
+"""TRL's keys (ModelConfig, the scripts' own, SFTConfig), its defaults, and how it counts a step."""
 
 from typing import Any
 
@@ -41,11 +41,19 @@ def trains_adapter(given: dict[str, Any]) -> bool:
     return bool(given.get("use_peft"))
 
 
+def find_objective(given: dict[str, Any]) -> str:
+    return "causal-lm"
+
+
 def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """TRL's values for keys that are left out, where this trainer's default differs."""
-    defaults = {"learning_rate": 2e-5, "lr_scheduler_type": "linear", "num_train_epochs": 3,
-                "per_device_train_batch_size": 8, "adam_beta2": 0.999, "max_length": 1024,
-                "assistant_only_loss": False}  # fmt: skip
+    return list_shared_defaults(given) | {"learning_rate": 2e-5, "assistant_only_loss": False}
+
+
+def list_shared_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Values that all of its trainers share."""
+    defaults = {"lr_scheduler_type": "linear", "num_train_epochs": 3, "per_device_train_batch_size": 8,
+                "adam_beta2": 0.999, "max_length": 1024}  # fmt: skip
     lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
     return defaults | (lora if trains_adapter(given) else {})
 
@@ -157,7 +165,8 @@ def describe_batch(to: Conversion) -> PeerBatch:
     return describe_device_batch(to, pack_length=length if to.get("packing") else None)
 
 
-RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
+# Keys of all of its trainers.
+SHARED: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "model_name_or_path": say_model,
     "model_revision": say_revision,
     "dataset_name": say_dataset,
@@ -168,15 +177,12 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "datasets": say_mixture,
     "dataset_mixer": say_mixer,
     "dataset_splits": needless("those for training are written as split"),
-    "dataset_text_field": say_text_field,
-    "dataset_kwargs": differs("rows are tokenized by process_data.py"),
     "dataset_streaming": needless("rows are read as they come"),
-    "max_length": say_length,
-    "max_seq_length": needless("it is max_length"),
     "truncation_mode": needless("longer samples are dropped"),
     "chat_template": say_template_text,
     "chat_template_path": say_template_text,
     "dataset_num_proc": say_data("num_proc"),
+    "preprocessing_num_workers": say_data("num_proc"),
     "use_peft": say_if_true(lora=True),
     "lora_target_modules": of_lora(say_peft_targets),
     "lora_target_parameters": of_lora(differs("experts have adapters where lora_target_modules is left out")),
@@ -184,17 +190,12 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "lora_task_type": of_lora(allow("CAUSAL_LM", reason="files that learn language are read")),
     "bnb_4bit_quant_type": of_lora(allow("nf4", reason="the base is held in nf4")),
     "use_bnb_nested_quant": of_lora(needless("the base is held in nf4")),
-    "assistant_only_loss": say_assistant_only,
-    "completion_only_loss": say_completion_only,
-    "loss_type": say_loss,
     "router_aux_loss_coef": say("router_aux_loss"),
     "eos_token": differs("turns end with the stop token that the chat template writes"),
     "shuffle_dataset": needless("the order is always random"),
     "activation_offloading": OFFLOADING,
     "use_liger": say_if_true(use_liger_kernels=True),
-    "packing": PACKED,
-    "packing_strategy": say_strategy,
-    **dict.fromkeys(("eval_packing", "padding_free", "pad_to_multiple_of"), PACKED),
+    **dict.fromkeys(("padding_free", "pad_to_multiple_of"), PACKED),
     **dict.fromkeys(("dtype", "torch_dtype"), IN_BF16),
     "wandb_project": say_tracker("wandb", option="track_project"),
     "wandb_entity": missing("set WANDB_ENTITY"),
@@ -203,3 +204,15 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "system_prompt": differs("a system message is the row's own, or the template's"),
     "dataset_prompt_column": needless("rows show their columns; prompt_field names another"),
 }  # fmt: skip
+RULES: dict[str, Rule] = SHARED | {
+    "max_length": say_length,
+    "max_seq_length": needless("it is max_length"),
+    "dataset_text_field": say_text_field,
+    "dataset_kwargs": differs("rows are tokenized by process_data.py"),
+    "assistant_only_loss": say_assistant_only,
+    "completion_only_loss": say_completion_only,
+    "loss_type": say_loss,
+    "packing": PACKED,
+    "packing_strategy": say_strategy,
+    "eval_packing": PACKED,
+}

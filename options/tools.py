@@ -193,8 +193,10 @@ class ImportConfigOptions:
     tokenized_data: tuple[str, ...] = ()
     """Your data sets, written by process_data.py. Their lengths convert batches of packs to batches of samples, and
     fractional epochs to samples."""
-    trainer: Literal["axolotl", "llama-factory", "trl"] | None = None
-    """Trainer that the file is for. Default: detected from its keys."""
+    trainer: (
+        Literal["axolotl", "llama-factory", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward"] | None
+    ) = None
+    """Trainer that the file is for; trl is its SFT trainer. Default: detected from its keys."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,20 +5,26 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 import yaml
-from tiny_data import write_samples
+from forked import run_forked
+from tiny_data import write_jsonl, write_samples
+from tiny_models import FAMILIES, save_model, save_tokenizer
 from typeguard import check_type
 
 from command_line import parse_options
 from corpus.hub_rows import find_dataset
+from corpus.reader import TokenizedData
 from importers.batches import count_packs
 from importers.conversion import TRAINERS, convert, follow
 from importers.recognition import OTHER_OBJECTIVES, recognize
 from importers.rules import DIFFERS, MISSING, Conversion, Refusal
+from objectives.preference_losses import LOSSES, Pairs, Strength
 from options import ProcessDataOptions, RowOptions, TrainOptions, flatten_options, list_types
 
 ROOT = Path(__file__).parent.parent
@@ -138,12 +144,19 @@ def test_what_is_left_out_keeps_the_other_trainers_default(text, expected, tmp_p
     assert data["max_sample_num_tokens"] in (4096, 1024)
 
 
-def test_trls_defaults_are_those_of_its_package():
-    from trl import ModelConfig, SFTConfig
+@pytest.mark.parametrize("trainer", [name for name in TRAINERS if name.startswith("trl")])
+def test_trls_defaults_are_those_of_its_package(trainer):
+    from trl import DPOConfig, KTOConfig, ModelConfig, RewardConfig, SFTConfig
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.orpo import ORPOConfig
 
-    config, model = SFTConfig(output_dir="unused", bf16=False, report_to="none"), ModelConfig()
-    ours = TRAINERS["trl"].list_defaults({"use_peft": True})
+    classes = {"trl": SFTConfig, "trl-dpo": DPOConfig, "trl-kto": KTOConfig, "trl-orpo": ORPOConfig,
+               "trl-cpo": CPOConfig, "trl-reward": RewardConfig}  # fmt: skip
+    assert classes.keys() == {name for name in TRAINERS if name.startswith("trl")}
+    config, model = classes[trainer](output_dir="unused", bf16=False, report_to="none"), ModelConfig()
+    ours = TRAINERS[trainer].list_defaults({"use_peft": True})
     assert ours.pop("lora_target_modules") == ["q_proj", "v_proj"] and model.lora_target_modules is None
+    assert ours.pop("loss", None) == ("orpo" if trainer == "trl-orpo" else None)
     theirs = {key: getattr(config if hasattr(config, key) else model, key) for key in ours}
     theirs["lr_scheduler_type"] = str(theirs["lr_scheduler_type"].value)
     assert ours == theirs
@@ -196,7 +209,7 @@ def test_a_value_that_is_none_for_its_key_is_told_and_leaves_nothing(tmp_path):
     }
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", ["axolotl", "llama-factory", "trl"])
 def test_noise_and_smoothing_have_counterparts_and_0_is_none(trainer):
     given = {"neftune_noise_alpha": 5, "label_smoothing_factor": 0.1}
     assert convert(given, trainer, num_gpus=1).train.items() >= dict(neftune_alpha=5, label_smoothing=0.1).items()
@@ -330,8 +343,8 @@ CHATS = [dict(path="c.jsonl", type="chat_template")]
 @pytest.mark.parametrize(
     ("trainer", "given", "reason"),
     [
-        ("axolotl", dict(rl="dpo"), "rl: preferences"),
-        ("axolotl", dict(reward_model=True), "reward_model: reward"),
+        ("axolotl", dict(rl="grpo"), "rl: 'grpo': reinforcement learning"),
+        ("axolotl", dict(process_reward_model=True), "process_reward_model: rewards of single steps"),
         ("axolotl", dict(datasets=[dict(path="c.jsonl", type="input_output")]), "type 'input_output'"),
         ("axolotl", dict(datasets=[dict(path="c.jsonl", type={"field_output": "a"})]), "that is custom"),
         ("axolotl", dict(datasets=[CHATS[0] | dict(roles_to_train=["user"])]), "only the assistant's"),
@@ -351,13 +364,13 @@ CHATS = [dict(path="c.jsonl", type="chat_template")]
             dict(adapter="lora", lora_target_linear=True, lora_target_modules=["lm_head"]),
             "on lm_head beside",
         ),
-        *(("llama-factory", dict(stage=stage), "has no objective here") for stage in ("dpo", "kto", "rm", "ppo")),
+        ("llama-factory", dict(stage="ppo"), "'ppo' has no objective here"),
         ("llama-factory", dict(export_dir="out"), "is not training"),
         ("llama-factory", dict(infer_backend="vllm"), "is not training"),
         ("llama-factory", dict(finetuning_type="freeze"), "full, LoRA, QLoRA and OSFT"),
         ("llama-factory", dict(pissa_init=True), "changes how or what"),
         ("trl", dict(reward_funcs=["a"], num_generations=4), "reinforcement learning"),
-        ("trl", dict(beta=0.1, loss_type="sigmoid"), "beta: preferences"),
+        ("trl", dict(beta=0.1, loss_type="sigmoid"), "beta: a key of preference learning that this trainer does not"),
         ("trl", dict(loss_type="dft"), "the loss 'dft'"),
     ],
 )
@@ -379,6 +392,8 @@ def test_what_cannot_be_trained_as_it_is_asked_is_refused_by_its_key(trainer, gi
         ("axolotl", dict(), dict(warmup_ratio=0.03, max_tokens_per_gpu=512)),
         ("axolotl", dict(context_parallel_size=2, micro_batch_size=3), dict(batch_size=12)),
         ("axolotl", dict(batch_size=8, micro_batch_size=2), dict(batch_size=64)),
+        ("axolotl", dict(adapter="lora", lora_model_dir="a", lora_r=8, lora_alpha=4), dict(lora_adapter="a")),
+        ("llama-factory", dict(adapter_name_or_path="a", lora_target="q_proj"), dict(lora_adapter="a")),
         ("trl", dict(max_grad_norm=0), dict(max_grad_norm=None)),
     ],
 )  # fmt: skip
@@ -454,3 +469,334 @@ def test_slices_of_splits_are_read_as_the_datasets_library_cuts_them(tmp_path, m
     source = find_dataset(RowOptions(input_dataset=str(folder), split="train[:10%]"))
     tables = [pa.ipc.open_stream(chunk.table).read_all() for chunk in source.read(source)]
     assert pa.concat_tables(tables)["text"].to_pylist() == [f"row {i}" for i in range(4)]
+
+
+PAIRS = dict(objective="preference", preference_beta=0.1)
+DPO = dict(rl="dpo", rl_beta=0.2)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "train"),
+    [
+        ("trl-dpo", {}, PAIRS | dict(preference_loss="dpo", learning_rate=1e-6, batch_size=8)),
+        ("trl-dpo", dict(beta=0.3, loss_type="apo_zero"), dict(preference_beta=0.3, preference_loss="apo-zero")),
+        ("trl-dpo", dict(loss_type=["sft", "hinge"], loss_weights=[0.2, 1]),
+         dict(preference_loss="hinge", preference_nll_weight=0.2)),
+        ("trl-dpo", dict(loss_type="ipo", rpo_alpha=0.5), dict(preference_loss="ipo", preference_nll_weight=0.5)),
+        ("trl-dpo", dict(loss_type="robust", label_smoothing=0.1),
+         dict(preference_loss="robust", preference_label_smoothing=0.1)),
+        ("trl-kto", dict(desirable_weight=2, undesirable_weight=0.5),
+         dict(objective="kto", preference_beta=0.1, desirable_weight=2, undesirable_weight=0.5)),
+        ("trl-orpo", {}, PAIRS | dict(preference_loss="orpo", learning_rate=1e-6)),
+        ("trl-cpo", dict(loss_type="simpo"),
+         PAIRS | dict(preference_loss="simpo", preference_gamma=0.5, preference_nll_weight=1)),
+        ("trl-cpo", dict(loss_type="alphapo", simpo_gamma=1), dict(preference_loss="simpo", preference_gamma=1)),
+        ("trl-cpo", dict(gamma_beta_ratio=0.3), dict(preference_beta=2, preference_gamma=0.6)),
+        ("trl-cpo", dict(gamma_beta_ratio=0.5, beta=2.5, sft_weight=0.1),
+         dict(preference_beta=2.5, preference_gamma=1.25, preference_nll_weight=0.1)),
+        ("trl-reward", dict(center_rewards_coefficient=0.01),
+         dict(objective="reward", reward_centering=0.01, learning_rate=1e-4)),
+        ("axolotl", dict(rl="dpo"), PAIRS | dict(preference_loss="dpo")),
+        ("axolotl", DPO | dict(dpo_loss_type=["robust"], dpo_label_smoothing=0.1),
+         dict(preference_beta=0.2, preference_loss="robust", preference_label_smoothing=0.1)),
+        ("axolotl", dict(rl="ipo", dpo_beta=0.5), dict(preference_loss="ipo", preference_beta=0.5)),
+        ("axolotl", dict(rl="orpo", orpo_alpha=0.3), dict(preference_loss="orpo", preference_beta=0.3)),
+        ("axolotl", dict(rl="simpo", rl_beta=2, simpo_gamma=1),
+         dict(preference_loss="simpo", preference_beta=2, preference_gamma=1, preference_nll_weight=1)),
+        ("axolotl", dict(rl="simpo", cpo_alpha=0), dict(preference_loss="simpo")),
+        ("axolotl", dict(rl="kto", kto_desirable_weight=0.2), dict(objective="kto", desirable_weight=0.2)),
+        ("axolotl", DPO | dict(cpo_alpha=1, simpo_gamma=2, orpo_alpha=3, kto_desirable_weight=4),
+         dict(preference_beta=0.2)),
+        ("axolotl", dict(reward_model=True, center_rewards_coefficient=0.1),
+         dict(objective="reward", reward_centering=0.1)),
+        ("llama-factory", dict(stage="dpo"), PAIRS | dict(preference_loss="dpo", learning_rate=5e-5)),
+        ("llama-factory", dict(stage="dpo", pref_loss="simpo"), PAIRS | dict(preference_gamma=0.5)),
+        ("llama-factory", dict(stage="dpo", pref_loss="orpo", pref_ftx=0.5), dict(preference_nll_weight=1.5)),
+        ("llama-factory", dict(stage="dpo", dpo_label_smoothing=0.1, ref_model="m"),
+         dict(preference_label_smoothing=0.1, reference_model="m")),
+        ("llama-factory", dict(stage="kto", pref_beta=0.2, kto_rejected_weight=3),
+         dict(objective="kto", preference_beta=0.2, undesirable_weight=3)),
+        ("llama-factory", dict(stage="rm", lora_dropout=0.1), dict(objective="reward", lora_dropout=0.1)),
+    ],
+)  # fmt: skip
+def test_preferences_have_their_loss_and_its_numbers(trainer, given, train):
+    to = convert(given, trainer, num_gpus=1)
+    assert to.train.items() >= train.items()
+    only_asked = {"preference_nll_weight", "preference_gamma", "preference_label_smoothing", "desirable_weight"}
+    assert not (only_asked - train.keys()) & to.train.keys()
+    assert to.sources[0]["format"] == ("feedback" if to.objective == "kto" else "preference")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given"),
+    [
+        *((f"trl-{name}", dict(per_device_train_batch_size=2, max_length=128)) for name in ("dpo", "kto", "reward")),
+        *(("llama-factory", dict(stage=stage, per_device_train_batch_size=2, cutoff_len=128))
+          for stage in ("dpo", "kto", "rm")),
+        *(("axolotl", key | dict(micro_batch_size=2, sequence_len=128))
+          for key in (dict(rl="dpo"), dict(rl="kto"), dict(reward_model=True))),
+    ],
+)  # fmt: skip
+def test_rows_are_pairs_and_both_sequences_of_one_fit(trainer, given):
+    to = convert(given | dict(gradient_accumulation_steps=4, packing=True, sample_packing=True), trainer, num_gpus=8)
+    assert to.train["batch_size"] == 2 * 4 * 8 and to.needs_data is None
+    assert to.train["max_tokens_per_gpu"] == 2 * 2 * 128 and to.sources[0]["max_sample_num_tokens"] == 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "key", "told"),
+    [
+        ("trl-dpo", dict(label_smoothing=0.1), "label_smoothing", "differs: this loss ignores it in today's TRL"),
+        ("trl-dpo", dict(use_peft=True), "lora_dropout", "needs no option: no dropout"),
+        ("trl-dpo", dict(use_peft=True, disable_dropout=False), "lora_dropout", "lora_dropout: 0.05"),
+        ("trl-dpo", dict(label_smoothing_factor=0.1), "label_smoothing_factor", "needs no option"),
+        ("trl-dpo", dict(max_length=64), "max_length", "differs: dropped if its two sequences are longer together"),
+        ("trl-kto", {}, "loss_type", "differs: the point of reference"),
+        ("trl-kto", {}, "train_sampling_strategy", "differs: samples come in a random order"),
+        ("trl-orpo", {}, "loss", "differs: the added likelihood"),
+        ("trl-reward", dict(use_peft=True), "lora_task_type", "differs: the new head trains"),
+        ("trl-reward", dict(use_peft=True, lora_task_type="SEQ_CLS"), "lora_task_type", "needs no option"),
+        ("axolotl", dict(rl="orpo"), "rl", "differs: the added likelihood"),
+        ("axolotl", dict(rl_beta=0.1), "rl_beta", "needs no option: rl does not use it"),
+        ("llama-factory", dict(pref_beta=0.1), "pref_beta", "needs no option: nothing that is learned here uses it"),
+        ("llama-factory", dict(stage="dpo", pref_ftx=0.1), "pref_ftx", "differs: a mean over all chosen tokens"),
+        ("llama-factory", dict(stage="rm"), "stage", "differs: the head has no bias"),
+        ("llama-factory", dict(stage="dpo", adapter_name_or_path="a"), "adapter_name_or_path", "there without it"),
+        ("llama-factory", dict(stage="dpo", pref_loss="orpo"), "pref_loss", "the mean of each answer's mean"),
+    ],
+)
+def test_preferences_differ_where_they_do(trainer, given, key, told):
+    assert told in convert(given, trainer, num_gpus=1).told[key]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "reason"),
+    [
+        ("trl-dpo", dict(loss_type="sppo_hard"), "one of sigmoid, robust"),
+        ("trl-dpo", dict(loss_type=["sigmoid", "bco_pair", "sft"]), "one of sigmoid, robust"),
+        ("trl-dpo", dict(loss_type=["sigmoid", "sft"], loss_weights=[0.8, 1]), "the weight 0.8 of sigmoid"),
+        ("trl-dpo", dict(loss_type="sft"), "one of sigmoid, robust"),
+        ("trl-dpo", dict(loss_type=["sigmoid", "sigmoid"]), "one of sigmoid, robust"),
+        ("trl-dpo", dict(use_weighting=True), "use_weighting: changes the loss"),
+        ("trl-dpo", dict(f_divergence_type="js_divergence"), "f_divergence_type: changes the loss"),
+        ("trl-dpo", dict(ld_alpha=0.5), "ld_alpha: changes the loss"),
+        ("trl-dpo", dict(sync_ref_model=True), "the reference stays what it is"),
+        ("trl-dpo", dict(neftune_noise_alpha=5), "--neftune-alpha: not with --objective preference"),
+        ("trl-dpo", dict(cpo_alpha=1), "cpo_alpha: a key of preference learning that this trainer does not"),
+        ("trl-kto", dict(loss_type="apo_zero_unpaired"), "on single answers"),
+        ("trl-cpo", {}, "CPO's loss 'sigmoid', without a reference"),
+        ("trl-cpo", dict(loss_type="simpo", label_smoothing=0.1), "label_smoothing: changes the loss"),
+        ("trl-cpo", dict(loss_type="simpo", alpha=0.1), "alpha: changes the loss"),
+        ("axolotl", dict(rl="dpo", dpo_norm_loss=True), "dpo_norm_loss: changes the loss"),
+        ("axolotl", dict(rl="dpo", trl=dict(beta=0.1)), "trl: reinforcement learning"),
+        ("llama-factory", dict(stage="dpo", pref_loss="kto_pair"), "the loss 'kto_pair'"),
+        ("llama-factory", dict(stage="dpo", pref_bco_weight=0.1), "pref_bco_weight: changes the loss"),
+        ("llama-factory", dict(stage="kto", pref_ftx=0.1), "a likelihood beside KTO's loss"),
+        ("llama-factory", dict(stage="dpo", ref_model="m", ref_model_adapters="a"), "merge the reference's adapter"),
+    ],
+)
+def test_losses_that_are_not_here_are_refused_by_their_key(trainer, given, reason):
+    with pytest.raises(ValueError, match=reason):
+        convert(given, trainer, num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("rl", "kind", "expected"),
+    [
+        ("dpo", dict(type="chat_template.default", field_messages="turns", field_chosen="good"),
+         dict(prompt_field="turns", chosen_field="good")),
+        ("dpo", dict(type="chat_template.argilla_chat", chat_template="chatml"), dict(chat_template="chatml")),
+        ("orpo", dict(type="chat_template.argilla"), {}),
+        ("dpo", dict(type="chatml.intel"), dict(chat_template="chatml")),
+        ("simpo", dict(type="llama3.ultra"), dict(chat_template="llama3")),
+        ("kto", dict(type="chatml.argilla"), dict(chat_template="chatml")),
+        ("dpo", dict(type=dict(field_prompt="q", field_rejected="bad", chosen_format="{chosen}")),
+         dict(prompt_field="q", rejected_field="bad")),
+        ("kto", dict(type=dict(field_completion="a", field_label="good")),
+         dict(completion_field="a", label_field="good")),
+        ("dpo", {}, {}),
+        ("dpo", dict(type="chatml.icr"), "question, which is read with type chatml.intel"),
+        ("dpo", dict(type="chatml"), "texts in the column prompt would be continued"),
+        ("kto", dict(type="llama3.ultra"), "texts in the column prompt would be continued"),
+        ("dpo", dict(type=dict(prompt_format="Q: {prompt}")), "prompt_format 'Q: {prompt}'"),
+        ("dpo", dict(type="zephyr.nectar"), "type 'zephyr.nectar' is not known here"),
+        ("orpo", dict(type="chat_template.default"), "with rl orpo argilla are known here"),
+        ("kto", dict(type="chat_template.default"), "is not known here"),
+        (None, dict(type="bradley_terry.chat_template"), "question, which is read without a type"),
+        (None, {}, {}),
+        (None, dict(type=dict(field_prompt="q")), "is not known here"),
+        ("dpo", dict(type="chat_template", message_property_mappings=dict(role="who")), "given who and content"),
+    ],
+)  # fmt: skip
+def test_axolotls_types_of_preferences(rl, kind, expected):
+    given = dict(datasets=[dict(path="a.jsonl") | kind]) | (dict(rl=rl) if rl else dict(reward_model=True))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            convert(given, "axolotl", num_gpus=1)
+        return
+    (source,) = convert(given, "axolotl", num_gpus=1).sources
+    fields = {name: value for name, value in source.items() if name.endswith("_field") or name == "chat_template"}
+    assert fields == expected and source["input_file"] == ("a.jsonl",)
+
+
+SHARED_TURNS = dict(formatting="sharegpt", ranking=True)
+ANSWERS = dict(chosen="chosen", rejected="rejected")
+
+
+@pytest.mark.parametrize(
+    ("stage", "entry", "expected"),
+    [
+        ("dpo", SHARED_TURNS | dict(columns=ANSWERS | dict(messages="conversations")), {}),
+        ("rm", SHARED_TURNS | dict(columns=dict(messages="turns", chosen="good", rejected="rejected")),
+         dict(prompt_field="turns", chosen_field="good")),
+        ("dpo", dict(ranking=True, columns=ANSWERS | dict(prompt="question", system="system")), {}),
+        ("kto", dict(formatting="sharegpt", columns=dict(messages="messages", kto_tag="good"),
+                     tags=dict(role_tag="role", content_tag="content")), dict(label_field="good")),
+        ("kto", dict(columns=dict(prompt="instruction", response="output", kto_tag="kto_tag")),
+         dict(completion_field="output")),
+        ("dpo", dict(columns=dict(prompt="instruction")), "no ranking with the columns chosen and rejected"),
+        ("dpo", dict(ranking=True, columns=ANSWERS | dict(prompt="text")), "columns text and input would be continued"),
+        ("dpo", SHARED_TURNS | dict(columns=ANSWERS | dict(messages="m", images="images")), "has images"),
+        ("dpo", dict(ranking=True, columns=ANSWERS | dict(prompt="question", history="h")), "for history are not read"),
+        ("kto", dict(columns=dict(prompt="instruction")), "has no kto_tag"),
+        ("kto", dict(formatting="sharegpt", columns=dict(messages="completion", kto_tag="label")), "rename it to me"),
+        ("sft", SHARED_TURNS | dict(columns=ANSWERS), "stage sft does not learn from them"),
+    ],
+)  # fmt: skip
+def test_llama_factorys_columns_of_preferences(stage, entry, expected, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": dict(file_name="a.json") | entry}))
+    given = dict(stage=stage, dataset="a", dataset_dir=str(tmp_path))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            convert(given, "llama-factory", num_gpus=1)
+        return
+    (source,) = convert(given, "llama-factory", num_gpus=1).sources
+    assert {name: value for name, value in source.items() if name.endswith("_field")} == expected
+
+
+IN_COMMON = dict(model_name_or_path="m", dataset_name="d", output_dir="o", max_length=64, learning_rate=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "trl"),
+        (dict(packing=True), "trl"),
+        (dict(beta=0.1, loss_type="apo_zero"), "trl-dpo"),
+        (dict(beta=0.1, precompute_ref_log_probs=True, loss_type=["sigmoid", "sft"]), "trl-dpo"),
+        (dict(beta=0.1, desirable_weight=2), "trl-kto"),
+        (dict(beta=2, loss_type="simpo"), "trl-cpo"),
+        (dict(center_rewards_coefficient=0.01), "trl-reward"),
+        (dict(use_peft=True, lora_task_type="SEQ_CLS"), "trl-reward"),
+        (dict(beta=0.1), "fit trl-dpo and trl-kto and trl-orpo and trl-cpo equally: name the trainer with --trainer"),
+        (dict(beta=0.1, loss_type="sigmoid"), "fit trl-dpo and trl-cpo equally"),
+    ],
+)
+def test_trls_trainers_are_told_apart_by_their_keys_and_values(given, expected):
+    if expected.startswith("trl"):
+        assert recognize(IN_COMMON | given, KNOWN) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            recognize(IN_COMMON | given, KNOWN)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("trl-cpo", dict(loss_type="simpo", beta=2.5, simpo_gamma=1.4)),
+        ("trl-cpo", dict(gamma_beta_ratio=0.3)),
+        ("trl-orpo", dict(beta=0.25)),
+    ],
+)
+def test_losses_without_a_reference_are_those_of_trls_own_code(given):
+    """On log-probabilities per token, from which TRL's functions start."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    options = convert(given[1], given[0], num_gpus=1).train
+    means = -torch.rand(5, 2, generator=torch.Generator().manual_seed(0)) - 0.1
+    gamma = options.get("preference_gamma") or 0.0
+    pairs = Pairs(means * 7, torch.zeros(5, 2), torch.full((5, 2), 7), torch.zeros(5))
+    ours = LOSSES[options["preference_loss"]].measure(pairs, Strength(options["preference_beta"], gamma=gamma))
+    trainer = SimpleNamespace(beta=options["preference_beta"], simpo_gamma=gamma, alpha=0.0, loss_type="simpo",
+                              label_smoothing=0.0, accelerator=SimpleNamespace(device="cpu"))  # fmt: skip
+    if given[0] == "trl-cpo":
+        torch.testing.assert_close(ours, CPOTrainer.cpo_loss(trainer, *means.unbind(1))[0])
+    else:
+        torch.testing.assert_close(ours, -ORPOTrainer.odds_ratio_loss(trainer, *means.unbind(1))[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "expected"),
+    [
+        ("dpo_config.yaml", {}, "trl-dpo"),
+        ("recipes/orpo/config_full.yaml", dict(beta=0.1), "trl-orpo"),
+        ("recipes/sft/config.yaml", {}, "trl"),
+        ("simpo.yaml", dict(beta=0.1, loss_type="sigmoid"), "trl-cpo"),
+        ("kto.yaml", dict(loss_type="apo_zero"), "trl-dpo"),
+        ("dpo/lora/config.yaml", {}, "trl"),
+    ],
+)
+def test_a_files_name_decides_between_trls_trainers_that_fit(path, given, expected):
+    assert recognize(IN_COMMON | given, KNOWN, Path(path)) == expected
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory) -> Path:
+    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
+
+
+def make_pairs(key: str) -> list[dict]:
+    """Rows with a message of the user, under `key`, and two answers as turns of ShareGPT."""
+    return [
+        {key: [{"from": "human", "value": f"What is {i} and {i}?"}], "chosen": {"from": "gpt", "value": f"{2 * i}"},
+         "rejected": {"from": "gpt", "value": "a cat"}}
+        for i in range(8)
+    ]  # fmt: skip
+
+
+def make_trls_dpo(folder: Path) -> tuple[dict, list[dict]]:
+    rows = [{"prompt": f"{i} + {i} = ", "chosen": f"{2 * i}", "rejected": "a cat"} for i in range(8)]
+    return dict(dataset_name="trl-lib/pairs", beta=0.2, loss_type=["sigmoid", "sft"], max_length=64,
+                per_device_train_batch_size=4, max_steps=2, learning_rate=1e-3), rows  # fmt: skip
+
+
+def make_llama_factorys_kto(folder: Path) -> tuple[dict, list[dict]]:
+    columns = dict(messages="conversations", kto_tag="good")
+    entry = dict(file_name="rows.jsonl", formatting="sharegpt", columns=columns)
+    (folder / "dataset_info.json").write_text(json.dumps({"mine": entry}))
+    rows = [{"conversations": [*row["conversations"], row["chosen" if i % 2 else "rejected"]], "good": i % 2 == 1}
+            for i, row in enumerate(make_pairs("conversations"))]  # fmt: skip
+    return dict(stage="kto", dataset="mine", dataset_dir=str(folder), finetuning_type="lora", pref_beta=0.2,
+                kto_chosen_weight=2.0, cutoff_len=64, per_device_train_batch_size=4, max_steps=2), rows  # fmt: skip
+
+
+def make_axolotls_reward(folder: Path) -> tuple[dict, list[dict]]:
+    sets = [dict(path=str(folder / "rows.jsonl"))]
+    return dict(reward_model=True, center_rewards_coefficient=0.01, sequence_len=64, micro_batch_size=4, max_steps=2,
+                datasets=sets, learning_rate=1e-3), make_pairs("conversations")  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [make_trls_dpo, make_llama_factorys_kto, make_axolotls_reward])
+def test_the_scripts_train_what_was_written(make, tiny_model, tmp_path):
+    given, rows = make(tmp_path)
+    place = write_jsonl(tmp_path / "rows.jsonl", rows)
+    name = "base_model" if "reward_model" in given else "model_name_or_path"
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({name: str(tiny_model), "output_dir": "run"} | given))
+    done = run_forked(0, "tools/import_config.py", tmp_path / "theirs.yaml", "--output-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    data = yaml.safe_load((tmp_path / "data.yaml").read_text())
+    if data.pop("input_dataset", None):  # the hub's
+        data["input_file"] = [str(place)]
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data | {"num_proc": 1}))
+    output = tmp_path / "data.arrow"
+    done = run_forked(0, "process_data.py", "--config", tmp_path / "data.yaml", "--output-file", output)
+    assert done.returncode == 0, done.stderr
+    assert len(TokenizedData(output, option="--data-path").lengths) == len(rows)
+    words = ("--config", tmp_path / "train.yaml", "--data-path", output, "--output-dir", tmp_path / "run")
+    done = run_forked(1, "train.py", *words)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run/training_metrics_0.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "rewards/margins" in step]
+    assert len(steps) == 2 and all(math.isfinite(step["loss"]) for step in steps)
+    assert ("nll_loss" in steps[0]) == ("loss_type" in given)

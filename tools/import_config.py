@@ -30,7 +30,7 @@ def import_config(options: ImportConfigOptions) -> None:
     given = {str(key): value for key, value in read_yaml(path, named=str(path)).items()}
     known = {name: peer.RULES.keys() | OTHER_OBJECTIVES.keys() for name, peer in TRAINERS.items()}
     try:
-        trainer = options.trainer or recognize(given, known)
+        trainer = options.trainer or recognize(given, known, path)
         to = convert(given, trainer, num_gpus=options.num_gpus, lengths=read_lengths(options.tokenized_data))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
