@@ -20,7 +20,8 @@ from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from scoring.data_scores import score_data
 
-PART_SIZE = 4096  # rows that are scored before what is known is written: a run that is killed continues from there
+# Rows of a data set that are scored together and then written: a run that is killed continues from there.
+PART_SIZE = 4096
 
 
 def add_reference(
@@ -53,8 +54,7 @@ def add_reference(
     other = options.preference.reference_model
     scorer = model if not num_missing or other is None else build(find_reference(other, options, inputs))
     for data, known, rows in zip(sets, values, missing, strict=True):
-        for start in range(0, len(rows), PART_SIZE):
-            part = rows[start : start + PART_SIZE]
+        for part in split_rows(rows, [len(source.lengths) for source in data.sources]):
             cap = inputs.data_options.max_tokens_per_gpu
             found = score_data(
                 scorer,
@@ -111,6 +111,17 @@ def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32
 
 def find_missing(data: Mixture, values: np.ndarray) -> np.ndarray:
     return data.kept[np.isnan(values[data.kept]).any(axis=1)]
+
+
+def split_rows(rows: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """Sorted rows of data sets of these sizes, in parts of at most PART_SIZE neighbours in one set.
+
+    The parts do not depend on which of them are known already: a run that continues packs the others as one that was
+    not killed, and gets the same bits.
+    """
+    firsts = np.cumsum([0, *sizes])[:-1]
+    borders = np.concatenate([first + np.arange(0, size, PART_SIZE) for first, size in zip(firsts, sizes, strict=True)])
+    return [part for part in np.split(rows, np.searchsorted(rows, borders[1:])) if len(part)]
 
 
 def write_values(data: Mixture, values: np.ndarray, key: str) -> None:

@@ -4,51 +4,26 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from in_process import train_on
 from op_recording import OpRecorder
 from small_runs import read_rows
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, save_model, save_tokenizer
+from tiny_pairs import NUM_PAIRS, write_pairs
 from torch.nn.functional import cross_entropy, linear, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
-from objectives.preference_columns import FeedbackColumns, PreferenceColumns
+from lifecycle.reference import split_rows
 from objectives.preference_losses import LOSSES
 from objectives.sequence_logps import sum_logps
 from objectives.token_loss import TrainedTokens
 from sampler import draw_samples
 
-NUM_PAIRS, BATCH_SIZE, BETA = 24, 8, 0.3
-
-
-def write_pairs(path: Path, model: Path, *, seed: int = 0, numbers: bool = False, good: bool = False) -> Path:
-    """Pairs, of which the second answer is an unrelated one with `good`: then each row's first is good or bad."""
-    random, rows = np.random.default_rng(seed), []
-    for prompt, *answers in random.integers(2, 12, (NUM_PAIRS, 3)).tolist():
-        shared = random.integers(3, VOCAB_SIZE, prompt)
-        sides = [np.concatenate([shared, random.integers(3, VOCAB_SIZE, length)]) for length in answers]
-        ids, labels = np.concatenate(sides), np.concatenate(sides)
-        labels[:prompt] = labels[len(sides[0]) : len(sides[0]) + prompt] = -100
-        row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "sequence_lengths": list(map(len, sides)),
-               "len": len(ids), "num_loss_counted_tokens": answers[0] if good else sum(answers)}  # fmt: skip
-        row |= {"good": [float(random.integers(2))]} if good else {"margin": [random.random()]} if numbers else {}
-        rows.append(row | ({"pair_weight": [random.random() + 0.5]} if numbers else {}))
-    schema = FeedbackColumns.schema if good else PreferenceColumns.schema
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    made_by = {
-        "tokenizer_fingerprint": fingerprint_tokenizer(load_tokenizer(str(model))),
-        "max_token_id": VOCAB_SIZE - 1,
-    }
-    Path(f"{path}.meta.json").write_text(json.dumps({"objective": "feedback" if good else "preference"} | made_by))
-    return path
+BATCH_SIZE, BETA = 8, 0.3
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +167,34 @@ def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, t
     with pytest.raises(ValueError, match="24 samples"):
         train_on(1, world, **options | dict(output_dir=str(tmp_path / "x"), reference_model=str(models[1]),
                                             reuse_reference_only=True))  # fmt: skip
+
+
+def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, monkeypatch):
+    """A run that is killed has written some of the parts, in their order; the next one scores the others alike."""
+    monkeypatch.setattr("lifecycle.reference.PART_SIZE", 10)
+    options = make_options(tmp_path, models, max_steps=1, reference_model=str(models[1]))
+    other = write_pairs(tmp_path / "other.arrow", models[0], seed=7)
+    options |= dict(data_path=(*options["data_path"], str(other)))
+    train_on(1, world, **options)
+    paths = [*tmp_path.glob("pairs.arrow.reference-*.npy"), *tmp_path.glob("other.arrow.reference-*.npy")]
+    known = [np.load(path) for path in paths]
+    for num_known in (10, 24, 34):
+        for path, values, first in zip(paths, known, (0, len(known[0])), strict=True):
+            np.save(path, np.where(first + np.arange(len(values))[:, None] < num_known, values, np.nan))
+        train_on(1, world, **options | dict(output_dir=str(tmp_path / f"after_{num_known}")))
+        for path, values in zip(paths, known, strict=True):
+            np.testing.assert_array_equal(np.load(path), values)
+
+
+def test_parts_of_the_scoring_do_not_depend_on_what_is_known(monkeypatch):
+    monkeypatch.setattr("lifecycle.reference.PART_SIZE", 10)
+    rows = np.setdiff1d(np.arange(24 + 11), [3, 12, 30])  # some are not kept
+    parts = split_rows(rows, [24, 11])
+    assert [(part[0], part[-1], len(part)) for part in parts] == [(0, 9, 9), (10, 19, 9), (20, 23, 4), (24, 33, 9),
+                                                                  (34, 34, 1)]  # fmt: skip
+    for k in range(len(parts) + 1):
+        rest = np.concatenate([*parts[k:], rows[:0]])
+        assert list(map(list, split_rows(rest, [24, 11]))) == list(map(list, parts[k:]))
 
 
 def test_validation_reports_rewards_and_chooses_the_best_by_them(models, world, tmp_path):
