@@ -11,7 +11,7 @@ After each kill the metrics so far, and at its end these, the last checkpoint an
 bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS`, or those of `--ranks` and `--kinds`,
 gets as many kills: a text model with all its weights, one with DoRA adapters, one that sees, preferences (DPO), binary
 feedback (KTO) and a reward model. DPO and KTO begin every run with scoring the data by the reference, and most of their
-kills are aimed at that until it is done. Prints a line for each run and a table; exits with 1 if anything was not as
+kills are aimed at that until it is done; before half of the other starts the scores are removed. Prints a line for each run and a table; exits with 1 if anything was not as
 promised, and keeps the directory then.
 
 With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
@@ -91,6 +91,7 @@ KINDS = {  # what a kind of run has beside the options of all
     "reward": {"max_tokens_per_gpu": 256, "objective": "reward"},
 }
 PREFERENCE_KINDS = ("dpo", "kto", "reward")
+SCORING_KINDS = ("dpo", "kto")  # which begin with the reference's scores
 TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
 TO_SCORE = r"^reference: .* scored before, [1-9][\d,]* to score"
 SCORED = r"^model: "  # the line after the scoring
@@ -222,6 +223,8 @@ class Soak:
         forget_reference(self.root)
         kills, expected, begun, is_same = 0, 0, 0, True
         while True:
+            if kind in SCORING_KINDS and self.is_scored(kind) and self.random.random() < 0.5:
+                forget_reference(self.root)  # also in the middle of a run, whose weights are no longer the reference's
             job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
             is_killed = kills < KILLS_PER_RUN and may_kill() and self.kill(job, layout)
             job.process.wait(timeout=600)
@@ -290,7 +293,7 @@ class Soak:
 
     def choose_moment(self, layout: Layout) -> str:
         """Most kills hit the scoring until the reference is known; of the others most hit a save."""
-        if layout.kind in ("dpo", "kto") and not self.is_scored(layout.kind) and self.random.random() < 0.8:
+        if layout.kind in SCORING_KINDS and not self.is_scored(layout.kind) and self.random.random() < 0.8:
             return "scoring"
         return self.random.choices(["a save", "the loop", "start-up"], [0.65, 0.2, 0.15])[0]
 
@@ -308,7 +311,7 @@ class Soak:
         if moment == "scoring":
             if not wait_until(job, lambda: says(job, TO_SCORE)):
                 return False
-            wait_until(job, lambda: False, seconds=self.random.uniform(0, reference.seconds_of_scoring))
+            wait_until(job, lambda: False, seconds=self.random.uniform(0, 0.8 * reference.seconds_of_scoring))
             return job.process.poll() is None
         if not wait_until(job, lambda: says(job, r"^step \d+/")):
             return False

@@ -96,6 +96,7 @@ def test_names_of_columns_are_options(model, tmp_path):
 
 
 PAIR = {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+HH = f"\n\nHuman: {USER}\n\nAssistant: "
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,24 @@ PAIR = {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
         (PAIR | {"input": "more"}, "has 'input'"),
         (PAIR | {"chosen": [{"role": "bot", "content": "x"}]}, "the role 'bot'"),
         (PAIR | {"prompt": [{"from": "nobody", "value": "x"}]}, "is from 'nobody'"),
+        (PAIR | {"prompt": [*ASKED, say("one")]}, "the prompt ends with an assistant's message"),
+        (
+            {"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, say(BAD), *ASKED]},
+            "the rejected side ends with the role",
+        ),
+        (
+            {"chosen": HH + GOOD, "rejected": f"{HH}{BAD}\n\nHuman: thanks"},
+            "the rejected side ends with the role 'user'",
+        ),
+        (
+            {"chosen": f"{HH}{GOOD}\n\nHuman: b\n\nAssistant: c", "rejected": HH + GOOD},
+            "after the 2 messages in common",
+        ),
+        ({"chosen": HH + GOOD, "rejected": HH}, "message 2 (assistant) has the content ''"),
+        (PAIR | {"chosen": [{"role": "assistant", "content": None}]}, "has the content missing or null"),
+        (PAIR | {"prompt": []}, "'prompt' is [], expected text or messages"),
+        (PAIR | {"chosen": "a cat \ud83d"}, "half a character: the lone surrogate '\\ud83d'"),
+        (PAIR | {"margin": float("nan")}, "not JSON: NaN is not a JSON number"),
     ],
 )
 def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
@@ -131,6 +150,17 @@ def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "rows.jsonl:2: " in done.stderr and reason in done.stderr
     assert not (tmp_path / "data.arrow").exists()
+
+
+def test_answers_that_a_template_makes_equal_are_refused(model, tmp_path):
+    template = (model / "chat_template.jinja").read_text()
+    trimming = tmp_path / "trimming.jinja"
+    trimming.write_text(template.replace("message['content']", "(message['content'] | trim)"))
+    assert trimming.read_text() != template
+    row = PAIR | {"rejected": f"{GOOD}\n"}
+    assert process([row], model, tmp_path).returncode == 0
+    done = process([PAIR, row], model, tmp_path, "--chat-template", str(trimming))
+    assert done.returncode == 2 and "rows.jsonl:2: " in done.stderr and "have the same tokens" in done.stderr
 
 
 def test_columns_that_change_the_prompt_or_the_weights_are_refused(model, tmp_path):
@@ -196,6 +226,8 @@ FEEDBACK = {"prompt": ASKED, "completion": GOOD, "label": True}
         (FEEDBACK | {"completion": [{"role": "user", "content": "x"}]}, "must be an assistant's message"),
         ({"messages": ASKED, "label": True}, "must be an assistant's message"),
         (FEEDBACK | {"weight": -1}, "'weight' is -1"),
+        (FEEDBACK | {"prompt": [*ASKED, say("one")]}, "the prompt ends with an assistant's message"),
+        (FEEDBACK | {"completion": [say(GOOD), *ASKED]}, "the answer ends with the role 'user'"),
     ],
 )
 def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
