@@ -11,8 +11,8 @@ After each kill the metrics so far, and at its end these, the last checkpoint an
 bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS`, or those of `--ranks` and `--kinds`,
 gets as many kills: a text model with all its weights, one with DoRA adapters, one that sees, preferences (DPO), binary
 feedback (KTO) and a reward model. DPO and KTO begin every run with scoring the data by the reference, and most of their
-kills are aimed at that until it is done; before half of the other starts the scores are removed. Prints a line for each run and a table; exits with 1 if anything was not as
-promised, and keeps the directory then.
+kills are aimed at that until it is done; before half of the later starts the scores are removed. Prints a line for each
+run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
 
 With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
 ranks are forked from a process that has imported everything (tests/forked.py), and there is no torchrun: when a rank is
