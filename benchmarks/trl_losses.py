@@ -22,7 +22,8 @@ TRAINERS = {
 
 def measure_trl(case: Case, inputs: Inputs) -> Measured:
     trainer = make_trainer(case, inputs)
-    model, batch = trainer.model.train(), make_batch(case, inputs)
+    model = trainer.model.train()
+    batch = make_batch(case, inputs, model.config.pad_token_id)
     loss = sum_orpo(trainer, model, batch) if "put in" in case.note else trainer.compute_loss(model, batch)
     loss.backward()
     return Measured(float(loss.detach()), {name: param.grad for name, param in model.named_parameters()})
@@ -47,37 +48,36 @@ def make_trainer(case: Case, inputs: Inputs) -> Trainer:
     )
 
 
-def make_batch(case: Case, inputs: Inputs) -> dict[str, Tensor]:
+def make_batch(case: Case, inputs: Inputs, pad_id: int) -> dict[str, Tensor]:
     """The rows as the trainer's collator pads them, on the right."""
     pairs = inputs.read_answers(case)
     first, second = ([pair[side] for pair in pairs] for side in (0, 1))
     rows = inputs.rows[case.data]
     match case.trainer:
         case "DPO":
-            return pad([*first, *second])
+            return pad([*first, *second], pad_id)
         case "KTO":
-            unrelated = {f"KL_{name}": value for name, value in pad(second).items()}
-            return pad(first) | unrelated | {"label": torch.tensor([row["label"] for row in rows])}
+            unrelated = {f"KL_{name}": value for name, value in pad(second, pad_id).items()}
+            return pad(first, pad_id) | unrelated | {"label": torch.tensor([row["label"] for row in rows])}
         case "Reward":
-            batch = pad([*first, *second])
+            batch = pad([*first, *second], pad_id)
             del batch["completion_mask"]
             return batch | ({"margin": torch.tensor([row["margin"] for row in rows])} if case.data == "margins" else {})
         case "CPO" | "ORPO":
-            return pad_sides(first, second)
+            return pad_sides(first, second, pad_id)
     raise ValueError(case.trainer)
 
 
-def pad(answers: list[Answer]) -> dict[str, Tensor]:  # (answers, longest) each
-    ids, masks, ones = (
-        pad_sequence(part, batch_first=True)
-        for part in zip(*[(a.ids, a.is_trained.long(), torch.ones_like(a.ids)) for a in answers], strict=True)
-    )
+def pad(answers: list[Answer], pad_id: int) -> dict[str, Tensor]:  # (answers, longest) each
+    ids = pad_sequence([answer.ids for answer in answers], batch_first=True, padding_value=pad_id)
+    masks = pad_sequence([answer.is_trained.long() for answer in answers], batch_first=True)
+    ones = pad_sequence([torch.ones_like(answer.ids) for answer in answers], batch_first=True)
     return {"input_ids": ids, "attention_mask": ones, "completion_mask": masks}
 
 
-def pad_sides(chosen: list[Answer], rejected: list[Answer]) -> dict[str, Tensor]:
+def pad_sides(chosen: list[Answer], rejected: list[Answer], pad_id: int) -> dict[str, Tensor]:
     """Both sides as long as the longest sequence."""
-    padded, batch = pad([*chosen, *rejected]), {}
+    padded, batch = pad([*chosen, *rejected], pad_id), {}
     labels = torch.where(padded["completion_mask"] == 1, padded["input_ids"], -100)
     columns = {"input_ids": padded["input_ids"], "attention_mask": padded["attention_mask"], "labels": labels}
     for name, column in columns.items():

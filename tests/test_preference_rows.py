@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bad_preference_rows import ASKED, BAD, BAD_FEEDBACK, BAD_PAIRS, FEEDBACK, GOOD, PAIR, USER, say
 from forked import run_forked
 from processes import flags
 from tiny_data import write_jsonl
@@ -13,14 +14,8 @@ from chat.templates import load_tokenizer
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
 
-USER, GOOD, BAD = "What is red?", "blue", "a cat"
-ASKED = [{"role": "user", "content": USER}]
 CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
-
-
-def say(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
@@ -95,55 +90,9 @@ def test_names_of_columns_are_options(model, tmp_path):
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
 
 
-PAIR = {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
-HH = f"\n\nHuman: {USER}\n\nAssistant: "
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [
-        (PAIR | {"rejected": GOOD}, "are equal"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
-        (PAIR | {"chosen": None}, "'chosen' or 'chosen_response' is missing or empty"),
-        (PAIR | {"rejected": ""}, "'rejected' is '', expected text"),
-        (PAIR | {"rejected": 3}, "'rejected' is 3, expected text or messages"),
-        ({"chosen": GOOD, "rejected": BAD}, "'prompt' or 'question' or 'instruction'"),
-        (PAIR | {"question": USER}, "has both 'prompt' and 'question'"),
-        (PAIR | {"chosen_response": GOOD}, "has both 'chosen' and 'chosen_response'"),
-        ({"chosen": [*ASKED, say(GOOD)], "rejected": [{"role": "user", "content": "other"}, say(BAD)]}, "in common"),
-        ({"chosen": [*ASKED, say(GOOD)], "rejected": ASKED}, "the rejected side has nothing"),
-        (
-            {"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, {"role": "user", "content": "x"}]},
-            "the rejected side has the role 'user'",
-        ),
-        (PAIR | {"chosen": [say(GOOD) | {"train": False}]}, "chosen: no token is trained"),
-        (PAIR | {"chosen": [say(GOOD) | {"weight": 0.5}]}, "weighted as a whole"),
-        (PAIR | {"margin": -1}, "'margin' is -1, allowed: numbers from 0"),
-        (PAIR | {"weight": 0}, "'weight' is 0"),
-        (PAIR | {"weight": "much"}, "'weight' is 'much'"),
-        ({"prompt": "a", "system": "b", "chosen": "c", "rejected": "d"}, "has 'system'"),
-        (PAIR | {"input": "more"}, "has 'input'"),
-        (PAIR | {"chosen": [{"role": "bot", "content": "x"}]}, "the role 'bot'"),
-        (PAIR | {"prompt": [{"from": "nobody", "value": "x"}]}, "is from 'nobody'"),
-        (PAIR | {"prompt": [*ASKED, say("one")]}, "the prompt ends with an assistant's message"),
-        (
-            {"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, say(BAD), *ASKED]},
-            "the rejected side ends with the role",
-        ),
-        (
-            {"chosen": HH + GOOD, "rejected": f"{HH}{BAD}\n\nHuman: thanks"},
-            "the rejected side ends with the role 'user'",
-        ),
-        (
-            {"chosen": f"{HH}{GOOD}\n\nHuman: b\n\nAssistant: c", "rejected": HH + GOOD},
-            "after the 2 messages in common",
-        ),
-        ({"chosen": HH + GOOD, "rejected": HH}, "message 2 (assistant) has the content ''"),
-        (PAIR | {"chosen": [{"role": "assistant", "content": None}]}, "has the content missing or null"),
-        (PAIR | {"prompt": []}, "'prompt' is [], expected text or messages"),
-        (PAIR | {"chosen": "a cat \ud83d"}, "half a character: the lone surrogate '\\ud83d'"),
-        (PAIR | {"margin": float("nan")}, "not JSON: NaN is not a JSON number"),
-    ],
+    BAD_PAIRS,
 )
 def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
     done = process([PAIR, row], model, tmp_path)
@@ -213,22 +162,9 @@ def test_pairs_become_feedback(model, tmp_path):
     assert first[1] == (CHAT, GOOD + END)  # the next row with another prompt
 
 
-FEEDBACK = {"prompt": ASKED, "completion": GOOD, "label": True}
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [
-        (FEEDBACK | {"label": "good"}, "'label' is 'good', allowed: true, false"),
-        (FEEDBACK | {"label": 1}, "'label' is 1, allowed: true, false"),
-        (FEEDBACK | {"label": None}, "'label' or 'kto_tag' is missing or empty"),
-        (FEEDBACK | {"completion": " "}, "'completion' is ' ', expected text"),
-        (FEEDBACK | {"completion": [{"role": "user", "content": "x"}]}, "must be an assistant's message"),
-        ({"messages": ASKED, "label": True}, "must be an assistant's message"),
-        (FEEDBACK | {"weight": -1}, "'weight' is -1"),
-        (FEEDBACK | {"prompt": [*ASKED, say("one")]}, "the prompt ends with an assistant's message"),
-        (FEEDBACK | {"completion": [say(GOOD), *ASKED]}, "the answer ends with the role 'user'"),
-    ],
+    BAD_FEEDBACK,
 )
 def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
     done = process([FEEDBACK, row], model, tmp_path, form="feedback")
