@@ -236,6 +236,8 @@ def build_preference(
     )
     if len(first) == len(second) == num_common:
         raise ValueError("the chosen and the rejected answer are equal: there is nothing to prefer")
+    if num_common == 0:
+        raise ValueError("the answers have no prompt in common: their first messages differ")
     for chat, name in zip(chats, ("chosen", "rejected"), strict=True):
         refuse_images(chat)
         own = chat.messages[num_common:]
@@ -245,11 +247,8 @@ def build_preference(
                 f"the answers are not to the same prompt: after the {num_common} messages in common, the {name} side"
                 f" has {has}, expected an assistant's message"
             )
-    if num_common == 0:
-        raise ValueError("the answers have no prompt in common: their first messages differ")
-    prompt = first[:num_common]
-    for chat, name in zip(chats, ("chosen", "rejected"), strict=True):
         check_ends(chat.messages, num_common, f"the {name} side")
+    prompt = first[:num_common]
     sides = [leave_untrained(chat, num_common) for chat in chats]
     return Preference(prompt, *sides, **numbers)
 
