@@ -4,14 +4,13 @@ One batch of NUM_ROWS random rows; models are random Llamas in fp32, and the ref
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from processes import ENV, flags
+from forked import run_forked
+from processes import flags
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -19,7 +18,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
 
-ROOT = Path(__file__).parent.parent
 NUM_ROWS = 8
 WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon"]
 FORMATS = {"pairs": "preference", "margins": "preference", "texts": "preference", "feedback": "feedback"}  # of the data
@@ -186,4 +184,5 @@ def make_rows() -> dict[str, list[dict]]:
 
 
 def run_script(script: str, **options: object) -> None:
-    subprocess.run([sys.executable, ROOT / script, *flags(**options)], check=True, capture_output=True, env=ENV)
+    done = run_forked(0, script, *flags(**options))
+    assert done.returncode == 0, done.stderr

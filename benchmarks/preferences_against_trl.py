@@ -22,7 +22,6 @@ from harness import describe_versions
 from plain_preferences import measure_plainly
 from preference_cases import CASES, NUM_ROWS, Case, Inputs, Measured, make_inputs, run_script
 from reward_padding import describe_padding
-from trl_losses import measure_trl
 
 RESULTS = ROOT / "benchmarks/results/preferences.txt"
 MOMENT = "optimizer/exp_avg/model."  # prefix of a checkpoint's tensors
@@ -54,6 +53,8 @@ def measure_ours(case: Case, inputs: Inputs, run: Path) -> tuple[Measured, dict]
 
 def compare(case: Case, inputs: Inputs, run: Path) -> str:
     """A row of the table."""
+    from trl_losses import measure_trl  # not in the processes that are forked for our runs
+
     ours, line = measure_ours(case, inputs, run)
     theirs, exact = measure_trl(case, inputs), measure_plainly(case, inputs)
     assert math.isclose(ours.norm, line["grad_norm"], rel_tol=1e-5), (ours.norm, line["grad_norm"])
