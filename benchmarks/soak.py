@@ -311,7 +311,7 @@ class Soak:
         if moment == "scoring":
             if not wait_until(job, lambda: says(job, TO_SCORE)):
                 return False
-            wait_until(job, lambda: False, seconds=self.random.uniform(0, 0.8 * reference.seconds_of_scoring))
+            wait_until(job, lambda: says(job, SCORED), seconds=self.random.uniform(0, reference.seconds_of_scoring))
             return job.process.poll() is None
         if not wait_until(job, lambda: says(job, r"^step \d+/")):
             return False
@@ -400,7 +400,7 @@ def make_vision_inputs(root: Path) -> dict[str, object]:
 
 
 def make_preference_inputs(root: Path, kind: str) -> dict[str, object]:
-    """Data sets large enough that scoring takes seconds and several parts, one of which has rows of both."""
+    """Data sets large enough that scoring takes seconds and several parts."""
     model = root / "preference_model"
     if not model.exists():
         save_tokenizer(save_model(FAMILIES["llama"], model))
