@@ -1,4 +1,7 @@
-"""Rewards by an exported model in transformers, in batches padded on either side with several padding tokens."""
+"""Rewards by an exported model in transformers, in batches padded on either side with several padding tokens.
+
+transformers reads the last token that is not the config's pad_token_id (transformers#35352, #35911).
+"""
 
 from pathlib import Path
 
