@@ -1,129 +1,91 @@
-"""Preference losses and gradients against TRL's DPOTrainer on the same tokens; written to results/preferences.txt.
+"""Preference losses, gradients and rewards against TRL on the same tokens; written to results/preferences.txt.
 
     pip install trl==1.16 accelerate
-    python benchmarks/preferences_against_trl.py --work-dir /tmp/preferences
+    OMP_NUM_THREADS=1 python benchmarks/preferences_against_trl.py --work-dir /tmp/preferences
 
-trains one step at a learning rate of 0 on 8 random pairs, in fp32 on the CPU, with a reference that is another model
-than the policy; TRL's numbers are those of its `compute_loss` and of the gradients after it.
+For each loss train.py takes one step at a learning rate of 0 on one batch of 8 random rows, in fp32 on the CPU, packed
+into several micro-batches; its gradient is AdamW's first moment with a beta of 0. TRL's numbers are those of its
+`compute_loss` and of the gradients after it. Both are compared with a plain loop in fp64 (plain_preferences.py).
 """
 
 import argparse
 import json
-import subprocess
+import math
 import sys
 from pathlib import Path
 
-import numpy as np
-import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "quickstart")]
 from harness import describe_versions
-from tiny_models import FAMILIES, save_model, save_tokenizer
+from plain_preferences import measure_plainly
+from preference_cases import CASES, NUM_ROWS, Case, Inputs, Measured, make_inputs, run_script
+from reward_padding import describe_padding
 
-from corpus.reader import TokenizedData
-from families.sample import list_sequences
-
-NUM_PAIRS, BETA = 8, 0.1
-LOSSES = {"dpo": "sigmoid", "robust": "robust", "ipo": "ipo", "hinge": "hinge", "apo-zero": "apo_zero",
-          "apo-down": "apo_down"}  # fmt: skip
-SMOOTHING = {"robust": 0.2}
-WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon"]
-
-
-def write_rows(path: Path) -> list[dict]:
-    random = np.random.default_rng(0)
-
-    def say() -> str:
-        return " ".join(random.choice(WORDS, random.integers(1, 9)))
-
-    def chat(prompt: str) -> list[dict]:
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": say()}]
-
-    prompts = [f"{i} {say()}" for i in range(NUM_PAIRS)]
-    rows = [{"chosen": chat(prompt), "rejected": chat(prompt)} for prompt in prompts]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+RESULTS = ROOT / "benchmarks/results/preferences.txt"
+MOMENT = "optimizer/exp_avg/model."  # prefix of a checkpoint's tensors
+HEAD = ("TRL's trainer", "data, options", "loss: ours", "TRL", "plain, fp64", "ours / plain - 1", "TRL / plain - 1",
+        "gradient norm: ours / TRL - 1", "largest error of a gradient: ours", "TRL", "")  # fmt: skip
+EXPLANATION = f"""\
+One batch of {NUM_ROWS} rows, a random Llama, fp32, CPU. The largest error of a gradient is over all parameters, in
+terms of the largest number of that parameter's gradient in fp64.
+"""
 
 
-def make_batch(data: TokenizedData) -> dict[str, torch.Tensor]:
-    """Our tokens as TRL's collator pads them: all chosen sequences, then all rejected ones."""
-    sequences = []
-    for side in (0, 1):
-        for row in range(NUM_PAIRS):
-            sample = data.read(row)
-            labels = np.split(sample["labels"], sample["sequence_lengths"][:1])[side]
-            sequences.append((torch.from_numpy(list_sequences(sample)[side].copy()), torch.from_numpy(labels != -100)))
-    ids, masks = (
-        torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*sequences, strict=True)
-    )
-    lengths = torch.tensor([len(sequence) for sequence, _ in sequences])
-    return dict(
-        input_ids=ids.long(),
-        attention_mask=(torch.arange(ids.shape[1]) < lengths[:, None]).long(),
-        completion_mask=masks.long(),
-    )
-
-
-def measure_trl(loss: str, folder: Path, rows: list[dict], batch: dict[str, torch.Tensor]) -> tuple[float, float]:
-    from trl import DPOConfig, DPOTrainer
-
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in ("policy", "reference")
-    )
-    args = DPOConfig(
-        output_dir=str(folder / "trl"), loss_type=[LOSSES[loss]], label_smoothing=SMOOTHING.get(loss, 0.0), beta=BETA,
-        per_device_train_batch_size=NUM_PAIRS, max_length=None, use_cpu=True, bf16=False, report_to=[],
-        gradient_checkpointing=False,
+def measure_ours(case: Case, inputs: Inputs, run: Path) -> tuple[Measured, dict]:
+    """The loss and its gradient, and the step's metrics."""
+    policy, reference = inputs.find_models(case)
+    options = {"objective": "preference", "reference_model": reference} | case.ours
+    if case.name in ("reward", "simpo", "orpo"):
+        del options["reference_model"]
+    run_script(
+        "train.py", **options, model_name_or_path=policy, data_path=inputs.locate_data(case), output_dir=run,
+        batch_size=NUM_ROWS, max_steps=1, learning_rate=0, compute_dtype="float32", export_dtype="float32",
+        max_tokens_per_gpu=256, adam_beta1=0, max_grad_norm=None, checkpoint_every_steps=1,
     )  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    trainer = DPOTrainer(
-        model=policy, ref_model=reference, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    )
-    policy.train()
-    value = trainer.compute_loss(policy, batch)
-    value.backward()
-    return float(value), float(torch.stack([param.grad.double().norm() for param in policy.parameters()]).norm())
+    (line,) = map(json.loads, (run / "training_metrics_0.jsonl").read_text().splitlines())
+    tensors = load_file(run / "checkpoints/step_1/rank_00000.safetensors")
+    gradients = {name.removeprefix(MOMENT): tensor for name, tensor in tensors.items() if name.startswith(MOMENT)}
+    nll = case.nll_weight * line["nll_loss"] if case.nll_weight else 0.0
+    return Measured(line["loss"] + nll, gradients), line
 
 
-def measure_ours(loss: str, folder: Path, data: Path) -> tuple[float, float]:
-    run = folder / f"run_{loss}"
-    command = [sys.executable, ROOT / "train.py", "--objective", "preference", "--preference-loss", loss,
-               "--preference-beta", BETA, "--preference-label-smoothing", SMOOTHING.get(loss, 0.0),
-               "--model-name-or-path", folder / "policy", "--reference-model", folder / "reference",
-               "--data-path", data, "--output-dir", run, "--batch-size", NUM_PAIRS, "--max-steps", 1,
-               "--learning-rate", 0, "--compute-dtype", "float32", "--max-tokens-per-gpu", 256]  # fmt: skip
-    subprocess.run(list(map(str, command)), check=True, capture_output=True)
-    (line,) = (run / "training_metrics_0.jsonl").read_text().splitlines()
-    return json.loads(line)["loss"], json.loads(line)["grad_norm"]
+def compare(case: Case, inputs: Inputs, run: Path) -> str:
+    """A row of the table."""
+    from trl_losses import measure_trl  # not in the processes that are forked for our runs
+
+    ours, line = measure_ours(case, inputs, run)
+    theirs, exact = measure_trl(case, inputs), measure_plainly(case, inputs)
+    assert math.isclose(ours.norm, line["grad_norm"], rel_tol=1e-5), (ours.norm, line["grad_norm"])
+    notes = [case.note] if case.note else []
+    notes += [f"point z {line['kl']:.4f}"] if case.trainer == "KTO" else []
+    cells = [case.trainer, case.command, f"{ours.loss:.7f}", f"{theirs.loss:.7f}", f"{exact.loss:.7f}"]
+    cells += [f"{found.loss / exact.loss - 1:.0e}" for found in (ours, theirs)]
+    cells += [f"{ours.norm / theirs.norm - 1:.0e}"]
+    cells += [f"{found.find_largest_error(exact):.0e}" for found in (ours, theirs)]
+    return f"| {' | '.join([*cells, '; '.join(notes)])} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work-dir", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work-dir", type=Path, required=True, help="a directory to make")
     folder = parser.parse_args().work_dir
     folder.mkdir(parents=True)
-    for seed, name in enumerate(("policy", "reference")):
-        save_tokenizer(save_model(FAMILIES["llama"], folder / name, seed=seed))
-    rows, data = write_rows(folder / "rows.jsonl"), folder / "data.arrow"
-    process = [sys.executable, ROOT / "process_data.py", "--format", "preference", "--output-file", data,
-               "--input-file", folder / "rows.jsonl", "--model-name-or-path", folder / "policy"]  # fmt: skip
-    subprocess.run(list(map(str, process)), check=True, capture_output=True)
-    batch = make_batch(TokenizedData(data))
-    lines = [
-        describe_versions("torch", "transformers", "trl"),
-        "",
-        "| loss | ours | TRL | difference | gradient norm, ours / TRL - 1 |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for loss in LOSSES:
-        (ours, norm), (theirs, their_norm) = measure_ours(loss, folder, data), measure_trl(loss, folder, rows, batch)
-        lines.append(f"| {loss} | {ours:.7f} | {theirs:.7f} | {ours - theirs:.1e} | {norm / their_norm - 1:.1e} |")
+    inputs = make_inputs(folder)
+    lines = ["$ OMP_NUM_THREADS=1 python benchmarks/preferences_against_trl.py --work-dir /tmp/preferences",
+             describe_versions("torch", "transformers", "trl"), "", EXPLANATION,
+             f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"]  # fmt: skip
+    runs = [folder / f"run_{number}" for number in range(len(CASES))]
+    for case, run in zip(CASES, runs, strict=True):
+        lines.append(compare(case, inputs, run))
+        print(lines[-1], flush=True)
+    for number, case in enumerate(CASES):
+        if case.name == "reward" and not case.theirs and case.data in ("pairs", "texts"):
+            lines += ["", *describe_padding(case, inputs, runs[number])]
     text = "\n".join(lines) + "\n"
     print(text)
-    (ROOT / "benchmarks/results/preferences.txt").write_text(text)
+    RESULTS.write_text(text)
 
 
 if __name__ == "__main__":

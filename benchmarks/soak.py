@@ -3,13 +3,16 @@
     python benchmarks/soak.py --minutes 60 --seed 1
     python benchmarks/soak.py --starts forked --kills 1000 --minutes 120
     python benchmarks/soak.py --starts forked --kills 200 --minutes 120 --ranks 4
+    python benchmarks/soak.py --starts forked --kills 60 --minutes 60 --kinds dpo kto reward
 
 Every run is the real program on a tiny model: a fresh directory, kills of all ranks, one rank or torchrun (SIGKILL),
 most of them aimed at the moment in which a checkpoint or an export is being written, until the run comes to its end.
 After each kill the metrics so far, and at its end these, the last checkpoint and the last export are compared, bit for
-bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS`, or those of `--ranks`, gets as many
-kills: a text model with all its weights, one with DoRA adapters, and one that sees. Prints a line for each run and a
-table; exits with 1 if anything was not as promised, and keeps the directory then.
+bit, with a run on as many ranks that nobody disturbed. Every layout of `LAYOUTS`, or those of `--ranks` and `--kinds`,
+gets as many kills: a text model with all its weights, one with DoRA adapters, one that sees, preferences (DPO), binary
+feedback (KTO) and a reward model. DPO and KTO begin every run with scoring the data by the reference, and most of their
+kills are aimed at that until it is done; before half of the later starts the scores are removed. Prints a line for each
+run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
 
 With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
 ranks are forked from a process that has imported everything (tests/forked.py), and there is no torchrun: when a rank is
@@ -38,11 +41,15 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart"), str(ROOT / "tests")]
 
+import numpy as np
 from forked import ForkedJob
 from processes import ENV, Job, flags, is_alive, list_children, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_pairs import write_pairs
 from tiny_seeing import make_rows, save_seeing, tokenize
+
+from lifecycle.reference import PART_SIZE
 
 NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 25
 SECONDS_TO_BE_GONE = 10
@@ -68,16 +75,29 @@ LAYOUTS = [
     Layout(4, False, "dora"),
     Layout(4, True, "vision"),
     Layout(4, False, "vision"),
+    Layout(1, True, "dpo"),
+    Layout(2, False, "dpo"),
+    Layout(1, False, "kto"),
+    Layout(2, True, "kto"),
+    Layout(1, True, "reward"),
+    Layout(2, False, "reward"),
 ]
 KINDS = {  # what a kind of run has beside the options of all
     "text": {"max_tokens_per_gpu": 128},
     "dora": {"max_tokens_per_gpu": 128, "lora": True, "lora_rank": 4, "lora_use_dora": True, "lora_export": "both"},
     "vision": {"max_tokens_per_gpu": 256},
+    "dpo": {"max_tokens_per_gpu": 256, "objective": "preference"},
+    "kto": {"max_tokens_per_gpu": 256, "objective": "kto"},
+    "reward": {"max_tokens_per_gpu": 256, "objective": "reward"},
 }
+PREFERENCE_KINDS = ("dpo", "kto", "reward")
+SCORING_KINDS = ("dpo", "kto")  # which begin with the reference's scores
 TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
+TO_SCORE = r"^reference: .* scored before, [1-9][\d,]* to score"
+SCORED = r"^model: "  # the line after the scoring
 TIED = r"^(resuming from .*step_(\d+):|starting from step 0)"  # what a start says once every rank knows the others
 HEAD = (
-    "ranks, kind", "kills", "of all", "of one rank", "of torchrun", "in a save", "in start-up", "resumes",
+    "ranks, kind", "kills", "of all", "of one rank", "of torchrun", "in a save", "in start-up", "in scoring", "resumes",
     "steps lost: median, most", "s until all were gone: median, most", "runs", "mismatches", "bad",
 )  # fmt: skip
 
@@ -149,8 +169,8 @@ class Tally:
 
     def format_row(self, name: str) -> str:
         lost, gone = sorted(self.lost_steps) or [0], sorted(self.seconds_to_be_gone) or [0.0]
-        cells = [name, *(self.counts[key] for key in HEAD[1:8]), f"{lost[len(lost) // 2]}, {lost[-1]}",
-                 f"{gone[len(gone) // 2]:.2f}, {gone[-1]:.2f}", *(self.counts[key] for key in HEAD[10:])]  # fmt: skip
+        cells = [name, *(self.counts[key] for key in HEAD[1:9]), f"{lost[len(lost) // 2]}, {lost[-1]}",
+                 f"{gone[len(gone) // 2]:.2f}, {gone[-1]:.2f}", *(self.counts[key] for key in HEAD[11:])]  # fmt: skip
         return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -161,15 +181,14 @@ class Reference:
     rows: list[dict]
     files: dict[str, str]  # SHA-256 by name
     seconds_to_first_step: float
+    seconds_of_scoring: float
     seconds_per_step: float  # with its share of checkpoints and exports
 
 
 class Soak:
     def __init__(self, root: Path, seed: int, *, is_forked: bool, layouts: Sequence[Layout] = LAYOUTS):
         self.root, self.random, self.is_forked = root, random.Random(seed), is_forked
-        text = make_text_inputs(root)
-        sees = any(layout.kind == "vision" for layout in layouts)
-        self.inputs = {"text": text, "dora": text, "vision": make_vision_inputs(root) if sees else {}}
+        self.inputs = make_inputs(root, {layout.kind for layout in layouts})
         self.references: dict[tuple[int, str], Reference] = {}
         self.tallies = {(layout.num_ranks, layout.kind): Tally() for layout in layouts}
         self.kills = dict.fromkeys(layouts, 0)
@@ -178,15 +197,20 @@ class Soak:
     def reference(self, num_ranks: int, kind: str) -> Reference:
         """What the undisturbed run leaves; written synchronously, which must make no difference."""
         if (num_ranks, kind) not in self.references:
+            forget_reference(self.root)
             output_dir = self.root / f"reference_{num_ranks}_{kind}"
             argv = make_arguments(self.inputs[kind], output_dir, Layout(num_ranks, False, kind))
             job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
             begin = time.monotonic()
+            wait_until(job, lambda: says(job, TO_SCORE) or says(job, SCORED))
+            scoring = time.monotonic()
+            wait_until(job, lambda: says(job, SCORED))
+            scored = time.monotonic()
             if not wait_until(job, lambda: read_steps(output_dir)):
                 raise RuntimeError(f"the undisturbed run does not begin:\n{job.log.read_text()}")
             first = time.monotonic()
             job.process.wait()
-            seconds = first - begin, (time.monotonic() - first) / NUM_STEPS
+            seconds = first - begin, scored - scoring, (time.monotonic() - first) / NUM_STEPS
             self.references[num_ranks, kind] = Reference(read_steps(output_dir), hashes(output_dir), *seconds)
         return self.references[num_ranks, kind]
 
@@ -196,8 +220,11 @@ class Soak:
         reference, tally = self.reference(num_ranks, kind), self.tallies[num_ranks, kind]
         output_dir = self.root / f"run_{number}"
         argv = make_arguments(self.inputs[kind], output_dir, layout)
+        forget_reference(self.root)
         kills, expected, begun, is_same = 0, 0, 0, True
         while True:
+            if kind in SCORING_KINDS and self.is_scored(kind) and self.random.random() < 0.5:
+                forget_reference(self.root)  # also in the middle of a run, whose weights are no longer the reference's
             job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
             is_killed = kills < KILLS_PER_RUN and may_kill() and self.kill(job, layout)
             job.process.wait(timeout=600)
@@ -227,7 +254,7 @@ class Soak:
     def kill(self, job: Job | ForkedJob, layout: Layout) -> bool:
         """Kills what is chosen at the instant that is chosen; False if the run was over before."""
         num_ranks, tally, output_dir = layout.num_ranks, self.tallies[layout.num_ranks, layout.kind], job.output_dir
-        moment = self.random.choices(["a save", "the loop", "start-up"], [0.65, 0.2, 0.15])[0]
+        moment = self.choose_moment(layout)
         if not self.wait_for(moment, job, self.reference(num_ranks, layout.kind)):
             if job.process.poll() is None:
                 self.bad(tally, job, f"{moment} never came")
@@ -240,7 +267,7 @@ class Soak:
         target = self.random.choice(targets) if len(ranks) == num_ranks > 1 else "all"
         pids = {"all": {job.process.pid, *ranks}, "one rank": {self.random.choice(ranks or [0])}}
         victims = pids.get(target, {job.process.pid})
-        is_tied = re.search(TIED, job.log.read_text(), re.MULTILINE) is not None
+        is_tied, is_scoring = says(job, TIED), says(job, TO_SCORE) and not says(job, SCORED)
         send(signal.SIGKILL, victims)
         killed = time.monotonic()
         if target == "one rank" and self.is_forked and not is_tied:
@@ -255,7 +282,8 @@ class Soak:
         if survivors:
             self.bad(tally, job, f"{target} killed: {len(survivors)} ranks still there after {SECONDS_TO_BE_GONE} s")
             send(signal.SIGKILL, survivors)
-        if moment == "start-up":
+        tally.counts["in scoring"] += is_scoring
+        if moment == "start-up" and not is_scoring:
             tally.counts["in start-up"] += 1
         else:
             tally.counts["in a save"] += is_saving(output_dir)
@@ -263,12 +291,29 @@ class Soak:
                 self.check_ending(job, tally)
         return True
 
+    def choose_moment(self, layout: Layout) -> str:
+        """Most kills hit the scoring until the reference is known; of the others most hit a save."""
+        if layout.kind in SCORING_KINDS and not self.is_scored(layout.kind) and self.random.random() < 0.8:
+            return "scoring"
+        return self.random.choices(["a save", "the loop", "start-up"], [0.65, 0.2, 0.15])[0]
+
+    def is_scored(self, kind: str) -> bool:
+        """Whether every row of the data sets has its reference's numbers."""
+        paths = [*self.inputs[kind]["data_path"], self.inputs[kind]["validation_data_path"]]
+        found = [file for path in paths for file in path.parent.glob(f"{path.name}.reference-*.npy")]
+        return len(found) == len(paths) and not any(np.isnan(np.load(file)).any() for file in found)
+
     def wait_for(self, moment: str, job: Job | ForkedJob, reference: Reference) -> bool:
         """Waits until a start is where it is to be killed; False if it has ended, or does not get there."""
         if moment == "start-up":
             seconds = self.random.uniform(0, 1.1 * reference.seconds_to_first_step)
             return not wait_until(job, lambda: False, seconds=seconds) and job.process.poll() is None
-        if not wait_until(job, lambda: re.search(r"^step \d+/", job.log.read_text(), re.MULTILINE)):
+        if moment == "scoring":
+            if not wait_until(job, lambda: says(job, TO_SCORE)):
+                return False
+            wait_until(job, lambda: says(job, SCORED), seconds=self.random.uniform(0, reference.seconds_of_scoring))
+            return job.process.poll() is None
+        if not wait_until(job, lambda: says(job, r"^step \d+/")):
             return False
         if moment == "the loop":
             seconds = self.random.uniform(0, 12 * reference.seconds_per_step)
@@ -327,6 +372,14 @@ class Soak:
               ", ".join(f"{name} {count}" for name, count in self.endings.items()) or "-", flush=True)  # fmt: skip
 
 
+def make_inputs(root: Path, kinds: set[str]) -> dict[str, dict[str, object]]:
+    text = make_text_inputs(root)
+    inputs = {"text": text, "dora": text}
+    if "vision" in kinds:
+        inputs["vision"] = make_vision_inputs(root)
+    return inputs | {kind: make_preference_inputs(root, kind) for kind in PREFERENCE_KINDS if kind in kinds}
+
+
 def make_text_inputs(root: Path) -> dict[str, object]:
     model = save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))
     paths = [
@@ -344,6 +397,29 @@ def make_vision_inputs(root: Path) -> dict[str, object]:
         paths.append(tokenize(times * make_rows(directory), model, directory).rename(directory / f"{name}.arrow"))
         (directory / "data.arrow.meta.json").rename(directory / f"{name}.arrow.meta.json")
     return dict(model_name_or_path=model, data_path=tuple(paths[:2]), validation_data_path=paths[2])
+
+
+def make_preference_inputs(root: Path, kind: str) -> dict[str, object]:
+    """Data sets large enough that scoring takes seconds and several parts."""
+    model = root / "preference_model"
+    if not model.exists():
+        save_tokenizer(save_model(FAMILIES["llama"], model))
+    paths = []
+    for name, size in (("data", PART_SIZE + 2000), ("other", 3000), ("held_out", 9)):
+        path = root / f"{kind}_{name}.arrow"
+        paths.append(write_pairs(path, model, size=size, seed=size, numbers=True, good=kind == "kto"))
+    return dict(model_name_or_path=model, data_path=tuple(paths[:2]), validation_data_path=paths[2])
+
+
+def forget_reference(root: Path) -> None:
+    """Removes what earlier runs have scored, so that the next one scores everything."""
+    for path in root.glob("*.reference-*.npy"):
+        path.unlink()
+
+
+def says(job: Job | ForkedJob, pattern: str) -> bool:
+    """Whether a line of the job's console begins with `pattern`."""
+    return re.search(pattern, job.log.read_text(errors="replace"), re.MULTILINE) is not None
 
 
 def wait_until(
@@ -369,12 +445,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, required=True, help="no kill after them; the last run ends by itself")
     parser.add_argument("--kills", type=int, default=1000, help="so many, rounded up to an equal share of each layout")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="only layouts on so many")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="only layouts of these kinds")
     parser.add_argument("--starts", choices=("torchrun", "forked"), default="torchrun")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ |= ENV  # which forked processes have from this one
     root = Path(tempfile.mkdtemp(prefix="soak_"))
-    layouts = [layout for layout in LAYOUTS if layout.num_ranks in options.ranks]
+    layouts = [layout for layout in LAYOUTS if layout.num_ranks in options.ranks and layout.kind in options.kinds]
     soak = Soak(root, options.seed, is_forked=options.starts == "forked", layouts=layouts)
     begin, share = time.monotonic(), -(-options.kills // len(layouts))
     for number in itertools.count():

@@ -27,6 +27,7 @@ from corpus.preferences import (
     BESIDE,
     PROMPTS,
     PreferenceFields,
+    check_ends,
     find_name,
     leave_untrained,
     read_answer,
@@ -130,6 +131,7 @@ def build_answer(messages: list[Any], num_prompt: int, values: Fields) -> tuple[
     refuse_images(chat)
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
         raise ValueError("the answer must be an assistant's message after a prompt")
+    check_ends(chat.messages, num_prompt, "the answer")
     return chat.messages[:num_prompt], leave_untrained(chat, num_prompt)
 
 

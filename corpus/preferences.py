@@ -236,6 +236,8 @@ def build_preference(
     )
     if len(first) == len(second) == num_common:
         raise ValueError("the chosen and the rejected answer are equal: there is nothing to prefer")
+    if num_common == 0:
+        raise ValueError("the answers have no prompt in common: their first messages differ")
     for chat, name in zip(chats, ("chosen", "rejected"), strict=True):
         refuse_images(chat)
         own = chat.messages[num_common:]
@@ -245,11 +247,21 @@ def build_preference(
                 f"the answers are not to the same prompt: after the {num_common} messages in common, the {name} side"
                 f" has {has}, expected an assistant's message"
             )
-    if num_common == 0:
-        raise ValueError("the answers have no prompt in common: their first messages differ")
+        check_ends(chat.messages, num_common, f"the {name} side")
     prompt = first[:num_common]
     sides = [leave_untrained(chat, num_common) for chat in chats]
     return Preference(prompt, *sides, **numbers)
+
+
+def check_ends(messages: list[Message], num_prompt: int, name: str) -> None:
+    """Raises ValueError for a prompt that ends within the assistant's turn, and an answer that ends outside of it."""
+    if messages[num_prompt - 1]["role"] == ASSISTANT:
+        raise ValueError(
+            "the prompt ends with an assistant's message, and it is not known whether the answer continues it or is"
+            " another message: make it part of the answer, or end the prompt with a user's message"
+        )
+    if messages[-1]["role"] != ASSISTANT:
+        raise ValueError(f"{name} ends with the role {messages[-1]['role']!r}, expected an assistant's message")
 
 
 def leave_untrained(chat: Chat, num_messages: int) -> Chat:
@@ -281,4 +293,6 @@ def join_sides(
             "the two sides do not have the same tokens before their answers: the template or the tokenizer writes the"
             f" prompt differently ({starts[0]} and {starts[1]} tokens)"
         )
+    if chosen.input_ids == rejected.input_ids:
+        return ValueError("the chosen and the rejected answer have the same tokens: there is nothing to prefer")
     return pair_up(chosen, rejected, margin=row.margin, weight=row.weight)

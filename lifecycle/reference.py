@@ -20,7 +20,8 @@ from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from scoring.data_scores import score_data
 
-PART_SIZE = 4096  # rows that are scored before what is known is written: a run that is killed continues from there
+# Rows of a data set that are scored together and then written: a run that is killed continues from there.
+PART_SIZE = 4096
 
 
 def add_reference(
@@ -89,8 +90,7 @@ def score_missing(
     progress: Callable[[str], None] | None = None,
 ) -> None:
     """Scores the missing rows, and writes what is known after each part of them. All ranks call this."""
-    for start in range(0, len(known.missing), PART_SIZE):
-        part = known.missing[start : start + PART_SIZE]
+    for part in split_rows(known.missing, [len(source.lengths) for source in known.data.sources]):
         restricted = known.data.restricted_to(part)
         found = score_data(scorer, restricted, objective, cap=cap, world=world, by_sample=True, progress=progress)
         known.values[part] = objective.read_reference(found.sums[part].numpy())
@@ -130,6 +130,17 @@ def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32
 
 def find_missing(data: Mixture, values: np.ndarray) -> np.ndarray:
     return data.kept[np.isnan(values[data.kept]).any(axis=1)]
+
+
+def split_rows(rows: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """Sorted rows of data sets of these sizes, in parts of at most PART_SIZE neighbours in one set.
+
+    The parts do not depend on which of them are known already: a run that continues packs the others as one that was
+    not killed, and gets the same bits.
+    """
+    firsts = np.cumsum([0, *sizes])[:-1]
+    borders = np.concatenate([first + np.arange(0, size, PART_SIZE) for first, size in zip(firsts, sizes, strict=True)])
+    return [part for part in np.split(rows, np.searchsorted(rows, borders[1:])) if len(part)]
 
 
 def write_values(data: Mixture, values: np.ndarray, key: str) -> None:

@@ -8,7 +8,7 @@ ends in .part.
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,15 +69,20 @@ class ScoreWriter:
     def begun(self) -> Path:
         return self.path.with_name(f"{self.part.name}.json")
 
-    def list_parts(self) -> Iterator[tuple[int, int]]:
-        """Ranges of the rows that are not written yet, each of as many as are computed and written together."""
+    def list_parts(self) -> list[tuple[int, int]]:
+        """Ranges of the rows that are not written yet, each of as many as are computed and written together.
+
+        They do not depend on what is written already: a scoring that continues packs the rest as one that was not
+        killed, and gets the same bits.
+        """
         num_written = self.part.stat().st_size // self.item_size if self.begun.exists() and self.part.exists() else 0
-        first = int(np.searchsorted(self.before, num_written, side="right")) - 1
+        parts, first = [], 0
         while first < len(self.before) - 1:
             most = self.before[first] + PART_BYTES // self.item_size
             end = max(first + 1, int(np.searchsorted(self.before, most, side="right")) - 1)
-            yield first, end
+            parts.append((first, end))
             first = end
+        return [(first, end) for first, end in parts if self.before[end] > num_written]
 
     def write(self, first: int, end: int, records: np.ndarray) -> None:
         """Appends the records of these rows to those of all rows before them."""

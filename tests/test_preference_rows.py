@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bad_preference_rows import ASKED, BAD, BAD_FEEDBACK, BAD_PAIRS, FEEDBACK, GOOD, PAIR, USER, say
 from forked import run_forked
 from processes import flags
 from tiny_data import write_jsonl
@@ -13,14 +14,8 @@ from chat.templates import load_tokenizer
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
 
-USER, GOOD, BAD = "What is red?", "blue", "a cat"
-ASKED = [{"role": "user", "content": USER}]
 CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
-
-
-def say(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
@@ -95,42 +90,26 @@ def test_names_of_columns_are_options(model, tmp_path):
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
 
 
-PAIR = {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [
-        (PAIR | {"rejected": GOOD}, "are equal"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
-        (PAIR | {"chosen": None}, "'chosen' or 'chosen_response' is missing or empty"),
-        (PAIR | {"rejected": ""}, "'rejected' is '', expected text"),
-        (PAIR | {"rejected": 3}, "'rejected' is 3, expected text or messages"),
-        ({"chosen": GOOD, "rejected": BAD}, "'prompt' or 'question' or 'instruction'"),
-        (PAIR | {"question": USER}, "has both 'prompt' and 'question'"),
-        (PAIR | {"chosen_response": GOOD}, "has both 'chosen' and 'chosen_response'"),
-        ({"chosen": [*ASKED, say(GOOD)], "rejected": [{"role": "user", "content": "other"}, say(BAD)]}, "in common"),
-        ({"chosen": [*ASKED, say(GOOD)], "rejected": ASKED}, "the rejected side has nothing"),
-        (
-            {"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, {"role": "user", "content": "x"}]},
-            "the rejected side has the role 'user'",
-        ),
-        (PAIR | {"chosen": [say(GOOD) | {"train": False}]}, "chosen: no token is trained"),
-        (PAIR | {"chosen": [say(GOOD) | {"weight": 0.5}]}, "weighted as a whole"),
-        (PAIR | {"margin": -1}, "'margin' is -1, allowed: numbers from 0"),
-        (PAIR | {"weight": 0}, "'weight' is 0"),
-        (PAIR | {"weight": "much"}, "'weight' is 'much'"),
-        ({"prompt": "a", "system": "b", "chosen": "c", "rejected": "d"}, "has 'system'"),
-        (PAIR | {"input": "more"}, "has 'input'"),
-        (PAIR | {"chosen": [{"role": "bot", "content": "x"}]}, "the role 'bot'"),
-        (PAIR | {"prompt": [{"from": "nobody", "value": "x"}]}, "is from 'nobody'"),
-    ],
+    BAD_PAIRS,
 )
 def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
     done = process([PAIR, row], model, tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "rows.jsonl:2: " in done.stderr and reason in done.stderr
     assert not (tmp_path / "data.arrow").exists()
+
+
+def test_answers_that_a_template_makes_equal_are_refused(model, tmp_path):
+    template = (model / "chat_template.jinja").read_text()
+    trimming = tmp_path / "trimming.jinja"
+    trimming.write_text(template.replace("message['content']", "(message['content'] | trim)"))
+    assert trimming.read_text() != template
+    row = PAIR | {"rejected": f"{GOOD}\n"}
+    assert process([row], model, tmp_path).returncode == 0
+    done = process([PAIR, row], model, tmp_path, "--chat-template", str(trimming))
+    assert done.returncode == 2 and "rows.jsonl:2: " in done.stderr and "have the same tokens" in done.stderr
 
 
 def test_columns_that_change_the_prompt_or_the_weights_are_refused(model, tmp_path):
@@ -183,20 +162,9 @@ def test_pairs_become_feedback(model, tmp_path):
     assert first[1] == (CHAT, GOOD + END)  # the next row with another prompt
 
 
-FEEDBACK = {"prompt": ASKED, "completion": GOOD, "label": True}
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [
-        (FEEDBACK | {"label": "good"}, "'label' is 'good', allowed: true, false"),
-        (FEEDBACK | {"label": 1}, "'label' is 1, allowed: true, false"),
-        (FEEDBACK | {"label": None}, "'label' or 'kto_tag' is missing or empty"),
-        (FEEDBACK | {"completion": " "}, "'completion' is ' ', expected text"),
-        (FEEDBACK | {"completion": [{"role": "user", "content": "x"}]}, "must be an assistant's message"),
-        ({"messages": ASKED, "label": True}, "must be an assistant's message"),
-        (FEEDBACK | {"weight": -1}, "'weight' is -1"),
-    ],
+    BAD_FEEDBACK,
 )
 def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
     done = process([FEEDBACK, row], model, tmp_path, form="feedback")

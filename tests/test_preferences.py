@@ -19,6 +19,7 @@ from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from families.sample import list_sequences
 from lifecycle.record import find_changes
+from lifecycle.reference import split_rows
 from objectives.preference_losses import LOSSES
 from objectives.sequence_logps import sum_logps
 from objectives.token_loss import TrainedTokens
@@ -165,6 +166,34 @@ def test_what_an_earlier_run_did_not_score_is_scored_or_refused(models, world, t
     with pytest.raises(ValueError, match="24 samples"):
         train_on(1, world, **options | dict(output_dir=str(tmp_path / "x"), reference_model=str(models[1]),
                                             reuse_reference_only=True))  # fmt: skip
+
+
+def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, monkeypatch):
+    """A run that is killed has written some of the parts, in their order; the next one scores the others alike."""
+    monkeypatch.setattr("lifecycle.reference.PART_SIZE", 10)
+    options = make_options(tmp_path, models, max_steps=1, reference_model=str(models[1]))
+    other = write_pairs(tmp_path / "other.arrow", models[0], seed=7)
+    options |= dict(data_path=(*options["data_path"], str(other)))
+    train_on(1, world, **options)
+    paths = [*tmp_path.glob("pairs.arrow.reference-*.npy"), *tmp_path.glob("other.arrow.reference-*.npy")]
+    known = [np.load(path) for path in paths]
+    for num_known in (10, 24, 34):
+        for path, values, first in zip(paths, known, (0, len(known[0])), strict=True):
+            np.save(path, np.where(first + np.arange(len(values))[:, None] < num_known, values, np.nan))
+        train_on(1, world, **options | dict(output_dir=str(tmp_path / f"after_{num_known}")))
+        for path, values in zip(paths, known, strict=True):
+            np.testing.assert_array_equal(np.load(path), values)
+
+
+def test_parts_of_the_scoring_do_not_depend_on_what_is_known(monkeypatch):
+    monkeypatch.setattr("lifecycle.reference.PART_SIZE", 10)
+    rows = np.setdiff1d(np.arange(24 + 11), [3, 12, 30])  # some are not kept
+    parts = split_rows(rows, [24, 11])
+    assert [(part[0], part[-1], len(part)) for part in parts] == [(0, 9, 9), (10, 19, 9), (20, 23, 4), (24, 33, 9),
+                                                                  (34, 34, 1)]  # fmt: skip
+    for k in range(len(parts) + 1):
+        rest = np.concatenate([*parts[k:], rows[:0]])
+        assert list(map(list, split_rows(rest, [24, 11]))) == list(map(list, parts[k:]))
 
 
 def test_validation_reports_rewards_and_chooses_the_best_by_them(models, world, tmp_path):

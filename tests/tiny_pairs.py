@@ -1,4 +1,4 @@
-"""Small tokenized pairs and feedback, and an answer's log-probability by a model of transformers."""
+"""Small tokenized pairs and feedback, as process_data.py would write them; an answer's log-probability."""
 
 import json
 from pathlib import Path
@@ -16,10 +16,12 @@ from objectives.preference_columns import FeedbackColumns, PreferenceColumns
 NUM_PAIRS = 24
 
 
-def write_pairs(path: Path, model: Path, *, seed: int = 0, numbers: bool = False, good: bool = False) -> Path:
+def write_pairs(
+    path: Path, model: Path, *, size: int = NUM_PAIRS, seed: int = 0, numbers: bool = False, good: bool = False
+) -> Path:
     """Pairs, of which the second answer is an unrelated one with `good`: then each row's first is good or bad."""
     random, rows = np.random.default_rng(seed), []
-    for prompt, *answers in random.integers(2, 12, (NUM_PAIRS, 3)).tolist():
+    for prompt, *answers in random.integers(2, 12, (size, 3)).tolist():
         shared = random.integers(3, VOCAB_SIZE, prompt)
         sides = [np.concatenate([shared, random.integers(3, VOCAB_SIZE, length)]) for length in answers]
         ids, labels = np.concatenate(sides), np.concatenate(sides)

@@ -290,7 +290,7 @@ def describe_size(data: Mixture, writer: ScoreWriter) -> str:
 
 def write_scores(writer: ScoreWriter, score_rows: ScoreRows, world: World) -> None:
     """Scores what is missing, part by part. All ranks call this."""
-    parts = call_on_rank0(world, lambda: list(writer.list_parts()))
+    parts = call_on_rank0(world, writer.list_parts)
     for first, end in show_progress(parts, "scoring", unit="part"):
         records = score_rows(np.arange(first, end))
         call_on_rank0(world, lambda part=(first, end, records): writer.write(*part))
