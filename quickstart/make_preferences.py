@@ -2,10 +2,10 @@
 
     python quickstart/make_preferences.py --output-dir runs/preferences
 
-`train.jsonl` holds chats for supervised fine-tuning: a random half of the answers ends politely, the other half curtly.
-`pairs.jsonl` holds pairs of a polite (chosen) and a curt (rejected) answer. No held-out prompt shares its wording or its
-parcel's code with either file: `held_out.jsonl` has the right answers to 400 such prompts, `polite.jsonl` the same
-prompts with the polite ending as reference, and `held_out_pairs.jsonl` their pairs.
+`train.jsonl` holds chats for supervised fine-tuning: a random half of the answers ends politely, the others curtly.
+`pairs.jsonl` holds pairs of a polite (chosen) and a curt (rejected) answer. No held-out prompt shares its wording or
+its code with either file: `held_out.jsonl` has the right answers to 400 such prompts, `polite.jsonl` the same prompts
+with the polite ending as reference, and `held_out_pairs.jsonl` their pairs.
 """
 
 import itertools
