@@ -37,7 +37,7 @@ HELD_OUT_WORDINGS = (
     "Good morning, when will {code} be here?",
 )
 ANSWER = "Parcel {code} is on its way."
-POLITE, CURT = "Have a nice day!", "Next, please."
+POLITE, CURT = "Thanks!", "Bye!"
 LETTERS, DIGITS = "BCDFGHJKLMNPQRSTVWXZ", "0123456789"  # of codes: a letter, a digit, a letter
 
 
