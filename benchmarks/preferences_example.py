@@ -66,7 +66,7 @@ def prefer(work: Path, name: str, *words: object) -> float:
     """Preference learning from the model after supervised fine-tuning; CPU seconds."""
     return train(work, name, "--config", ROOT / "recipes/preferences.yaml", "--model-name-or-path", work / "sft",
                  "--data-path", work / "pairs.arrow", "--validation-data-path", work / "held_out_pairs.arrow",
-                 "--no-export-best", *words)  # fmt: skip
+                 *words)  # fmt: skip
 
 
 def measure(work: Path, *names: str) -> float:
