@@ -77,15 +77,20 @@ def measure(work: Path, *names: str) -> float:
 
 
 def run_example(work: Path, seed: int) -> None:
-    """The page's commands, with one seed; its CPU seconds by phase are kept in seconds.json."""
-    if (work / "seconds.json").exists():
-        return
-    seconds = {"data and model": prepare(work, seed)}
+    """The page's commands, with one seed; finished phases and their CPU seconds are kept in seconds.json."""
     model = ("--model-name-or-path", work / "model", "--data-path", work / "train.arrow", "--seed", seed)
-    seconds["SFT"] = train(work, "sft", *model, *SFT)
-    seconds["DPO"] = prefer(work, "dpo", "--seed", seed)
-    seconds["measuring"] = measure(work, "sft", "dpo")
-    (work / "seconds.json").write_text(json.dumps(seconds))
+    phases = {
+        "data and model": lambda: prepare(work, seed),
+        "SFT": lambda: train(work, "sft", *model, *SFT),
+        "DPO": lambda: prefer(work, "dpo", "--seed", seed),
+        "measuring": lambda: measure(work, "sft", "dpo"),
+    }
+    file = work / "seconds.json"
+    seconds = json.loads(file.read_text()) if file.exists() else {}
+    for name, phase in phases.items():
+        if name not in seconds:
+            seconds[name] = phase()
+            file.write_text(json.dumps(seconds))
 
 
 def run_others(work: Path) -> None:
