@@ -4,7 +4,15 @@ import re
 from collections import Counter
 
 import pytest
-from make_preferences import ANSWER, CURT, HELD_OUT_WORDINGS, POLITE, TRAINED_WORDINGS, PreferenceDataOptions, make_files
+from make_preferences import (
+    ANSWER,
+    CURT,
+    HELD_OUT_WORDINGS,
+    POLITE,
+    TRAINED_WORDINGS,
+    PreferenceDataOptions,
+    make_files,
+)
 from processes import ROOT
 
 CODE = re.compile(r"\b[A-Z]\d[A-Z]\b")
@@ -48,7 +56,6 @@ def test_the_words_of_held_out_prompts_are_trained():
         set(re.findall(r"\w+", " ".join(wordings).lower())) for wordings in (TRAINED_WORDINGS, HELD_OUT_WORDINGS)
     )
     assert asked <= known and {POLITE.lower().rstrip("!"), CURT.lower().rstrip("!")}.isdisjoint(known)
-
 
 
 def test_the_page_shows_the_wordings_of_its_data():
