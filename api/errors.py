@@ -25,7 +25,7 @@ class NonFiniteError(TrainingError):
 
 
 class HangError(TrainingError):
-    """A rank gave no sign of life, or none moved on."""
+    """A rank stopped sending heartbeats or stopped making progress."""
 
 
 class LockedError(TrainingError):

@@ -396,7 +396,7 @@ FAULTS = [
           (2, 4)),
     Fault("a rank raises", injected, {"failed"}, "error: rank 1 .*injected: a bug of rank 1", (2, 4),
           env={"PYTHONPATH": "{root}:" + str(ROOT)}),
-    Fault("SIGSTOP of a rank, --hang-timeout 6", freeze, {"hang"}, r"rank \d .*no sign of life", (2, 4),
+    Fault("SIGSTOP of a rank, --hang-timeout 6", freeze, {"hang"}, r"rank \d .*sent no heartbeat", (2, 4),
           options=dict(hang_timeout=HANG_TIMEOUT), prompt=False),
     Fault("out of memory on one rank", limit_memory, {"out_of_memory"}, "out of memory in .*lower --max-tok"),
     Fault("disk full, before a save", fill_disk(32 << 20), IO, r"no room for .*needs [\d,]+ bytes.*has [\d,]+ free",
