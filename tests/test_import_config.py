@@ -98,7 +98,7 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert "read as axolotl's, for 8 GPUs" in done.stdout
     assert all(f"  {key} " in done.stdout for key in yaml.safe_load(AXOLOTL))
-    assert "no counterpart, or differing: evals_per_epoch, mystery\n" in done.stdout
+    assert "without a counterpart, or different: evals_per_epoch, mystery\n" in done.stdout
     assert "the data set's keys" not in done.stdout
     train, data = read_options(tmp_path)
     assert train.items() >= dict(
@@ -133,7 +133,7 @@ def test_what_is_left_out_keeps_the_other_trainers_default(text, expected, tmp_p
     train, data = read_options(tmp_path)
     assert train.items() >= expected.items()
     is_named = "dataset_name" in text
-    assert ("# input_file: has to be given\n" in (tmp_path / "data.yaml").read_text()) == (not is_named)
+    assert ("# input_file: required\n" in (tmp_path / "data.yaml").read_text()) == (not is_named)
     assert data["input_dataset"] == ("trl-lib/Capybara" if is_named else None)
     assert data["max_sample_num_tokens"] in (4096, 1024)
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_read_gets_one_message(text, reason, tmp_path):
 def test_files_that_are_there_stay(tmp_path):
     (tmp_path / "train.yaml").write_text("mine")
     done = run_import(tmp_path, TRL)
-    assert done.returncode == 2 and "train.yaml: there already" in done.stderr
+    assert done.returncode == 2 and "train.yaml: already exists" in done.stderr
     assert (tmp_path / "train.yaml").read_text() == "mine" and not (tmp_path / "data.yaml").exists()
 
 

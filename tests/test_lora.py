@@ -380,7 +380,7 @@ def test_an_adapter_is_merged_later(world, tmp_path):
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
     AutoTokenizer.from_pretrained(tmp_path / "m")
     again = run_forked(0, *command)
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "already exists" in again.stderr
     none = run_forked(0, "tools/merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
     assert none.returncode == 2 and "holds no adapter_config.json" in none.stderr
 

@@ -135,7 +135,7 @@ def test_models_that_are_not_of_one_kind_are_refused_by_name(change, reason, mod
 
 
 def test_nothing_is_written_over(models, tmp_path):
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         mix(tmp_path, model=(str(models["a"]), str(models["b"])))
 
 
