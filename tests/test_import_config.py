@@ -187,7 +187,7 @@ def test_a_value_that_is_none_for_its_key_is_told_and_leaves_nothing(tmp_path):
         "learning_rate     no counterpart: learning_rate cannot be 'fast'",
         "micro_batch_size  no counterpart: micro_batch_size is a number, given 'many'",
         "seed              no counterpart: seed cannot be 2.5",
-        "differing: learning_rate, micro_batch_size, sequence_len, seed, warmup, batch_size\n",
+        "different: learning_rate, micro_batch_size, sequence_len, seed, warmup, batch_size\n",
     ):
         assert told in done.stdout, done.stdout
     written = yaml.safe_load((tmp_path / "train.yaml").read_text())

@@ -105,7 +105,7 @@ def test_no_more_is_held_than_a_file_that_is_written(models, tmp_path, monkeypat
         (dict(hidden_act="gelu"), "their configs differ: hidden_act gelu and silu"),
         (dict(vocab_size=300), "their configs differ: vocab_size 300 and 288"),
         ("tensor", "it has no model.norm.weight"),
-        ("shape", "model.norm.weight is [7], there [32]"),
+        ("shape", "model.norm.weight is [7], not [32]"),
         ("tokenizer", "their tokenizers differ"),
         ("pickle", "no weights"),
     ],
