@@ -250,7 +250,7 @@ def test_an_adapter_answers_as_peft_lets_it(root, llama, questions, world):
     found = run(world, root / "found.jsonl", model=str(root / "adapter"), **given)
     assert [line["answer"] for line in named] == [line["answer"] for line in found] == expected
     assert named[0]["made_by"]["adapter_sha256"] and named[0]["made_by"]["model"] == llama
-    with pytest.raises(ValueError, match=r"--adapter .*: holds no adapter_config.json"):
+    with pytest.raises(ValueError, match=r"--adapter .*: has no adapter_config.json"):
         run(world, root / "no.jsonl", model=llama, adapter=llama, **given)
 
 

@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused(world, tmp_path):
     )
     for config in (opt, HYBRIDS["mamba 2 alone"]):
         path = save_model(config, tmp_path / config.model_type)
-        with pytest.raises(ValueError, match=f"--tiled-mlp: model type '{config.model_type}' has no module for its"):
+        with pytest.raises(ValueError, match=f"--tiled-mlp: model type '{config.model_type}' has no MLP modules"):
             build(path, world, tiled_mlp=True)
     given = dict(model_name_or_path="m", data_path="d", output_dir="o", batch_size=1, max_steps=1)
     for changes, message in (

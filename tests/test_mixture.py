@@ -176,7 +176,7 @@ def test_a_data_set_given_twice_or_made_otherwise_is_named(inputs, world, tmp_pa
     other = Path(shutil.copy(first, tmp_path / "other.arrow"))
     sidecar = dict(tokenizer_fingerprint="0" * 64, max_token_id=5)
     Path(f"{other}.meta.json").write_text(json.dumps(sidecar))
-    with pytest.raises(ValueError, match="was made with another tokenizer"):
+    with pytest.raises(ValueError, match="was made with a different tokenizer"):
         train_here(
             world, **inputs | dict(data_path=(first, str(other)), data_weights=()), output_dir=str(tmp_path / "r")
         )
