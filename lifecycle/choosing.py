@@ -1,4 +1,4 @@
-"""What a run's options choose: its objective and its method."""
+"""Choice of a run's objective and method from its options."""
 
 import logging
 from dataclasses import asdict
@@ -54,13 +54,13 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
 
 
 def choose_objective(options: TrainOptions) -> str:
-    """The name of what is learned: --objective, and on data with images language modelling on them."""
+    """Name of the objective: --objective, or for data with images, language modelling on images."""
     name = options.classification.objective
     if name == CAUSAL_LM and has_images(options.data):
         if options.sharding.context_parallel is not None:
             raise ValueError(
-                "--context-parallel: not with images, whose places in a row are not divided over ranks; leave it out,"
-                " or tokenize the data without process_data.py --images"
+                "--context-parallel: not supported with images, whose tokens cannot be split over ranks; remove the"
+                " option, or tokenize the data without process_data.py --images"
             )
         return VISION
     default = VisionOptions()
@@ -73,7 +73,7 @@ def choose_objective(options: TrainOptions) -> str:
 
 
 def choose_settings(options: TrainOptions) -> Settings:
-    """What the options say of objectives and model families."""
+    """The options of objectives and model families."""
     seed, alpha = options.data.seed, options.optimization.neftune_alpha
     return Settings(
         options.classification,
@@ -86,7 +86,7 @@ def choose_settings(options: TrainOptions) -> Settings:
 
 
 def has_images(options: DataOptions) -> bool:
-    """Whether the data was made for models that see; a sidecar that cannot be read is reported where data is opened."""
+    """Whether the data was made for vision-language models; an unreadable sidecar is reported when data is opened."""
     try:
         sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
     except ValueError:
@@ -95,7 +95,7 @@ def has_images(options: DataOptions) -> bool:
 
 
 def choose_method(options: TrainOptions) -> Method:
-    """What the options say trains."""
+    """Makes the method that the options select."""
     if options.osft.osft:
         return OSFT(options.osft)
     if options.lora.lora:
@@ -104,5 +104,5 @@ def choose_method(options: TrainOptions) -> Method:
 
 
 def choose_adapter_method(adapter: Path, *, flag: str) -> Method:
-    """The method that puts a trained adapter into its model; ValueError, which names `flag`, if it cannot be used."""
+    """Makes the method that inserts a trained adapter into its model; ValueError, naming `flag`, if it is unusable."""
     return LoRA.from_adapter(adapter, flag=flag)

@@ -163,7 +163,7 @@ def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, c
     validations = (output_dir / "validation_metrics_0.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in validations] == [0, 2]
     assert [path.name for path in (output_dir / "hf_format").iterdir()] == ["samples_10"]
-    assert "export samples_10: loaded back, its loss is the trained model's" in caplog.text
+    assert "export samples_10: loaded back, its loss matches the trained model's" in caplog.text
 
 
 def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, tmp_path):
@@ -181,7 +181,7 @@ def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, 
             check_export(TrainedModel(trained), export, parts, objective=objective, world=world)
 
     check(good)
-    with pytest.raises(RunError, match=r"loaded back, has a loss of .*; it is not to be used"):
+    with pytest.raises(RunError, match=r"loaded back, has a loss of .*; do not use it"):
         check(wrong)
     (wrong / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(RunError, match=r"--check-export: .*wrong cannot be loaded back: "):

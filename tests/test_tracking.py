@@ -304,7 +304,7 @@ def test_a_queue_that_is_full_leaves_out_what_comes_and_says_so_once(follow, mon
     slow = Standin(log=0.2)
     messages, seconds, _ = follow(slow, num_steps=500)
     warnings = [message for message in messages if message.startswith("warning")]
-    assert len(warnings) == 1 and "is 10 entries behind, and more are left out" in warnings[0]
+    assert len(warnings) == 1 and "is 10 entries behind; further entries are dropped" in warnings[0]
     assert seconds < 0.5 and 0 < len(slow.logged) < 100
 
 
