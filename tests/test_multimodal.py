@@ -209,9 +209,7 @@ def test_data_that_holds_what_stands_for_an_image_is_refused_with_its_row(paths,
     samples = make_samples(20, vocab_size=IMAGE)
     samples[12][0][1] = VIDEO
     data = write_samples(tmp_path / "data.arrow", samples)
-    with pytest.raises(
-        ValueError, match=r"data.arrow: row 13 contains the token id 281, .* \(video_token_id in config"
-    ):
+    with pytest.raises(ValueError, match=r"data.arrow: row 13 contains the token id 281, .* \(video_token_id in "):
         train(world, paths["qwen2.5-vl"], data, tmp_path / "run")
     train(world, paths["gemma3"], data, tmp_path / "other", max_steps=1)  # where 281 is a token like any other
 

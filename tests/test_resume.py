@@ -261,9 +261,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_zero(start, f
     for step in (1, 2):
         flip_bit(output_dir / "checkpoints" / f"step_{step}" / WEIGHTS)
     for _ in range(2):
-        with pytest.raises(
-            NoValidCheckpoint, match="only damaged_step_1, damaged_step_2; to start from scratch, choose"
-        ):
+        with pytest.raises(NoValidCheckpoint, match="only damaged_step_1, damaged_step_2; to start from scratch"):
             start(output_dir, max_steps=6)
 
 
