@@ -35,7 +35,7 @@ class Engine(Protocol):
     """A backend that generates answers."""
 
     def describe(self) -> dict[str, Any]:
-        """What its answers depend on besides sampling: model, dtype, versions. JSON-serializable."""
+        """Everything besides sampling that its answers depend on: model, dtype, versions. JSON-serializable."""
         ...
 
     def answer(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.blocks import HeldRow
 
-# Arguments that describe the whole row, and are not passed to a layer that sees one sequence.
+# Arguments that describe the whole row, which are not passed to a layer that runs on one sequence.
 OF_THE_ROW = frozenset({"micro_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 OF_PAIRS = ("mask", "alibi", "bias")  # parts of the names of arguments with a value per key, or per query and key
 

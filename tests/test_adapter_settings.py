@@ -174,7 +174,7 @@ WRONG_VALUES = [
 def test_a_value_that_nothing_can_compute_with_is_refused_by_its_key(name, value, world, tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     write_settings(tmp_path, **{name: value})
-    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, and must be "
+    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, but must be "
     with pytest.raises(ValueError, match=message):
         merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
     for reader in ("here", "peft"):

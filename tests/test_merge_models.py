@@ -142,9 +142,9 @@ def test_nothing_is_written_over(models, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(model=("a",)), "name two models or more"),
+        (dict(model=("a",)), "give at least two models"),
         (dict(model=("a", "b"), weights=(1.0,)), "given 1 for 2 models"),
-        (dict(model=("a", "b"), weights=(0.5, 0.6)), "sum to 1.1, and without --base have to sum to 1"),
+        (dict(model=("a", "b"), weights=(0.5, 0.6)), "sum to 1.1, but without --base must sum to 1"),
         (dict(model=("a",), base="c"), "--base needs --weights"),
     ],
 )

@@ -361,7 +361,7 @@ def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
     ("options", "problem"),
     [
         (dict(runs=()), "no run is given"),
-        (dict(), "nothing says where the curves go"),
+        (dict(), "no output is given"),
         (dict(output="x.jpg"), "must end in .html, .png, .svg or .pdf"),
         (dict(output="x.html", follow=True), "no effect with --follow"),
         (dict(output="x.html", port=80), "--port has no effect"),

@@ -56,18 +56,21 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(), "no data is given: name data sets by --data-path, or rows by --input-file or --input-dataset"),
-        (dict(data_path="d", input_file="r"), "--data-path and --input-file both say what is trained on: give one"),
-        (dict(input_file="r", input_dataset="n"), "--input-file and --input-dataset both say where rows are: give one"),
+        (dict(), "no data is given: give --data-path, or rows with --input-file or --input-dataset"),
+        (dict(data_path="d", input_file="r"), "--data-path and --input-file both specify training data: give only one"),
+        (dict(input_file="r", input_dataset="n"), "--input-file and --input-dataset both specify rows: give only one"),
         (
             dict(data_path="d", messages_field="x"),
             "--messages-field: no effect without rows to tokenize",
         ),
-        (dict(data_path="d", subset="0%"), "--subset 0%: must be a number of samples (10), or a share of them above 0"),
+        (
+            dict(data_path="d", subset="0%"),
+            "--subset 0%: must be a number of samples (10), or a share of samples above 0",
+        ),
         (dict(input_file="r", split="train"), "--split: no effect without --input-dataset"),
         (dict(data_path="d", mock_length=9), "--mock-length has no effect without --mock-data"),
         (dict(mock_data=9, format="messages"), "--format: no effect with --mock-data, which reads no rows"),
-        (dict(input_file="r", messages_field="a", text_field="b"), "belong to several formats; rows have one"),
+        (dict(input_file="r", messages_field="a", text_field="b"), "are for different formats, but rows have one"),
         (dict(input_file="r", text_field="b", format="messages"), "--text-field has no effect with --format messages"),
         (dict(input_file="r", objective="token-classification"), "needs rows of --format classification"),
         (
@@ -90,21 +93,21 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         ),
         (
             dict(data_path="d", objective="preference", preference_label_smoothing=0.5),
-            "--preference-label-smoothing 0.5: must be at least 0, below 0.5",
+            "--preference-label-smoothing 0.5: must be at least 0 and below 0.5",
         ),
         (dict(data_path="d", objective="preference", preference_nll_weight=-1.0), "--preference-nll-weight -1.0"),
         (
             dict(data_path="d", objective="preference", preference_loss="orpo", reference_model="m"),
             "--reference-model: no effect with --preference-loss orpo",
         ),
-        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha: not with"),
+        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha cannot be used with"),
         (dict(data_path="d", objective="preference", label_smoothing=0.1), "--label-smoothing: no effect"),
         (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
         (
             dict(input_file="r", format="classification"),
             "--format classification has no effect on --objective",
         ),
-        (dict(input_file="r", validation_share=0.1, validation_data_path="v"), "both say what is measured on"),
+        (dict(input_file="r", validation_share=0.1, validation_data_path="v"), "both specify validation data"),
     ],
 )
 def test_options_without_data_without_effect_or_against_each_other(given, message):

@@ -398,5 +398,5 @@ def test_durations():
         360001,
     ]
     for text in ("", "soon", "0", "-5", "0:00:00", "1:30", "1:60:00", "inf", "nan"):
-        with pytest.raises(ValueError, match="must be minutes"):
+        with pytest.raises(ValueError, match="must be a positive number of minutes"):
             parse_duration(text)

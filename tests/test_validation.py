@@ -193,7 +193,7 @@ def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
         (dict(validation_data_path=()), "--validate-every-steps: no effect without --validation-data-path"),
         (dict(validate_every_steps=0), "--validate-every-steps 0: must be at least 1"),
         (dict(early_stopping_patience=0), "--early-stopping-patience 0: must be at least 1"),
-        (dict(validate_every_steps=None, early_stopping_patience=2), "needs validations on the way"),
+        (dict(validate_every_steps=None, early_stopping_patience=2), "needs validations during the run"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(changes, problem, inputs):
