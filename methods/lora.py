@@ -168,7 +168,7 @@ class LoRA(Method):
             fill_packed(module, name, readers, world=world)
 
     def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
-        if self.given is not None or self.config.use_dora:  # DoRA divides by a length and multiplies by it
+        if self.given is not None or self.config.use_dora:  # DoRA divides by a norm and multiplies by it again
             return
         layers = [module for module in packed_model.model.modules() if hasattr(module, "_disable_adapters")]
         hidden = packed_model.hidden_states(micro_batch)

@@ -55,7 +55,7 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     if given is not None:
         flag = f"--lora-adapter {options.lora_adapter}"
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
-        ends = tuple(given.modules_to_save or ())  # of names, as peft takes them: "norm" is also each "input_layernorm"
+        ends = tuple(given.modules_to_save or ())  # name suffixes, as in peft: "norm" also matches "input_layernorm"
         whole_names = tuple(name for name, _ in model.named_modules() if ends and name.endswith(ends))
     else:
         patterns, chosen, flag = options.lora_target_modules, [], "--lora-target-modules"

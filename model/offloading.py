@@ -83,7 +83,7 @@ class Offloader:
 
 
 def check_offloading(device: torch.device) -> None:
-    """ValueError for a device whose memory is the CPU's."""
+    """ValueError on the CPU, where there is nothing to offload from."""
     if device.type == "cpu":
         raise ValueError(
             "--offload-activations moves activations from GPU to CPU memory, but this run is on the CPU: remove the"

@@ -51,7 +51,7 @@ class RowOptions:
         Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification", "preference", "feedback"]
         | None
     ) = None
-    """Format of the rows. Default: detected from each file's first row, except the last three."""
+    """Format of the rows. Default: detected from each file's first row; the last three are never detected."""
     messages_field: str | None = None
     """Column or key of the messages; dots select nested ones (chat.turns). Default: messages."""
     prompt_field: str | None = None

@@ -11,13 +11,13 @@ class EndOptions:
     max_steps: int | None = None
     """Stop after this many optimizer steps. Without any --max-* option the run has no end."""
     max_epochs: int | None = None
-    """Stop at the first step by which every sample has been drawn this many times."""
+    """Stop after the step in which every sample has been drawn this many times."""
     max_samples: int | None = None
-    """Stop at the first step by which this many samples have been trained."""
+    """Stop after the step in which this many samples have been trained on."""
     max_tokens: int | None = None
-    """Stop at the first step by which this many tokens (trained or masked) have been read."""
+    """Stop after the step in which this many tokens (trained or masked) have been processed."""
     max_time: str | None = None
-    """Stop, to be resumed, after the step in which this time limit is reached: minutes, or H:MM:SS."""
+    """Stop with a checkpoint after the step in which this time limit is reached: minutes, or H:MM:SS."""
     start_timeout: int = 600
     """End the run if not all ranks have joined after this many seconds. Missing ranks are reported every 30 seconds."""
     hang_timeout: int = 600

@@ -205,13 +205,13 @@ def describe_charts(charts: list[Chart]) -> list[dict[str, Any]]:
 
 
 def to_numbers(values: Column) -> list[float | None]:
-    """The values for JSON: whole numbers, or rounded to `DIGITS` digits; None for values that are not finite."""
+    """Converts values for JSON: integers, or rounded to `DIGITS` digits; None for values that are not finite."""
     is_there = np.isfinite(values)
     there = values[is_there]
     if (np.abs(there) < 2**53).all() and (there == np.rint(there)).all():
         rounded = there.astype(np.int64)
     else:
-        # A whole number over a power of ten is the double nearest to that decimal, which JSON writes in short form.
+        # An integer divided by a power of ten is the double nearest to that decimal, which JSON writes in short form.
         sizes = np.floor(np.log10(np.abs(there), where=there != 0, out=np.zeros_like(there)))
         powers = 10.0 ** np.clip(DIGITS - 1 - sizes, 0, 22)
         rounded = np.rint(there * powers) / powers

@@ -20,8 +20,8 @@ from ranks.world import World
 Items = Mapping[str, str]  # printable values by the name that messages use
 Groups = Mapping[str, Items]  # such as options, code, data; all ranks have the same groups
 
-MOST_KINDS = 4  # groups of equal ranks whose values are printed
-MOST_CHARACTERS = 300  # characters of a value that a message shows
+MOST_KINDS = 4  # maximum number of groups of equal ranks whose values are printed
+MOST_CHARACTERS = 300  # maximum characters of a value in a message
 DIGITS = 16  # digits of a hash that a message shows
 ABSENT = "missing"
 
