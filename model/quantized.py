@@ -73,9 +73,7 @@ def forget_quantization(config: PreTrainedConfig) -> None:
 
 
 def name_kind(settings: Settings) -> str:
-    old = settings.get("load_in_4bit") or settings.get(
-        "load_in_8bit"
-    )  # old versions of bitsandbytes wrote no quant_method
+    old = settings.get("load_in_4bit") or settings.get("load_in_8bit")  # old bitsandbytes wrote no quant_method
     return str(settings.get("quant_method") or ("bitsandbytes" if old else None))
 
 
