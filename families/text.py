@@ -27,11 +27,7 @@ from pretrained.text_tower import (
 )
 
 WITHOUT_SCALE = ("aya_vision", "cohere2_vision")  # model types whose forward ignores their text model's logit_scale
-SOFTCAPS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-)  # config keys of logit soft caps
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys of logit soft caps
 
 
 @dataclass(frozen=True)
