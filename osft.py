@@ -1,9 +1,9 @@
 """Orthogonal subspace fine-tuning (Nayak et al. 2025, arXiv 2504.07097), exact: see docs/osft.md for the mathematics.
 
-Every targeted linear layer's weight becomes W = W0 + dW, with W0 frozen and dW confined to what is free of it.
-Letters: a weight is held as a matrix A of L rows and s columns, with the side that has the factors as columns: its
-shorter side, or its input where the kept directions come from activations. k of the s directions are kept, r = s - k
-are free. A = U S V^T; U_high, V_high are kept, U_low, V_low are free. T tokens.
+Every targeted linear layer's weight becomes W = W0 + dW, with W0 frozen and dW confined to the free directions of W0.
+Letters: a weight is treated as a matrix A of L rows and s columns, whose columns are the factored side: the shorter
+one, or the input if the kept directions come from activations. k of the s directions are kept, r = s - k are free.
+A = U S V^T; U_high, V_high are kept, U_low, V_low are free. T tokens.
 """
 
 import functools
@@ -47,30 +47,30 @@ from options import DataOptions, OSFTOptions
 from ranks.ending import log
 from ranks.world import World, broadcast_from_rank0, call_on_rank0
 
-# Singular values below this share of the largest are taken for zero: rounding of the weight itself.
+# Singular values below this share of the largest count as zero: they are rounding errors of the weight.
 NULL = 1e-10
 ALLOCATIONS = {"uniform": False, "importance": True}  # whether a block's rank follows its importance
-BUCKET_NUMEL = 2**24  # the most numbers in one all-reduce of a projection
-MIN_RETENTION = 0.1  # every layer keeps this share with --osft-rank-allocation importance (the paper's mrr)
-UNKNOWN_ENERGY_RATIO = 0.5  # plans take this unfreeze rank ratio where --osft-keep-energy will decide
+BUCKET_NUMEL = 2**24  # maximum number of elements in one all-reduce of a projection
+MIN_RETENTION = 0.1  # share that every layer keeps with --osft-rank-allocation importance (the paper's mrr)
+UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio that plans assume with --osft-keep-energy
 
 
 class OSFT(Method):
-    """Only the free directions of each targeted layer's weight train (see `model.method.Method`).
+    """Trains only the free directions of each targeted layer's weight (see `model.method.Method`).
 
-    Invariant: `layers` are the model's OSFT layers once `prepare` or `lay_out` has put them there.
+    Invariant: `layers` are the model's OSFT layers after `prepare` or `lay_out`.
     """
 
     title = "OSFT"
     tags = ("osft",)
     takes_long = True
-    metrics = ("osft_leak",)  # largest share of a layer's change that lies in kept directions
+    metrics = ("osft_leak",)  # largest share of any layer's change that lies in kept directions
 
     def __init__(self, options: OSFTOptions):
         self.options = options
-        self.targets: dict[str, nn.Linear | Conv1D] = {}  # of the meta model, by name
+        self.targets: dict[str, nn.Linear | Conv1D] = {}  # layers of the meta model, by name
         self.layers: list[OSFTLinear] = []
-        self.subspace_files: dict[str, Path] = {}  # rank 0's, by layer
+        self.subspace_files: dict[str, Path] = {}  # on rank 0, by layer
         self.calibration_data: TokenizedData | None = None
         self.data_options: DataOptions | None = None
         self.statistics = Statistics()
@@ -123,7 +123,7 @@ class OSFT(Method):
         if self.needs_statistics:
             call_on_rank0(world, lambda: check_statistics(self.statistics, targets, needs_covariances=not uses_weights))
 
-        # What is kept, as far as it needs no decomposition: a mistake shows before hours of them.
+        # Count kept directions first, if possible without decompositions: errors then show before hours of these.
         num_kept: dict[str, int] = {}
         if options.osft_keep_energy is None:
             num_kept = call_on_rank0(world, lambda: self.count_kept_by_ratio(num_columns))
@@ -154,7 +154,7 @@ class OSFT(Method):
         self.replace_layers(meta, {name: count_kept(columns, ratio) for name, (_, columns) in shapes.items()})
 
     def replace_layers(self, meta: MetaModel, num_kept: dict[str, int]) -> None:
-        """Puts a layer in the place of each that has free directions; freezes all else unless others train."""
+        """Replaces each target layer that has free directions; freezes everything else unless others train."""
         model, basis = meta.model, self.options.osft_basis
         if not self.options.osft_train_others:
             model.requires_grad_(False)
@@ -164,20 +164,20 @@ class OSFT(Method):
         for name, kept in num_kept.items():
             module = model.get_submodule(name)
             if kept == oriented_shape(module, basis)[1]:
-                module.weight.requires_grad_(False)  # FSDP has no place for a parameter without numbers
+                module.weight.requires_grad_(False)  # FSDP does not support empty parameters
                 continue
             layer = OSFTLinear(module, num_kept=kept, basis=basis, compute_dtype=meta.compute_dtype)
             model.set_submodule(name, layer)
             self.layers.append(layer)
 
     def count_kept_by_ratio(self, num_columns: dict[str, int]) -> dict[str, int]:
-        """Number of directions to keep in each layer; rank 0's. ValueError if that is all of them."""
+        """Number of directions to keep in each layer; on rank 0. ValueError if nothing would train."""
         num_kept = {name: count_kept(columns, self.choose_ratio(name)) for name, columns in num_columns.items()}
         self.refuse_nothing(num_kept, num_columns, "--osft-unfreeze-rank-ratio")
         return num_kept
 
     def count_kept_by_energy(self, num_columns: dict[str, int], num_kept: dict[str, int]) -> dict[str, int]:
-        """`num_kept`, or if it is empty the numbers that carry the energy asked for; reports the rest. Rank 0."""
+        """`num_kept`, or if empty the numbers that hold the requested energy; logs the energy outside. On rank 0."""
         spectra = {name: read_subspace(self.subspace_files[name])["singular_values"].square() for name in num_columns}
         if (wanted := self.options.osft_keep_energy) is not None:
             shares = {name: spectrum.cumsum(0) / spectrum.sum() for name, spectrum in spectra.items()}
@@ -195,9 +195,9 @@ class OSFT(Method):
             raise ValueError(f"{flag} {value}: nothing is left to train; keep less")
 
     def choose_ratio(self, name: str) -> float:
-        """The layer's unfreeze rank ratio: R, or by its block's importance I (the paper's section on adaptive ranks).
+        """The layer's unfreeze rank ratio: R, or from its block's importance I (the paper's section on adaptive ranks).
 
-        Kept is mrr + I (trr - mrr), with I of mean 1 over the blocks, mrr `MIN_RETENTION` and trr = 1 - R.
+        The kept share is mrr + I (trr - mrr), with I of mean 1 over the blocks, mrr `MIN_RETENTION` and trr = 1 - R.
         """
         if not ALLOCATIONS[self.options.osft_rank_allocation]:
             return self.options.osft_unfreeze_rank_ratio
@@ -217,7 +217,7 @@ class OSFT(Method):
             module.U_high = shard_rows(rows, (module.num_rows, module.num_kept), world=world)
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
-        # Of a layer's products the last and largest is an addmm; the other layers' are repeated, too.
+        # A layer's last and largest product is an addmm; mm, also of other layers, is recomputed.
         return kept - {"aten::mm"}
 
     def constrain_gradients(self) -> None:
@@ -240,10 +240,10 @@ class OSFT(Method):
     def describe(self) -> str:
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)
-        return f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train in place of {num_weights:,}"
+        return f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train instead of {num_weights:,}"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
-        """A layer gives the one weight that it stands for."""
+        """Merges each OSFT layer into the single weight that it represents."""
         model, merged, groups = packed_model.model, set(), []
 
         def gather(layer: OSFTLinear) -> Tensor | None:
@@ -263,12 +263,12 @@ def warn_of_experts(model: PreTrainedModel, *, trains: bool) -> None:
     if experts:
         log.warning(
             f"warning: --osft does not cover the {len(experts)} weights ({sum(p.numel() for p in experts):,} numbers)"
-            f" that hold experts as one: they {'train freely' if trains else 'stay as they are'}"
+            f" of fused experts: they {'train without constraint' if trains else 'are frozen'}"
         )
 
 
 def report_energy(spectra: dict[str, Tensor], num_kept: dict[str, int]) -> None:
-    """Says how much of the activations' energy lies outside of what is kept."""
+    """Logs how much of the activations' energy is outside the kept directions."""
     outside = {name: spectrum[num_kept[name] :].sum().item() for name, spectrum in spectra.items()}
     shares = {name: energy / max(spectra[name].sum().item(), 1e-300) for name, energy in outside.items()}
     for name, share in shares.items():
@@ -277,18 +277,18 @@ def report_energy(spectra: dict[str, Tensor], num_kept: dict[str, int]) -> None:
     worst = max(shares, key=shares.get)
     log.info(
         f"OSFT: {sum(num_kept.values()):,} of {sum(map(len, spectra.values())):,} input directions kept;"
-        f" {total:.2e} of the activations' energy is outside of them, at most {shares[worst]:.2e} ({worst})"
+        f" {total:.2e} of the activations' energy is outside them, at most {shares[worst]:.2e} ({worst})"
     )
 
 
 class OSFTLinear(nn.Module):
     """A linear layer with weight W0 + dW: `base` holds W0, frozen, and dW = B V_low^T with trainable B (L, r).
 
-    B is kept orthogonal to U_high by `project_updates`, after each optimizer step. A square weight with few free
-    directions holds dW = U_low C V_low^T instead, with trainable C (r, r), and needs no projection: at R = 0.25 that
-    takes 42 % (bfloat16: 50 %) less memory than B would, 6 to 7 % of a Llama whose q and o are square, in about the
-    same time (benchmarks/results/osft_cost.txt). `base`, `V_low` and `U_low` are frozen parameters that FSDP shards
-    with their block; `U_high` is a buffer, sharded by rows as B is.
+    `project_updates` keeps B orthogonal to U_high after each optimizer step. A square weight with few free directions
+    uses dW = U_low C V_low^T instead, with trainable C (r, r), and needs no projection: at R = 0.25 this takes 42 %
+    (bfloat16: 50 %) less memory than B, which is 6 to 7 % of a Llama whose q and o are square, in about the same time
+    (benchmarks/results/osft_cost.txt). `base`, `V_low` and `U_low` are frozen parameters that FSDP shards with their
+    block; `U_high` is a buffer, sharded by rows like B.
     """
 
     def __init__(self, module: nn.Linear | Conv1D, *, num_kept: int, basis: str, compute_dtype: torch.dtype):
@@ -314,7 +314,7 @@ class OSFTLinear(nn.Module):
         self.register_buffer("U_high", U_high)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        """x W0^T + x dW^T, through the free directions: dW is never built."""
+        """Computes x W0^T + x dW^T through the free directions, without building dW."""
         flat = x.reshape(-1, x.shape[-1])  # (T, in)
         if self.on_input:
             low = linear(flat @ self.V_low, self.coefficients)
@@ -324,7 +324,7 @@ class OSFTLinear(nn.Module):
             update, base = linear(low @ self.coefficients, self.V_low), self.base
         if self.bias is not None:
             update = update + self.bias
-        out = torch.addmm(update, flat, base)  # last, and the one addmm: see choose_kept_operations in model
+        out = torch.addmm(update, flat, base)  # last, and the only addmm: see choose_kept_operations in model
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @torch.no_grad()
@@ -337,13 +337,13 @@ class OSFTLinear(nn.Module):
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """Shape of the replaced layer's weight, as it stored it."""
+        """Shape of the replaced layer's weight, in its layout."""
         shape = (self.num_rows, self.num_columns)
         return shape if self.on_input != self.is_conv1d else shape[::-1]
 
     @torch.no_grad()
     def merged_weight(self, dtype: torch.dtype) -> Tensor:
-        """W0 + dW, whole, shaped as the layer that was replaced stored it. All ranks call this."""
+        """W0 + dW, unsharded, in the replaced layer's layout. All ranks call this."""
         base = self.base
         rows = (base.to_local().float() + self.local_update()).to(dtype)
         whole = DTensor.from_local(
@@ -354,7 +354,7 @@ class OSFTLinear(nn.Module):
 
 @torch.no_grad()
 def fill_layer(layer: OSFTLinear, name: str, readers: dict[str, Reader], *, file: Path | None, world: World) -> None:
-    """Gives a meta layer W0, no update, and its directions: from rank 0's `readers` and subspace `file`. No bias."""
+    """Fills a meta layer, except its bias: W0, a zero update and directions, from rank 0's `readers` and `file`."""
     weight, subspace = None, {}
     if world.rank == 0:
         weight = readers.pop(f"{name}.weight")().to(layer.base.dtype)
@@ -378,10 +378,10 @@ def fill_layer(layer: OSFTLinear, name: str, readers: dict[str, Reader], *, file
 
 
 def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world: World) -> DTensor:  # (L, k)
-    """U_high = A V_high / S_high, sharded by rows; zero where S is, since any direction would do there.
+    """U_high = A V_high / S_high, sharded by rows; zero where S is zero, since any direction would do there.
 
-    Each rank computes its own rows in fp64. Directions whose singular values are small are not quite orthogonal after
-    the division, which the Cholesky factor of their Gram matrix corrects.
+    Each rank computes its own rows in fp64. After the division, directions with small singular values are not exactly
+    orthogonal, which the Cholesky factor of their Gram matrix corrects.
     """
     num_kept = V_high.shape[1]
     kept_values = singular_values[:num_kept]
@@ -399,34 +399,34 @@ def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world:
 
 
 def shard_rows(rows: Tensor, shape: tuple[int, int], *, world: World) -> DTensor:
-    """This rank's `rows` of a matrix of `shape` that the ranks of one copy of the model share."""
+    """Makes a DTensor of `shape`, sharded over the ranks of one copy of the model, from this rank's `rows`."""
     return DTensor.from_local(rows, world.shard_mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
 
 
 @torch.no_grad()
 def project_gradients(layers: list[OSFTLinear]) -> None:
-    """Leaves of every gradient what is applied: the part that U_high does not see. All ranks call this."""
+    """Removes from every gradient its component in the span of U_high, which is never applied. All ranks call this."""
     layers = [layer for layer in layers if layer.projects and layer.coefficients.grad is not None]
     project(layers, [layer.coefficients.grad.to_local() for layer in layers])
 
 
 @torch.no_grad()
 def project_updates(layers: list[OSFTLinear]) -> None:
-    """After an optimizer step, takes out of every B what U_high sees; the step itself does not keep it out.
+    """Removes from every B its component in the span of U_high, which an optimizer step can introduce.
 
-    The whole of B is projected, not its last change, so that rounding never adds up. All ranks call this.
+    Projects all of B, not only its last change, so that rounding errors never accumulate. All ranks call this.
     """
     layers = [layer for layer in layers if layer.projects]
     project(layers, [layer.coefficients.to_local() for layer in layers])
 
 
 def shard_group(layer: OSFTLinear) -> dist.ProcessGroup:
-    """The ranks that hold the rows of the layer's tensors between them."""
+    """The group of ranks that the layer's rows are sharded over."""
     return layer.coefficients.device_mesh.get_group("shard")
 
 
 def project(layers: list[OSFTLinear], tensors: list[Tensor]) -> None:
-    """X <- X - U_high U_high^T X in place, on each rank's rows (of L, r); few all-reduces for all layers."""
+    """X <- X - U_high U_high^T X in place, on each rank's rows of (L, r), with few all-reduces for all layers."""
     bucket: list[tuple[OSFTLinear, Tensor, Tensor]] = []
     for i, (layer, rows) in enumerate(zip(layers, tensors, strict=True)):
         bucket.append((layer, rows, layer.U_high.to_local().T @ rows))
@@ -442,9 +442,9 @@ def project(layers: list[OSFTLinear], tensors: list[Tensor]) -> None:
 
 @torch.no_grad()
 def measure_leak(layers: list[OSFTLinear]) -> float:
-    """The largest share of any layer's dW, in fp32, that lies in kept directions of either side. All ranks call this.
+    """Largest share of any layer's dW, in fp32, that lies in kept directions of either side. All ranks call this.
 
-    max(||U_high^T dW||, ||dW V_high||) / ||dW||, Frobenius norms; V_high is what V_low leaves.
+    max(||U_high^T dW||, ||dW V_high||) / ||dW||, Frobenius norms; V_high is the complement of V_low.
     """
     leaks = [0.0]
     for layer in layers:

@@ -1,8 +1,8 @@
-"""The arguments of `run_training` and `process_data`: the scripts' own options, and InstructLab's names beside them.
+"""The arguments of `run_training` and `process_data`: the scripts' own options, plus InstructLab's names for them.
 
-Every option of train.py is a field of `TrainingArgs`, and every option of process_data.py one of `DataProcessArgs`, by
-its own name, as `options/` declares them: what is not given has the default that stands there. The fields below are
-those that users of InstructLab's trainer know; they mean what they mean there.
+Every option of train.py is a field of `TrainingArgs`, and every option of process_data.py one of `DataProcessArgs`,
+under its own name and with its default from `options/`. The fields declared below have the names and meanings of
+InstructLab's trainer.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from ..options import OSFTOptions, ProcessDataOptions, TrainOptions, iterate_fie
 
 
 class Given(Enum):
-    """`NOTHING` stands where no value was given: the option's own default holds."""
+    """Type of `NOTHING`, which marks a field without a value: the option's own default applies."""
 
     NOTHING = "default"
 
@@ -26,20 +26,20 @@ NOTHING = Given.NOTHING
 
 
 def make_own_fields(name: str, options_class: type) -> type:
-    """A dataclass with a field for every option, whichever group it is in; none has to be given."""
+    """Makes a dataclass with a field for every option of every group; all fields are optional."""
     fields = [(option.name, option.type | Given, field(default=NOTHING)) for option, _ in iterate_fields(options_class)]
     return dataclasses.make_dataclass(name, fields, kw_only=True)
 
 
 class DistributedBackend(Enum):
-    """FSDP2 is the one there is."""
+    """InstructLab's names of backends; only FSDP (here FSDP2) is implemented."""
 
     FSDP = "fsdp"
     DEEPSPEED = "deepspeed"
 
 
 class ShardingStrategies(Enum):
-    """PyTorch's names for what is divided over the ranks."""
+    """PyTorch's names of sharding strategies."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -48,7 +48,7 @@ class ShardingStrategies(Enum):
 
 
 class QuantizeDataType(Enum):
-    """How LoRA's base is held."""
+    """Quantization of LoRA's base model."""
 
     NF4 = "nf4"
     NONE = None
@@ -56,12 +56,13 @@ class QuantizeDataType(Enum):
 
 @dataclass(kw_only=True)
 class TorchrunArgs:
-    """Which processes are started: torchrun's arguments of these names, on every machine the same but `node_rank`.
+    """Processes to start: torchrun's arguments of these names, equal on every machine except `node_rank`.
 
-    The machines meet at `rdzv_endpoint` (HOST:PORT), or at `master_addr` and `master_port`; one machine needs neither.
+    The machines rendezvous at `rdzv_endpoint` (HOST:PORT), or at `master_addr` and `master_port`; a single machine
+    needs neither.
     """
 
-    nproc_per_node: int | str = 1  # or "gpu": one for each
+    nproc_per_node: int | str = 1  # or "gpu": one per GPU
     nnodes: int = 1
     node_rank: int = 0
     rdzv_id: int | str | None = None
@@ -91,7 +92,7 @@ class FSDPOptions:
 
 @dataclass(kw_only=True)
 class DeepSpeedOptions:
-    """DeepSpeed's offloading, the one of its options with a counterpart."""
+    """DeepSpeed's optimizer offloading, its only option with a counterpart."""
 
     cpu_offload_optimizer: bool = False
     cpu_offload_optimizer_ratio: float = 1
@@ -101,7 +102,7 @@ class DeepSpeedOptions:
 
 @dataclass(kw_only=True)
 class PretrainingConfig:
-    """Documents in blocks: refused by `run_training` with what to do instead."""
+    """Documents in blocks; `run_training` refuses this and says what to do instead."""
 
     block_size: int
     document_column_name: str = "document"
@@ -109,19 +110,19 @@ class PretrainingConfig:
 
 @dataclass(kw_only=True)
 class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
-    """What is trained: any option of train.py, and InstructLab's names for them, of which each is given by one.
+    """Training arguments: any option of train.py, under its own name or InstructLab's, but not both.
 
-    With `process_data`, `data_path` is chats, which are tokenized into `data_output_dir` first; without, it is what
-    process_data.py has written. In place of it, `input_file`, `input_dataset` or `mock_data` say what to train on.
-    `lora` and `osft` take True, with options beside, or all of theirs in one object.
+    With `process_data`, `data_path` names chats, which are first tokenized into `data_output_dir`; without, it names
+    the output of process_data.py. Alternatives to `data_path` are `input_file`, `input_dataset` and `mock_data`.
+    `lora` and `osft` take True, with separate options, or an object that holds their options.
     """
 
     process_data: bool = True
     data_output_dir: str | None = None
     max_seq_len: int | None = None
     chat_tmpl_path: str | None = None
-    mock_data: int | bool | Given = NOTHING  # samples of random tokens in place of data; True: 10,000
-    mock_data_len: int | Given = NOTHING  # tokens of each
+    mock_data: int | bool | Given = NOTHING  # number of samples of random tokens, instead of data; True: 10,000
+    mock_data_len: int | Given = NOTHING  # tokens per sample
     data_process_num_cpu_procs: int | None = None
     validation_split: float = 0.0
     validation_frequency: int | None = None
@@ -155,9 +156,9 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
     wandb_entity: str | None = None
     wandb_run_name: str | None = None
     tensorboard_log_dir: str | None = None
-    is_padding_free: bool | None = None  # every batch is
+    is_padding_free: bool | None = None  # ignored: training is always padding-free
 
-    # What InstructLab has and this trainer does not; see `api.commands.NO_COUNTERPART`.
+    # InstructLab's options without a counterpart; see `api.commands.NO_COUNTERPART`.
     use_dolomite: Any = NOTHING
     use_legacy_tmpl: Any = NOTHING
     accelerate_full_state_at_epoch: Any = NOTHING
@@ -168,10 +169,10 @@ class TrainingArgs(make_own_fields("TrainFields", TrainOptions)):
 
 @dataclass(kw_only=True)
 class DataProcessArgs(make_own_fields("DataFields", ProcessDataOptions)):
-    """What is tokenized: any option of process_data.py, and InstructLab's names for them."""
+    """Tokenization arguments: any option of process_data.py, under its own name or InstructLab's."""
 
     data_path: str | Given = NOTHING
-    data_output_path: str | Given = NOTHING  # a directory, in which data.arrow is written; or a file
+    data_output_path: str | Given = NOTHING  # a file, or a directory to write data.arrow in
     max_seq_len: int | Given = NOTHING
     model_path: str | Given = NOTHING
     chat_tmpl_path: str | Given | None = NOTHING

@@ -1,6 +1,6 @@
-"""From arguments to command lines: InstructLab's names become options, and every option becomes its flag.
+"""Converts arguments to command lines: InstructLab's names become options, and every option becomes its flag.
 
-What cannot be said in options is refused here, by the name it was given under; all else the scripts check themselves.
+Arguments that no option can express are refused here, by the name that the user gave; the scripts check the rest.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from .arguments import NOTHING, DataProcessArgs, DeepSpeedOptions, LoraOptions, 
 from .errors import BadInputError
 
 DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
-NUM_MOCK_SAMPLES = 10_000  # where mock_data is True
+NUM_MOCK_SAMPLES = 10_000  # if mock_data is True
 
 # InstructLab's name -> ours.
 TRAIN_NAMES = {
@@ -40,16 +40,16 @@ DATA_NAMES = {
     "num_cpu_procs": "num_proc",
 }
 NO_COUNTERPART = {
-    "use_dolomite": "every model of transformers is trained packed",
+    "use_dolomite": "every transformers model is trained with packed sequences",
     "use_legacy_tmpl": "name the template's Jinja file with chat_tmpl_path",
-    "accelerate_full_state_at_epoch": "checkpoint_every_steps and checkpoint_every_minutes say when the whole state is"
-    " saved, and a run that is asked to stop saves it too",
-    "on_demand_checkpointing": "every run saves its state when it is asked to stop (SIGTERM, SIGINT, SIGUSR1)",
+    "accelerate_full_state_at_epoch": "checkpoint_every_steps and checkpoint_every_minutes set when the full state is"
+    " saved, and a run that is asked to stop also saves it",
+    "on_demand_checkpointing": "every run saves its state when asked to stop (SIGTERM, SIGINT, SIGUSR1)",
     "pretraining_config": 'tokenize documents with process_data(DataProcessArgs(format="document", block_size=...)) and'
     " train on the result with process_data=False",
-    "callbacks": "every step is a line of training_metrics_0.jsonl",
+    "callbacks": "every step writes a line to training_metrics_0.jsonl",
 }
-# InstructLab's trackers: what each field says besides asking for its tracker.
+# InstructLab's tracker fields: the tracker that each enables, and the option that it sets, if any.
 TRACKER_NAMES = {
     "mlflow_experiment_name": ("mlflow", "track_project"),
     "mlflow_run_name": ("mlflow", "track_name"),
@@ -59,7 +59,7 @@ TRACKER_NAMES = {
     "wandb_entity": ("wandb", None),
 }
 TRACKER_VARIABLES = {"mlflow_tracking_uri": "MLFLOW_TRACKING_URI", "wandb_entity": "WANDB_ENTITY"}
-# Options that are on unless None turns them off; of every other field None means that nothing is given.
+# Options that are on by default and that None turns off; for all other fields, None means not given.
 NONE_IS_A_VALUE = {
     option.name
     for options_class in (TrainOptions, ProcessDataOptions)
@@ -76,7 +76,7 @@ ENDS = ("max_steps", "max_epochs", "max_samples", "max_tokens")
 
 
 class Values(dict):
-    """Options by name; an option given twice, by any of its names, is refused."""
+    """Options by name; refuses an option given twice, under any of its names."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Values(dict):
 
     def give(self, name: str, value: Any, *, by: str) -> None:
         if name in self:
-            raise make_bad_input(f"{self.given_as[name]} and {by} both say {flag_name(name)}: give one of them")
+            raise make_bad_input(f"{self.given_as[name]} and {by} both set {flag_name(name)}: give only one of them")
         self[name], self.given_as[name] = value, by
 
 
@@ -93,12 +93,12 @@ def make_bad_input(message: str) -> BadInputError:
 
 
 def make_torchrun_words(args: TorchrunArgs) -> list[str]:
-    """The words with which `mini-trainer train` starts processes."""
+    """Arguments of `mini-trainer train` that start processes."""
     if args.rdzv_endpoint and args.master_addr:
-        raise make_bad_input("rdzv_endpoint and master_addr both say where the machines meet: give one of them")
+        raise make_bad_input("rdzv_endpoint and master_addr both set the rendezvous: give only one of them")
     words = [f"--nproc-per-node={args.nproc_per_node}"]
     if args.nnodes == 1 and args.rdzv_endpoint is None and args.master_addr is None:
-        return words  # processes of one machine meet by themselves
+        return words  # a single machine needs no rendezvous arguments
     given = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
     del given["nproc_per_node"]
     if args.rdzv_endpoint is not None:
@@ -107,7 +107,7 @@ def make_torchrun_words(args: TorchrunArgs) -> list[str]:
 
 
 def make_train_words(args: TrainingArgs) -> list[str]:
-    """train.py's words; BadInputError for what has no counterpart, or is given under two names."""
+    """Command-line arguments of train.py; BadInputError for options without a counterpart or given under two names."""
     values, given = Values(), list_given(args)
     for name, reason in NO_COUNTERPART.items():
         if given.pop(name, None):
@@ -124,7 +124,7 @@ def make_train_words(args: TrainingArgs) -> list[str]:
     if "adamw_betas" in given:
         for name, beta in zip(("adam_beta1", "adam_beta2"), given.pop("adamw_betas"), strict=True):
             values.give(name, beta, by="adamw_betas")
-    if given.get("save_samples", 1) <= 0:  # in InstructLab: never
+    if given.get("save_samples", 1) <= 0:  # means "never" in InstructLab
         del given["save_samples"]
     give_methods(values, given)
     give_sharding(values, args)
@@ -144,7 +144,7 @@ def make_train_words(args: TrainingArgs) -> list[str]:
 
 
 def tokenizes_first(args: TrainingArgs) -> bool:
-    """Whether `data_path` is chats, and not train.py itself is given rows, or none are needed."""
+    """Whether `data_path` names chats to tokenize: not if train.py itself gets rows, or mock data."""
     gives_rows = any(
         getattr(args, name) not in (NOTHING, None, False) for name in ("input_file", "input_dataset", "mock_data")
     )
@@ -152,12 +152,12 @@ def tokenizes_first(args: TrainingArgs) -> bool:
 
 
 def has_tokenized(args: TrainingArgs) -> bool:
-    """Whether chats were tokenized before, by `data_process.main`, which InstructLab's users then do not repeat."""
+    """Whether `data_output_dir` already holds data tokenized by `data_process.main`, as in InstructLab's workflow."""
     return not args.process_data and args.data_output_dir is not None and find_data_file(args).exists()
 
 
 def make_data_words(args: DataProcessArgs) -> list[str]:
-    """process_data.py's words."""
+    """Command-line arguments of process_data.py."""
     values, given = Values(), list_given(args)
     for name, value in given.items():
         if name == "data_output_path" and not Path(value).suffix:
@@ -171,9 +171,9 @@ def make_data_words(args: DataProcessArgs) -> list[str]:
 
 
 def make_data_args(args: TrainingArgs) -> DataProcessArgs:
-    """What `run_training` tokenizes before it trains."""
+    """Arguments for the tokenization that `run_training` does before training."""
     if args.data_path in (NOTHING, None):
-        raise make_bad_input("data_path is missing: chats to train on; or tokenized data, with process_data=False")
+        raise make_bad_input("data_path is missing: give chats to train on, or tokenized data with process_data=False")
     model = args.model_path if args.model_name_or_path in (NOTHING, None) else args.model_name_or_path
     return DataProcessArgs(
         data_path=args.data_path,
@@ -191,20 +191,20 @@ def make_data_args(args: TrainingArgs) -> DataProcessArgs:
 
 def find_data_file(args: TrainingArgs) -> Path:
     if args.data_output_dir is None:
-        raise make_bad_input("data_output_dir is missing: where chats are written when they have been tokenized")
+        raise make_bad_input("data_output_dir is missing: give a directory for the tokenized data")
     return Path(args.data_output_dir) / DATA_FILE
 
 
 def check_template(path: str) -> None:
     if Path(path).suffix == ".py":
         raise make_bad_input(
-            f"chat_tmpl_path {path}: InstructLab's templates are Python files, which are not run here; give a Jinja"
-            " file that holds the text of its CHAT_TEMPLATE, and its special tokens with add_special_tokens"
+            f"chat_tmpl_path {path}: InstructLab's templates are Python files, which are not executed here; give a"
+            " Jinja file with the text of its CHAT_TEMPLATE, and its special tokens with add_special_tokens"
         )
 
 
 def list_given(args: Any) -> dict[str, Any]:
-    """The fields of `args` that have a value; None is one only of the options that can be off."""
+    """The fields of `args` that have a value; None counts as one only for options that it turns off."""
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     return {
         name: value
@@ -214,7 +214,7 @@ def list_given(args: Any) -> dict[str, Any]:
 
 
 def give_methods(values: Values, given: dict[str, Any]) -> None:
-    """`lora` and `osft` as objects, which stand for their options."""
+    """Expands `lora` and `osft` objects into options."""
     lora, osft = given.get("lora"), given.get("osft")
     if lora is None:
         given.pop("lora", None)
@@ -239,10 +239,10 @@ def give_methods(values: Values, given: dict[str, Any]) -> None:
 
 
 def give_sharding(values: Values, args: TrainingArgs) -> None:
-    """The options of FSDP and of DeepSpeed."""
+    """Converts the options of FSDP and DeepSpeed."""
     backend = to_plain(args.distributed_backend)
     if backend != "fsdp":
-        raise make_bad_input(f"distributed_backend {backend!r} has no counterpart here: training is by FSDP2, 'fsdp'")
+        raise make_bad_input(f"distributed_backend {backend!r} has no counterpart here: training uses FSDP2, 'fsdp'")
     fsdp, deepspeed = args.fsdp_options, args.deepspeed_options
     if fsdp is not None:
         strategy = to_plain(fsdp.sharding_strategy)
@@ -264,7 +264,7 @@ def give_sharding(values: Values, args: TrainingArgs) -> None:
 
 
 def give_validation(values: Values, args: TrainingArgs) -> None:
-    """A share of the chats, measured every so many steps."""
+    """Converts the validation split and its frequency in steps."""
     if args.validation_split:
         if not tokenizes_first(args):
             raise make_bad_input("validation_split has no effect without process_data: give validation_data_path")
@@ -276,10 +276,10 @@ def give_validation(values: Values, args: TrainingArgs) -> None:
 
 
 def give_trackers(values: Values, given: dict[str, Any]) -> None:
-    """InstructLab's fields of each tracker, which thereby ask for it."""
+    """Converts InstructLab's tracker fields, each of which enables its tracker."""
     if given.get("tensorboard_log_dir") is not None:
         raise make_bad_input(
-            "tensorboard_log_dir has no counterpart here: track='tensorboard' writes into ckpt_output_dir/tensorboard"
+            "tensorboard_log_dir has no counterpart here: track='tensorboard' writes to ckpt_output_dir/tensorboard"
         )
     asked = list(given.pop("track", None) or ())
     for name, (tracker, option) in TRACKER_NAMES.items():
@@ -289,14 +289,14 @@ def give_trackers(values: Values, given: dict[str, Any]) -> None:
         asked += [] if tracker in asked else [tracker]
         if option is not None:
             if "{" in value:
-                raise make_bad_input(f"{name} {value!r}: placeholders are not filled in here: give the name itself")
+                raise make_bad_input(f"{name} {value!r}: placeholders are not supported: give the name itself")
             values.give(option, value, by=name)
     if asked:
         values.give("track", tuple(asked), by="the trackers' fields")
 
 
 def make_environment(args: TrainingArgs) -> dict[str, str]:
-    """Variables by which trackers learn of fields that are no options."""
+    """Environment variables for tracker fields that have no option."""
     pairs = ((variable, getattr(args, name)) for name, variable in TRACKER_VARIABLES.items())
     return {variable: value for variable, value in pairs if value is not None}
 
@@ -306,7 +306,7 @@ def to_plain(value: Any) -> Any:
 
 
 def make_words(options_class: type, values: dict[str, Any]) -> list[str]:
-    """Every option as its flag, in the order of --help; BadInputError for an option that has to be given and is not."""
+    """Flags for all given options, in the order of --help; BadInputError if a required option is missing."""
     words, rest, missing = [], [], []
     for option, _ in iterate_fields(options_class):
         if option.name not in values:

@@ -1,10 +1,10 @@
-"""What `run_training` and `process_data` raise: one class for each cause that a process ends with."""
+"""Exceptions raised by `run_training` and `process_data`: one class per exit code."""
 
 from ..ranks.ending import ExitCode
 
 
 class TrainingError(RuntimeError):
-    """A process that did not come to its end. `code` is its exit code, `message` what it said."""
+    """A process failed. `code` is its exit code, `message` its error message."""
 
     def __init__(self, message: str, *, code: int):
         super().__init__(message)
@@ -17,19 +17,19 @@ class BadInputError(TrainingError, ValueError):
 
 
 class NoValidCheckpointError(TrainingError):
-    """There are checkpoints, and none can be trusted."""
+    """Checkpoints exist, but all are corrupt."""
 
 
 class NonFiniteError(TrainingError):
-    """A loss or a gradient is not a number."""
+    """A loss or gradient is not finite."""
 
 
 class HangError(TrainingError):
-    """A rank gave no sign of life, or none moved on."""
+    """A rank stopped sending heartbeats or stopped making progress."""
 
 
 class LockedError(TrainingError):
-    """Another run has the output directory."""
+    """Another run is using the output directory."""
 
 
 class StorageError(TrainingError):
@@ -45,7 +45,7 @@ class PeerDiedError(TrainingError):
 
 
 class StartedProcessError(TrainingError):
-    """A bug, ours or a library's, or a signal that nothing could answer."""
+    """A bug, ours or a library's, or death by a signal."""
 
 
 ERRORS: dict[int, type[TrainingError]] = {

@@ -1,4 +1,4 @@
-"""Runs the scripts as child processes: their output handed on as it comes, Ctrl-C too, and nothing left behind."""
+"""Runs the scripts as child processes: streams their output, forwards Ctrl-C, and leaves no process behind."""
 
 import json
 import os
@@ -26,14 +26,14 @@ from .commands import (
 from .errors import make_error
 
 PROGRAM = Path(__file__).parent.parent / "__main__.py"
-ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # for the environment: the process that the child must not outlive
-SECONDS_TO_SAVE = 600  # for a run that is asked to end because its caller raises
-NUM_LINES_KEPT = 200  # of the output, to find a process's last words in
+ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive
+SECONDS_TO_SAVE = 600  # for a run that is terminated because its caller raises
+NUM_LINES_KEPT = 200  # lines of output to search for the error message
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended, and what it left."""
+    """How a run ended, and its outputs."""
 
     output_dir: Path
     code: int  # an `ExitCode`: 0 when the run is done; 3 or 10 when it was stopped and can be resumed
@@ -44,7 +44,7 @@ class TrainingResult:
 
     @property
     def is_done(self) -> bool:
-        """False where the run was stopped on its way, by a time limit for example, with its state saved."""
+        """False if the run was stopped early, by a time limit for example, with its state saved."""
         return self.code == ExitCode.DONE
 
 
@@ -55,18 +55,18 @@ def run_training(
     torch_args: TorchrunArgs | None = None,
     train_args: TrainingArgs | None = None,
 ) -> TrainingResult:
-    """Tokenizes (unless `process_data` is False) and trains, in child processes, whose output is printed as it comes.
+    """Tokenizes (unless `process_data` is False) and trains, in child processes whose output is streamed.
 
-    Every machine calls this, with its own `node_rank`. Started again with the same arguments, a run
-    resumes after any end. The output is also added to {output_dir}.console_node{N}.log.
+    Every machine calls this, with its own `node_rank`. However a run ended, calling this again with the same arguments
+    resumes it. The output is also appended to {output_dir}.console_node{N}.log.
 
     Args:
-        torchrun_args: Which processes; None: one. Also taken as `torch_args`, InstructLab's name.
-        training_args: What is trained. Also taken as `train_args`.
+        torchrun_args: Processes to start; None: one. InstructLab's name `torch_args` is also accepted.
+        training_args: Training options. `train_args` is also accepted.
 
     Raises:
-        TrainingError: the class of it that belongs to the cause (`api.errors`).
-        KeyboardInterrupt: after Ctrl-C, when the run has saved its state and ended.
+        TrainingError: the subclass for the cause (`api.errors`).
+        KeyboardInterrupt: after Ctrl-C, once the run has saved its state and ended.
     """
     torchrun_args = choose_one(torchrun_args, torch_args, "torchrun_args and torch_args") or TorchrunArgs()
     training_args = choose_one(training_args, train_args, "training_args and train_args")
@@ -90,11 +90,11 @@ def run_training(
 
 
 def process_data(args: DataProcessArgs) -> Path:
-    """Tokenizes and masks chats in a child process, whose output is printed as it comes; returns the data set's file.
+    """Tokenizes and masks chats in a child process whose output is streamed; returns the data set's file.
 
     Raises:
-        BadInputError: with the rows that cannot be used, or the options.
-        KeyboardInterrupt: after Ctrl-C; nothing is left then.
+        BadInputError: for invalid rows or options.
+        KeyboardInterrupt: after Ctrl-C; no output is left then.
     """
     words = make_data_words(args)
     code, last_words = run_child(["process-data", *words])
@@ -105,17 +105,17 @@ def process_data(args: DataProcessArgs) -> Path:
 
 def choose_one(first: Any, second: Any, names: str) -> Any:
     if first is not None and second is not None:
-        raise TypeError(f"{names} are two names of one argument: give one of them")
+        raise TypeError(f"{names} are two names of one argument: give only one of them")
     return second if first is None else first
 
 
 def run_child(
     words: list[str], log: IO[str] | None = None, *, more: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[int, str]:
-    """The exit code of `python -m mini_trainer WORDS`, and its error message, or its last lines if it gave none.
+    """Runs `python -m mini_trainer WORDS`; returns its exit code, and its error message or else its last lines.
 
-    Its environment is this process's with `more`. Its output is printed, and written to `log`. Ctrl-C is handed on, and
-    raised here when the child has ended; a second one ends it without saving, a third kills it.
+    Its environment is this process's plus `more`. Its output is printed and written to `log`. Ctrl-C is forwarded, and
+    raised here once the child has ended; a second one ends it without saving, a third kills it.
     """
     environment = os.environ | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
@@ -126,7 +126,7 @@ def run_child(
         encoding="utf-8",
         errors="replace",
         env=environment,
-        process_group=0,  # a terminal's Ctrl-C comes here alone, and is handed on once
+        process_group=0,  # a terminal's Ctrl-C reaches only this process, which forwards it once
     )
     lines, num_interrupts = [], 0
     try:
@@ -151,15 +151,15 @@ def run_child(
         raise KeyboardInterrupt
     last_words = find_last_words("".join(lines))
     if code < 0:
-        return 128 - code, f"killed by {signal.Signals(-code).name}; its last words:\n{last_words}"
+        return 128 - code, f"killed by {signal.Signals(-code).name}; last output:\n{last_words}"
     return code, last_words
 
 
 def end_child(child: subprocess.Popen) -> None:
-    """Leaves no process of the child behind, however reading its output ended."""
+    """Ends the child and its processes, however reading its output ended."""
     if child.poll() is not None:
         return
-    child.terminate()  # a run saves its state
+    child.terminate()  # SIGTERM: a run saves its state
     try:
         child.wait(SECONDS_TO_SAVE)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -168,7 +168,7 @@ def end_child(child: subprocess.Popen) -> None:
 
 
 def find_last_words(output: str) -> str:
-    """The error message in `output`, up to torchrun's report; else its last lines."""
+    """The error message in `output`, without torchrun's report, or else the last lines."""
     start = max(output.rfind("\nerror: "), output.rfind("] error: "), 0 if output.startswith("error: ") else -1)
     if start < 0:
         return "\n".join(output.strip().splitlines()[-5:])
@@ -177,13 +177,13 @@ def find_last_words(output: str) -> str:
 
 
 def list_exports(output_dir: Path) -> list[Path]:
-    """Complete exports, oldest first; what is being written has a hidden name."""
+    """Complete exports, oldest first; unfinished ones have hidden names."""
     exports = [path for path in (output_dir / "hf_format").glob("[!.]*") if path.is_dir()]
     return sorted(exports, key=lambda path: path.stat().st_mtime_ns)
 
 
 def read_last_metrics(output_dir: Path) -> dict[str, Any] | None:
-    """The metrics file's last whole line."""
+    """The metrics file's last line."""
     path = output_dir / "training_metrics_0.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return json.loads(lines[-1]) if lines else None

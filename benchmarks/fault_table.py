@@ -396,7 +396,7 @@ FAULTS = [
           (2, 4)),
     Fault("a rank raises", injected, {"failed"}, "error: rank 1 .*injected: a bug of rank 1", (2, 4),
           env={"PYTHONPATH": "{root}:" + str(ROOT)}),
-    Fault("SIGSTOP of a rank, --hang-timeout 6", freeze, {"hang"}, r"rank \d .*no sign of life", (2, 4),
+    Fault("SIGSTOP of a rank, --hang-timeout 6", freeze, {"hang"}, r"rank \d .*sent no heartbeat", (2, 4),
           options=dict(hang_timeout=HANG_TIMEOUT), prompt=False),
     Fault("out of memory on one rank", limit_memory, {"out_of_memory"}, "out of memory in .*lower --max-tok"),
     Fault("disk full, before a save", fill_disk(32 << 20), IO, r"no room for .*needs [\d,]+ bytes.*has [\d,]+ free",
@@ -417,11 +417,11 @@ FAULTS = [
     Fault("a second run on the same directory", second_run, REQUEUE, "(?s)code 7: .*is in use by the run with pid"),
     Fault("torn last line of the metrics", TERM, REQUEUE, "resuming from", before=tear_metrics),
     Fault("kill -9 of all, to leave checkpoints", kill(in_step, "all"), NOTHING),
-    Fault("the newest checkpoint has a flipped bit", TERM, REQUEUE, "cannot be trusted: rank_.*SHA-256.*set aside",
+    Fault("the newest checkpoint has a flipped bit", TERM, REQUEUE, "is not valid: rank_.*SHA-256.*renamed to",
           before=flip_bit),
-    Fault("the newest checkpoint has a pickle in it", TERM, REQUEUE, "cannot be trusted: .metadata does not belong",
+    Fault("the newest checkpoint has a pickle in it", TERM, REQUEUE, "is not valid: .metadata does not belong",
           before=add_pickle, after=has_executed_nothing),
-    Fault("the newest checkpoint is forged", TERM, REQUEUE, "cannot be trusted: manifest.json is not of the form",
+    Fault("the newest checkpoint is forged", TERM, REQUEUE, "is not valid: manifest.json does not have the form",
           before=forge_manifest),
     Fault("rests of killed writes and removals", TERM, REQUEUE, "SIGTERM; saved", before=leave_rests,
           after=has_no_rests),
@@ -516,7 +516,7 @@ def no_valid_checkpoint(run: Run, table: Table) -> None:
     """All checkpoints of a run are damaged, and exit.json has the word of an earlier start."""
     for path in run.output_dir.glob("checkpoints/step_*/rank_00000.safetensors"):
         os.truncate(path, path.stat().st_size - 1)
-    words = "no checkpoint is left that can be trusted"
+    words = "no valid checkpoint is left"
     fault = Fault("every checkpoint is damaged", refused, {"no_valid_checkpoint"}, words, prompt=False)
     outcome, problems = suffer(run, fault)
     table.add(fault.name, run.num_ranks, "-", outcome, "-", problems)

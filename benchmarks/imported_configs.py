@@ -352,7 +352,7 @@ def group_reason(reason: str) -> str:
         ("is not known here: chat", "type of data"), ("quantization-aware", "quantization-aware, compression"),
         ("another loss", "another loss"), ("may change what", "a plugin that may change training"), ("optimizer",
         "optimizer"),
-        ("has no objective", "another objective"), ("OSFT train here", "another method (OFT, freeze, ...)"),
+        ("has no objective", "another objective"), ("OSFT are supported", "another method (OFT, freeze, ...)"),
     ):  # fmt: skip
         if text in reason:
             return group

@@ -342,7 +342,7 @@ class Soak:
             tally.counts["resumes"] += 1
         if found and begun > 0:
             tally.lost_steps.append(max(0, begun - resumed))
-        if resumed not in (None, expected) or "cannot be trusted" in text:
+        if resumed not in (None, expected) or "is not valid" in text:
             self.bad(tally, job, f"step {expected} was there, and the start went on from {resumed}")
 
     def check_ending(self, job: Job | ForkedJob, tally: Tally) -> None:

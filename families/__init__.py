@@ -1,1 +1,1 @@
-"""What reads a packed row: text models, text models with images, classifiers."""
+"""Model families that read packed rows: text models, vision-language models, classifiers."""

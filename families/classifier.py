@@ -1,4 +1,4 @@
-"""Models with a head for classes or numbers, on encoders and decoders: the model's own code, from states to logits.
+"""Classification and regression models on encoders and decoders; the model's own head maps states to logits.
 
 T tokens in a packed row, n sequences in it, N targets, C classes, H hidden size.
 """
@@ -30,25 +30,25 @@ from families.packed_row import describe_row
 from families.sample import Sample, list_sequences
 from pretrained.text_tower import find_base
 
-NO_TOKEN = -1  # an id that no token has
+NO_TOKEN = -1  # not the id of any token
 
 
 @dataclass
 class TokenTypes:
-    """Texts in pairs."""
+    """Token types of text pairs."""
 
-    ids: Tensor  # (1, T) int64: which text of a pair each token is of
+    ids: Tensor  # (1, T) int64: which text of the pair each token belongs to
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a model's head is for: as an export is loaded with them."""
+    """Labels of a model's head, as stored in an export's config."""
 
     names: tuple[str, ...]  # of the classes, or of the numbers to predict
-    problem_type: str | None = None  # of sequences, as transformers' configs call it
+    problem_type: str | None = None  # for sequences, in transformers' terms
 
     def write_into(self, config: PreTrainedConfig) -> None:
-        """Makes `config` one of a model for these labels."""
+        """Sets these labels in `config`."""
         config.id2label = dict(enumerate(self.names))
         config.label2id = {name: i for i, name in enumerate(self.names)}
         if self.problem_type is not None:
@@ -57,14 +57,14 @@ class Labels:
 
 @dataclass(frozen=True)
 class ClassifierFamily(Family):
-    """Classifiers of tokens, or of whole sequences."""
+    """Classifiers of tokens or of whole sequences."""
 
     of_tokens: bool
-    labels: Labels | None = None  # once the data is known
-    pad_token_id: int | None = None  # once the tokenizer is known
-    seed: int | None = None  # of a head that the model's files do not have; None: they must have it
+    labels: Labels | None = None  # set once the data is known
+    pad_token_id: int | None = None  # set once the tokenizer is known
+    seed: int | None = None  # for a head that the model's files lack; None: they must have it
 
-    keeps_unused = False  # such as a language model's head
+    keeps_unused = False  # unused tensors such as a language model's head
 
     @property
     def peft_task(self) -> str:
@@ -81,8 +81,8 @@ class ClassifierFamily(Family):
             return f"model type {config.model_type!r} has no {what} in transformers"
         if type(config.get_text_config(decoder=True)) is not type(config) and not is_custom:
             return (
-                f"model type {config.model_type!r} is more than a text model (it has several configs in one), and"
-                " classifiers train on text alone: give its text model, saved as a model of its own"
+                f"model type {config.model_type!r} is multimodal (its config contains others), but classifiers train"
+                " on text only: give its text model, saved separately"
             )
         return None
 
@@ -99,18 +99,18 @@ class ClassifierFamily(Family):
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report says it, and the head begins anew
+            ignore_mismatched_sizes=True,  # the report lists them, and the head is reinitialized
             trust_remote_code=trust_remote_code,
         )
 
     def find_head(self, model: PreTrainedModel) -> list[str]:
-        """All with weights that stands beside the base model, and what the base has for it (BERT's pooler)."""
+        """Names of the modules with weights outside the base model, and of the base's pooler (BERT)."""
         base, pooler = find_base(model), getattr(find_base(model), "pooler", None)
         parts = [child for child in model.children() if child is not base] + [pooler]
         return [name for name, module in model.named_modules() if module in parts and list(module.parameters())]
 
     def make_missing(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, Tensor]:
-        """Parameters of a head that the model's files do not have, as transformers initializes them."""
+        """Values of head parameters that the model's files lack, as transformers initializes them."""
         if self.seed is None:
             return {}
         shell, head = copy.deepcopy(model).to("meta"), self.find_head(model)
@@ -122,7 +122,7 @@ class ClassifierFamily(Family):
                     for key, param in module.named_parameters(recurse=False):
                         module.register_parameter(key, nn.Parameter(torch.zeros(param.shape)))
                     shell._init_weights(module)
-            shell._init_weights(shell)  # ModernBERT's initializes its head as a whole
+            shell._init_weights(shell)  # ModernBERT initializes its head as a whole
         made = {f"{name}.{key}": p for name in head for key, p in shell.get_submodule(name).named_parameters()}
         return {name: made[name].detach() for name in names if name in made}
 
@@ -133,7 +133,7 @@ class ClassifierFamily(Family):
 
     def open_reader(self, model: PreTrainedModel) -> "ClassifierReader":
         if self.pad_token_id is not None and self.pad_token_id < model.config.vocab_size:
-            model.config.pad_token_id = self.pad_token_id  # as an export has it: decoders look for it
+            model.config.pad_token_id = self.pad_token_id  # as in an export: decoders search for it
         return ClassifierReader(model, of_tokens=self.of_tokens)
 
     def pack(self, samples: Sequence[Sample]) -> tuple[Row, TokenTypes | None]:
@@ -147,8 +147,8 @@ class ClassifierFamily(Family):
 class ClassifierReader(Reader):
     """Reads rows with a classifier.
 
-    The base model runs once over the packed row. What its head reads of each sequence (or labelled token) is then
-    handed to the model's own forward pass, as if each were a sequence of one token.
+    The base model runs once over the packed row. The state that its head reads from each sequence (or labelled token)
+    is then passed to the model's own forward, as if each were a sequence of one token.
     """
 
     def __init__(self, model: PreTrainedModel, *, of_tokens: bool):
@@ -169,7 +169,7 @@ class ClassifierReader(Reader):
     def classify(self, micro_batch: MicroBatch) -> Tensor:  # (N, C) fp32
         """The logits of the micro-batch's targets."""
         hidden, index = self.encode(micro_batch), micro_batch.targets.index
-        # (1, N, H), or (N, 1, H) of sequences
+        # (1, N, H), or (N, 1, H) for sequences
         states = hidden[:, index] if self.of_tokens else self.pool(hidden[0], micro_batch.row)[index, None]
         with states_for_tokens(self.model, states):
             input_ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
@@ -177,7 +177,7 @@ class ClassifierReader(Reader):
         return logits.reshape(len(index), logits.shape[-1]).float()
 
     def pool(self, hidden: Tensor, row: Row) -> Tensor:  # (T, H) -> (n, H)
-        """The state of each sequence that the model's head reads."""
+        """For each sequence, the state that the model's head reads."""
         starts, ends = row.cu_seqlens[:-1].long(), row.cu_seqlens[1:].long()
         if self.pooling == "first":
             return hidden[starts]
@@ -185,12 +185,10 @@ class ClassifierReader(Reader):
         index = torch.arange(num_tokens, device=hidden.device)
         sequence_of = torch.searchsorted(ends, index, right=True)  # (T,)
         if self.pooling == "mean":
-            sums = torch.zeros(
-                num_sequences, hidden.shape[1], device=hidden.device
-            )  # in bf16 long sums would stand still
+            sums = torch.zeros(num_sequences, hidden.shape[1], device=hidden.device)  # fp32: bf16 sums would saturate
             sums = sums.index_add(0, sequence_of, hidden.float())
             return (sums / (ends - starts)[:, None]).to(hidden.dtype)
-        # The last token that is not padding's, whose id a sequence may end with; the first one if all are.
+        # The last token whose id is not the padding's, with which a sequence may end; the first if there is none.
         pad_id = self.model.config.pad_token_id
         if pad_id is not None:
             index = torch.where(row.input_ids[0] == pad_id, 0, index)
@@ -210,9 +208,9 @@ def states_for_tokens(model: PreTrainedModel, states: Tensor) -> Iterator[None]:
     outputs = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=states, pooler_output=None if pooler is None else pooler(states)
     )
-    own_forward = vars(base).get("forward")  # where something was put before the class's
+    own_forward = vars(base).get("forward")  # set if the class's forward was wrapped
     base.forward = lambda *args, **kwargs: outputs
-    pad_token_id, config.pad_token_id = config.pad_token_id, NO_TOKEN  # what it is given has no padding
+    pad_token_id, config.pad_token_id = config.pad_token_id, NO_TOKEN  # the input has no padding
     try:
         yield
     finally:
@@ -224,7 +222,7 @@ def states_for_tokens(model: PreTrainedModel, states: Tensor) -> Iterator[None]:
 
 
 def find_pooling(model: PreTrainedModel) -> Literal["first", "last", "mean"]:
-    """Which state of a sequence the model's head reads; the check at the start tells whether that is so."""
+    """Which state of a sequence the model's head reads; the start-up check verifies it."""
     if getattr(model.config, "classifier_pooling", None) == "mean":  # ModernBERT
         return "mean"
     is_causal = any(getattr(module, "is_causal", False) for module in find_base(model).modules())

@@ -1,4 +1,4 @@
-"""A packed row as the models of transformers are given it: what every family's forward pass has in common."""
+"""Arguments of transformers' models for a packed row, common to all families."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from pretrained.text_tower import find_decoder
 
 
 def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
-    """The arguments of a base model's forward pass over the packed row."""
+    """Arguments of a base model's forward pass over the packed row."""
     row = micro_batch.row
     return dict(
         input_ids=row.input_ids,
@@ -26,28 +26,28 @@ def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[s
 
 
 def number_positions(row: Row, *, pad_position: int | None) -> Tensor:  # (1, T)
-    """Each token's position in its sequence, from 0; where padding has a position (RoBERTa), from the next one on.
+    """Each token's position in its sequence, from 0, or, if padding has a position (RoBERTa), from the next one.
 
-    There, tokens that are the padding's have its position, and are not counted, as in the model's own forward.
+    In the second case padding tokens get that position and are not counted, as in the model's own forward.
     """
     if pad_position is None:
         return row.position_ids
     is_counted = (row.input_ids != pad_position).long()
     counts = is_counted.cumsum(dim=1)
     index = torch.arange(counts.shape[1], device=counts.device)
-    firsts = index - row.position_ids  # (1, T): where each token's sequence starts
+    firsts = index - row.position_ids  # (1, T): index of the first token of each token's sequence
     before = (counts - is_counted).gather(1, firsts)
     return (counts - before) * is_counted + pad_position
 
 
 def find_pad_position(model: PreTrainedModel) -> int | None:
-    """The position of padding, where the model's table of positions has one (RoBERTa): sequences start behind it."""
+    """Padding's index in the model's table of positions (RoBERTa), after which sequences start; None without one."""
     table = find_position_table(model)
     return None if table is None else table.padding_idx
 
 
 def find_position_table(model: PreTrainedModel) -> nn.Embedding | None:
-    """The learned vector of each position; None for positions of another kind (rotary embeddings)."""
+    """The model's learned position embeddings; None for other kinds of positions (rotary embeddings)."""
     tables = [
         module
         for name, module in find_decoder(model).named_modules()
@@ -57,14 +57,14 @@ def find_position_table(model: PreTrainedModel) -> nn.Embedding | None:
 
 
 def check_positions(model: PreTrainedModel, *, longest: int) -> None:
-    """ValueError if the longest sample, of so many tokens, has more than the model has positions for."""
+    """ValueError if the longest sample, of `longest` tokens, exceeds the model's positions."""
     table = find_position_table(model)
     if table is None:
         return
     limit = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
     if longest > limit:
         raise ValueError(
-            f"model type {model.config.model_type!r} has positions for {limit} tokens, and the longest sample has"
-            f" {longest}: leave out those that are longer (--max-tokens-per-gpu {limit} --drop-overlong), or tokenize"
-            f" the data again with --max-sample-num-tokens {limit}"
+            f"model type {model.config.model_type!r} has positions for {limit} tokens, but the longest sample has"
+            f" {longest}: drop longer samples (--max-tokens-per-gpu {limit} --drop-overlong), or tokenize the data"
+            f" again with --max-sample-num-tokens {limit}"
         )

@@ -1,9 +1,9 @@
-"""The auxiliary loss that keeps the experts of a mixture evenly used, of each sequence by itself.
+"""The auxiliary load-balancing loss of a mixture of experts, computed per sequence.
 
 T tokens in a packed row of n sequences, E experts, K of them chosen for a token. A sequence's loss is E times the sum
 over experts of (times it was chosen / tokens) x (mean probability), over all layers together: transformers'
-`load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, equations 4 to 6) of the sequence alone. A product of
-means has no other form that is the same however a batch is divided: into micro-batches, ranks or packed rows.
+`load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, equations 4 to 6) for the sequence alone. As a product
+of means, the loss is the same for any division into micro-batches, ranks or packed rows only in this form.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from ranks.row_group import RowGroup, sum_parts
 
 
 def sum_router_losses(
-    router_logits: Sequence[Tensor],  # of each layer (T, E)
+    router_logits: Sequence[Tensor],  # (T, E) for each layer
     cu_seqlens: Tensor,  # (n + 1,)
     trained_index: Tensor,  # (N,) positions of targets
     *,
     num_chosen: int,
     row_group: RowGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum over sequences of tokens x loss: an fp32 scalar; and how often experts were chosen: (layers, E), fp32.
+    """Returns the sum over sequences of tokens x loss, an fp32 scalar, and the experts' loads, (layers, E) fp32.
 
-    Sequences without a target do not count, as where a rank has nothing to do. Where several ranks share the row, the
-    tokens are this one's, the borders the whole row's, and the results this one's part of their sums over ranks: a loss
-    is linear in the probabilities, and how often experts were chosen has no gradient.
+    Sequences without a target do not count, such as those of an idle rank. If several ranks share the row, the tokens
+    are this rank's, the borders are the whole row's, and the results are this rank's terms of the sums over ranks: the
+    loss is linear in the probabilities, and loads have no gradient.
     """
     num_tokens, num_experts = router_logits[0].shape
     first = 0 if row_group is None else row_group.rank * num_tokens

@@ -1,4 +1,4 @@
-"""A rank's part of a packed row that several ranks share (--context-parallel), and the whole row of its parts.
+"""Splitting a packed row over the ranks that share it (--context-parallel), and gathering it again.
 
 T tokens in the row, N ranks that share it.
 """
@@ -11,13 +11,13 @@ import torch
 from families.micro_batch import Row
 from ranks.row_group import RowGroup
 
-LEAST_TOKENS = 2  # of a part: torch.compile takes 0 and 1 for constants
+LEAST_TOKENS = 2  # minimum tokens per part: torch.compile specializes on sizes 0 and 1
 
 
 def take_part(row: Row, row_group: RowGroup) -> tuple[Row, slice]:
-    """This rank's tokens of a packed row, with the borders of all of it; and where in the row they are.
+    """Returns this rank's part of a packed row, with the whole row's borders, and its slice of the row.
 
-    The row is filled up to N parts of equal length by one more sequence, which has no targets.
+    The row is padded to N parts of equal length by an additional sequence without targets.
     """
     num_tokens = row.input_ids.shape[1]
     length = max(LEAST_TOKENS, -(-num_tokens // row_group.size))
@@ -32,7 +32,7 @@ def take_part(row: Row, row_group: RowGroup) -> tuple[Row, slice]:
 
 
 def fill_up(row: Row, num_more: int) -> Row:
-    """The row with a last sequence of `num_more` tokens."""
+    """Appends a sequence of `num_more` tokens to the row."""
     if num_more == 0:
         return row
     lengths = [*row.seq_lengths, num_more]
@@ -47,7 +47,7 @@ def fill_up(row: Row, num_more: int) -> Row:
 
 
 def gather_ids(row: Row) -> torch.Tensor:  # (1, L)
-    """The ids of all parts of a row of one sequence, without what fills it up. All ranks of the group call this."""
+    """Gathers the ids of a row of one sequence, without padding. All ranks of the group call this."""
     if row.row_group is None:
         return row.input_ids
     return row.row_group.gather(row.input_ids, dim=1)[:, : row.seq_lengths[0]]

@@ -1,7 +1,7 @@
-"""Language models that see images, in texts of which each image takes a number of tokens.
+"""Vision-language models, trained on texts in which each image occupies a number of placeholder tokens.
 
-T tokens in a packed row, L tokens of one sequence, H hidden size. Pixels are read and resized where batches are made,
-in the background.
+T tokens in a packed row, L tokens of one sequence, H hidden size. Images are read and resized when batches are made, in
+the background.
 """
 
 import functools
@@ -26,30 +26,30 @@ from families.text import TextFamily, TextReader, find_lost_scale, find_router_l
 from pretrained.parts import list_parts
 from pretrained.text_tower import find_base, find_decoder, find_placeholders, is_multimodal, text_config
 
-# Model types that cannot train packed, and why.
+# Model types that cannot be trained packed, and why.
 REFUSED = {
-    "llama4": "its get_image_features leaves out the projector, which only the whole model's forward applies",
-    "paligemma": "it looks at a whole prompt both ways, and where that ends the data does not say",
+    "llama4": "its get_image_features omits the projector, which only the whole model's forward applies",
+    "paligemma": "its attention over the prompt is bidirectional, but the data does not record where prompts end",
 }
-WITH_BLOCKS = ("gemma3",)  # whose tokens of an image see each other both ways, in every layer
+WITH_BLOCKS = ("gemma3",)  # model types whose attention within an image is bidirectional in every layer
 FREEZABLE = ("vision", "projector", "language", "nothing")
 CHECK_IMAGES = ((24, 32), (40, 24))  # pixels
 
 
-HAVE_CHANGED = "have files of images changed since the data set was made?"
+HAVE_CHANGED = "have image files changed since the data set was made?"
 
 
 @dataclass
 class Images:
     """The images of a row."""
 
-    num_tokens: int  # of the row, in the places of which their features come
-    pixels: dict[str, Tensor] = field(default_factory=dict)  # what the tower takes of them, by argument
-    axis_positions: Tensor | None = None  # (3, 1, T) int64: positions on several axes (Qwen2-VL); None: there is one
+    num_tokens: int  # placeholder tokens in the row, which the images' features replace
+    pixels: dict[str, Tensor] = field(default_factory=dict)  # the tower's inputs, by argument
+    axis_positions: Tensor | None = None  # (3, 1, T) int64: positions on several axes (Qwen2-VL); None: a single axis
 
 
 class Eyes:
-    """How images become what a model's tower takes: its processor, and what of its code needs no weights."""
+    """Converts images to the inputs of a model's tower, with its processor and the weightless part of its code."""
 
     def __init__(self, config: PreTrainedConfig, *, trust_remote_code: bool):
         self.config = config
@@ -58,20 +58,20 @@ class Eyes:
 
     @functools.cached_property
     def base(self) -> PreTrainedModel:
-        """The model without its head, and without memory."""
+        """The model without its head, on the meta device."""
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(self.config, trust_remote_code=self.trust_remote_code)
         return find_seeing_base(model)
 
     @functools.cached_property
     def taken(self) -> frozenset[str]:
-        """What of the processor's tensors the tower takes."""
+        """Names of the processor's tensors that the tower takes."""
         return frozenset(inspect.signature(self.base.get_image_features).parameters)
 
     def read_pixels(self, references: Sequence[str]) -> dict[str, Tensor]:
-        """What the model's tower takes of a sample's images, as its processor makes it of them together.
+        """The tower's inputs for a sample's images, which the processor handles together.
 
-        What it makes of one image may depend on how many there are (LLaVA-OneVision).
+        Its result for one image can depend on the number of images (LLaVA-OneVision).
         """
         images = [open_image(reference, directory=Path()) for reference in references]
         places = self.processor.image_token * len(images)
@@ -79,31 +79,31 @@ class Eyes:
         return {name: value for name, value in made.items() if name in self.taken}
 
     def count_patches(self, height: int, width: int) -> tuple[int, int]:
-        """Into how many tiles the processor cuts an image, and how many patches of each enter the tower.
+        """Number of tiles that the processor cuts an image into, and number of patches per tile.
 
-        Of what the processor makes of several images together, as if each were alone: that is never less.
+        Assumes that the image is alone; together with others it never has more.
         """
         vision, images = self.config.vision_config, self.processor.image_processor
         patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
-        if count is None or not hasattr(images, "get_number_of_image_patches"):  # then it always says 1
+        if count is None or not hasattr(images, "get_number_of_image_patches"):  # the count would always be 1
             import PIL.Image
 
             shown = [[PIL.Image.new("RGB", (width, height))]]
             made = self.processor(text=[self.processor.image_token], images=shown, add_special_tokens=False)
             shape = np.shape(made["pixel_values"])
-            if len(shape) == 3:  # (images, patches, values of one), which the processor has laid out
+            if len(shape) == 3:  # (images, patches, values per patch): flattened by the processor
                 return shape[0], shape[1]
             *tiles, _, rows, columns = shape
             return math.prod(tiles), (rows // patch) * (columns // patch)
         number = int(count(image_sizes=[[height, width]])["num_image_patches"][0])
-        if "image_grid_thw" in images.model_input_names:  # whose tower takes any size whole
+        if "image_grid_thw" in images.model_input_names:  # the tower takes images of any size untiled
             return 1, number
         side = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
         return number, (side // patch) ** 2
 
     def find_positions(self, samples: Sequence[Sample], row: Row, pixels: dict[str, Tensor]) -> Tensor | None:
-        """Positions (3, 1, T) of models that have several axes: each sample's begin anew. None: there is one axis."""
+        """Positions (3, 1, T) for models with several axes, restarting in every sample; None: a single axis."""
         if not hasattr(self.base, "get_rope_index"):
             return None
         axes, grids = row.position_ids.expand(3, 1, -1).clone(), pixels.get("image_grid_thw")
@@ -116,15 +116,15 @@ class Eyes:
         return axes
 
     def number_axes(self, input_ids: Tensor, grids: Tensor) -> Tensor:  # (1, L), (images, 3) -> (3, 1, L)
-        """One sequence's positions on all axes, by the model's own code."""
+        """Positions of one sequence on all axes, computed by the model's own code."""
         kinds = (input_ids == self.config.image_token_id).int()
         try:
             return self.base.get_rope_index(input_ids, mm_token_type_ids=kinds, image_grid_thw=grids)[0]
-        except (RuntimeError, IndexError) as error:  # as it ends where there are more positions than tokens, or fewer
-            raise ValueError(f"images have other positions than the data has tokens for: {HAVE_CHANGED}") from error
+        except (RuntimeError, IndexError) as error:  # raised if the numbers of positions and tokens differ
+            raise ValueError(f"the images' positions do not match the data's tokens: {HAVE_CHANGED}") from error
 
     def find_blocks(self, row: Row) -> Blocks:
-        """The image that each token is of."""
+        """Index of each token's image."""
         is_image = row.input_ids[0] == self.config.image_token_id
         begins = is_image.clone()
         begins[1:] &= ~is_image[:-1]
@@ -132,30 +132,30 @@ class Eyes:
         return Blocks(numbers, are_everywhere=self.config.model_type in WITH_BLOCKS)
 
     def write_places(self, images: Sequence[Any]) -> np.ndarray:
-        """The token ids of these images and words between them."""
+        """Token ids of these images with words between them."""
         places = " and ".join([self.processor.image_token] * len(images))
         return np.array(self.processor(text=[places], images=[images], add_special_tokens=False)["input_ids"][0])
 
 
 @dataclass(frozen=True)
 class SeeingFamily(Family):
-    """Language models that see images."""
+    """Vision-language models."""
 
     text: TextFamily
-    freeze: tuple[str, ...] = ()  # parts of the model that stay as they are: vision, projector, language
-    eyes: Eyes | None = None  # once the model's files are known
-    largest_image: tuple[int, int] | None = None  # height and width, of those in the data; None: there are none
-    max_patches: int | None = None  # of the images of a micro-batch
+    freeze: tuple[str, ...] = ()  # frozen parts of the model: vision, projector, language
+    eyes: Eyes | None = None  # set once the model's files are known
+    largest_image: tuple[int, int] | None = None  # height and width of the data's largest image; None: no images
+    max_patches: int | None = None  # maximum patches of images per micro-batch
 
     peft_task = "CAUSAL_LM"
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
         if type(config) not in AutoModelForImageTextToText._model_mapping or not is_multimodal(config):
-            return f"model type {config.model_type!r} sees no images in transformers, and the data has some"
+            return f"model type {config.model_type!r} does not support images in transformers, but the data has some"
         if config.model_type in REFUSED:
             return f"model type {config.model_type!r} cannot be trained on images: {REFUSED[config.model_type]}"
         if getattr(config, "image_token_id", None) is None:
-            return f"model type {config.model_type!r} has no image_token_id: where an image stands is not known"
+            return f"model type {config.model_type!r} has no image_token_id, so images' positions are unknown"
         return find_lost_scale(config)
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -182,7 +182,7 @@ class SeeingFamily(Family):
         return SeeingReader(model, router_aux_loss=find_router_loss(model, self.text.router_aux_loss))
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
-        """Videos and sounds."""
+        """Placeholder ids for videos and audio."""
         return {token: name for token, name in find_placeholders(config).items() if token != config.image_token_id}
 
     def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
@@ -203,7 +203,7 @@ class SeeingFamily(Family):
         return row, Images(num_tokens, pixels, eyes.find_positions(samples, row, pixels))
 
     def make_check_sample(self, token_ids: np.ndarray) -> tuple[Sample, np.ndarray]:
-        """With one image, or of an even number of tokens with two, after the first two; others for other tokens."""
+        """Inserts one image after the first two tokens, or two for an even number; images depend on the tokens."""
         random, sizes = np.random.default_rng(int(token_ids[0])), CHECK_IMAGES[: 2 - len(token_ids) % 2]
         references = tuple(write_data_url(random.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes)
         places = self.eyes.write_places([open_image(reference, directory=Path()) for reference in references])
@@ -211,12 +211,12 @@ class SeeingFamily(Family):
         return {"input_ids": input_ids, "images": references}, input_ids != self.eyes.config.image_token_id
 
     def make_probes(self, lengths: Sequence[int]) -> list[Sample]:
-        """Samples with as many of the data's largest images as the tokens and the cap of patches allow."""
+        """Makes samples with as many of the data's largest images as the lengths and the cap on patches allow."""
         if self.largest_image is None:
             return super().make_probes(lengths)
         reference = write_data_url(np.zeros((*self.largest_image, 3), dtype=np.uint8))
         places = self.eyes.write_places([open_image(reference, directory=Path())])
-        shown = np.append(places, 0)  # a text's token, which keeps an image from the next one
+        shown = np.append(places, 0)  # a text token separates images
         num_left = sum(lengths)
         if self.max_patches is not None:
             num_left = self.max_patches // math.prod(self.eyes.count_patches(*self.largest_image))
@@ -230,7 +230,7 @@ class SeeingFamily(Family):
 
 
 class SeeingReader(TextReader):
-    """Reads rows with a model that sees: images go through its tower, and their features into their places."""
+    """Reads rows with a vision-language model: the tower encodes images, whose features replace placeholders."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0):
         super().__init__(model, router_aux_loss=router_aux_loss)
@@ -244,13 +244,13 @@ class SeeingReader(TextReader):
         self.outside = [*parts["vision"], *parts["projector"]]
 
     def embed(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Embeddings in the place of token ids, with the images' features."""
+        """Embeddings instead of token ids, including the images' features."""
         row, images = micro_batch.row, micro_batch.extras
         is_image = row.input_ids == self.model.config.image_token_id  # (1, T)
         input_ids = row.input_ids.masked_fill(is_image, self.pad_token_id)
         hidden = self.model.get_input_embeddings()(input_ids)  # (1, T, H)
         more: dict[str, Any] = {}
-        if self.has_layer_inputs:  # to which images are padding
+        if self.has_layer_inputs:  # layer inputs treat image tokens as padding
             padding = self.model.get_input_embeddings().weight[self.pad_token_id]
             texts = torch.where(is_image[..., None], padding, hidden)
             more["per_layer_inputs"] = find_decoder(self.model).get_per_layer_inputs(input_ids, texts)
@@ -259,7 +259,7 @@ class SeeingReader(TextReader):
             features = join(seen.pooler_output).reshape(-1, hidden.shape[-1]).to(hidden)
             if len(features) != images.num_tokens:
                 raise ValueError(
-                    f"images became {len(features):,} vectors, and the data has {images.num_tokens:,} tokens"
+                    f"the images have {len(features):,} feature vectors, but the data has {images.num_tokens:,} tokens"
                     f" for them: {HAVE_CHANGED}"
                 )
             hidden = hidden.masked_scatter(is_image[..., None], features)
@@ -272,9 +272,9 @@ class SeeingReader(TextReader):
         return dict(input_ids=None, inputs_embeds=self.touch(hidden)) | more
 
     def touch(self, hidden: Tensor) -> Tensor:
-        """`hidden`, with gradients of zero for what of tower and projector trains: on every rank, also without images.
+        """Returns `hidden`, made to give all trained parameters of tower and projector a gradient, zero without images.
 
-        FSDP sums the gradients that a rank has, so all ranks must have the same ones.
+        FSDP reduces the gradients that exist on a rank, so all ranks must have gradients for the same parameters.
         """
         trained = [param for name in self.outside if (param := self.model.get_parameter(name)).requires_grad]
         return hidden + sum(param.sum().to(hidden) * 0 for param in trained) if trained else hidden
@@ -289,30 +289,29 @@ class SeeingReader(TextReader):
 
 
 def find_seeing_base(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head. ValueError if it has no way from images to features."""
+    """The model without its head. ValueError if it cannot compute image features."""
     base = find_base(model)
     if not hasattr(base, "get_image_features"):
         raise ValueError(
             f"model type {model.config.model_type!r} cannot be trained on images: {type(base).__name__} has no"
-            " get_image_features, by which images become features"
+            " get_image_features"
         )
     return base
 
 
 def has_blocks(config: PreTrainedConfig) -> bool:
-    """Whether the tokens of an image see each other both ways."""
+    """Whether attention within an image is bidirectional."""
     is_said = getattr(text_config(config), "use_bidirectional_attention", None) == "vision"  # Gemma 4
     return is_said or config.model_type in WITH_BLOCKS
 
 
 def join(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """The features of all images, one after the other."""
+    """Concatenates the features of all images."""
     return features if isinstance(features, Tensor) else torch.cat(list(features))
 
 
 def join_pixels(made: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenates the samples' pixels; smaller ones are padded with zeros at the end, as processors pad the images of
-    one sample."""
+    """Concatenates the samples' pixels; smaller ones are zero-padded at the end, as processors do within a sample."""
     return {name: join_tensors([pixels[name] for pixels in made]) for name in (made[0] if made else ())}
 
 
@@ -326,7 +325,7 @@ def join_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def write_data_url(pixels: np.ndarray) -> str:
-    """Pixels (height, width, 3) as an image in a text."""
+    """Encodes pixels (height, width, 3) as a data URL."""
     import PIL.Image
 
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Language models of text, and the text towers of multi-modal ones.
+"""Text-only language models, and the text towers of multimodal models.
 
 T tokens in a packed row, N trained tokens among them, L tokens of one sequence, H hidden size, V vocabulary size.
 """
@@ -26,32 +26,31 @@ from pretrained.text_tower import (
     text_config,
 )
 
-WITHOUT_SCALE = ("aya_vision", "cohere2_vision")  # whose forward in transformers drops their text model's logit_scale
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # as configs call that of logits
+WITHOUT_SCALE = ("aya_vision", "cohere2_vision")  # model types whose forward ignores their text model's logit_scale
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # config keys of logit soft caps
 
 
 @dataclass(frozen=True)
 class TextFamily(Family):
-    """Causal language models; of multi-modal ones the text tower."""
+    """Causal language models, and the text towers of multimodal models."""
 
-    # How much the auxiliary loss of a mixture of experts counts; None: as the model's config says.
+    # Coefficient of a mixture of experts' auxiliary loss; None: from the model's config.
     router_aux_loss: float | None = None
 
     peft_task = "CAUSAL_LM"
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
-        # A decoder alone, saved from such a model (BartForCausalLM), says no of itself; its class says yes.
+        # A decoder saved from such a model (BartForCausalLM) has False in its config, but True in the config's class.
         if getattr(config, "is_encoder_decoder", False) or getattr(type(config), "is_encoder_decoder", False):
             return (
-                f"model type {config.model_type!r} is an encoder-decoder: it learns a target from a source, which its"
-                " encoder reads apart, and here a row is one text: give a decoder-only model"
+                f"model type {config.model_type!r} is an encoder-decoder, which needs separate source and target texts,"
+                " but a row here is one text: use a decoder-only model"
             )
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
         text = text_config(config)
         if text is not config and getattr(text, "is_encoder_decoder", False):
             return (
-                f"model type {config.model_type!r} is an encoder-decoder: what it writes depends on what its encoder"
-                " has read, and packed rows have nothing for it to read"
+                f"model type {config.model_type!r} is an encoder-decoder, but packed rows have no input for its encoder"
             )
         if not is_custom and type(config) not in choose_auto_class(config)._model_mapping:
             return f"model type {config.model_type!r} has no causal language model in transformers"
@@ -64,10 +63,10 @@ class TextFamily(Family):
         model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         if is_multimodal(config) and (needed := find_needed(model)):
             raise ValueError(
-                f"model type {config.model_type!r} cannot be trained on text: {type(model).__name__} takes none without"
+                f"model type {config.model_type!r} cannot be trained on text: {type(model).__name__} also requires"
                 f" {', '.join(needed)}"
             )
-        find_router_loss(model, self.router_aux_loss)  # what it refuses is refused before weights are read
+        find_router_loss(model, self.router_aux_loss)  # raises its errors before weights are read
         return model
 
     def load_model(
@@ -79,7 +78,7 @@ class TextFamily(Family):
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report says it, and the caller refuses
+            ignore_mismatched_sizes=True,  # the report lists them, and the caller refuses them
             trust_remote_code=trust_remote_code,
         )
 
@@ -94,29 +93,29 @@ class TextFamily(Family):
 
 
 def choose_auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' Auto class of a config: of a multi-modal one, that of the whole model and not of its text alone."""
+    """transformers' Auto class for a config; for a multimodal one, the class of the whole model."""
     is_whole = type(config) in AutoModelForMultimodalLM._model_mapping
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForMultimodalLM if is_whole and (is_multimodal(config) or not is_causal) else AutoModelForCausalLM
 
 
 def find_lost_scale(config: PreTrainedConfig) -> str | None:
-    """Why a model whose logits transformers computes without their scale cannot be trained; None for all others."""
+    """Why a model cannot be trained if transformers ignores its logit scale; None for other models."""
     scale = getattr(text_config(config), "logit_scale", 1.0)
     if config.model_type not in WITHOUT_SCALE or scale == 1.0:
         return None
     return (
         f"model type {config.model_type!r}: its whole model in transformers leaves out the logit_scale of its"
-        f" text_config ({scale}), by which its language model alone multiplies logits: its loss is another one than the"
-        " model was trained with. Give the text model by itself (cohere2)"
+        f" text_config ({scale}), which its language model alone applies: its loss differs from the one that the model"
+        " was trained with. Give the text model separately (cohere2)"
     )
 
 
 @dataclass(frozen=True)
 class Projection:
-    """What logits are computed from: softcap * tanh((hidden @ weight.T + bias) / softcap).
+    """The computation of logits: softcap * tanh((hidden @ weight.T + bias) / softcap).
 
-    Without `softcap` the logits are as they are; with it: Gemma 2, arXiv 2408.00118, section 2.
+    Without `softcap`, hidden @ weight.T + bias. Soft-capping: Gemma 2, arXiv 2408.00118, section 2.
     """
 
     hidden: Tensor  # (N, H)
@@ -126,15 +125,15 @@ class Projection:
 
 
 class TextReader(Reader):
-    """Reads rows with a language model, and says what its logits are computed from."""
+    """Reads rows with a language model, and returns the projection that computes its logits."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0):
         super().__init__(model)
         config = text_config(model.config)
         caps = (getattr(config, name, None) for name in SOFTCAPS)
         self.softcap = next((cap for cap in caps if cap is not None), None)
-        # Cohere and Muse Glimmer multiply the logits, Granite and Inkling divide them; all are linear, so the hidden
-        # states take the factor.
+        # Cohere and Muse Glimmer multiply the logits, Granite and Inkling divide them; since this is linear, the factor
+        # is applied to the hidden states.
         scale = getattr(config, "logit_scale", None)
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
         self.logit_scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
@@ -165,11 +164,11 @@ class TextReader(Reader):
         return outputs.last_hidden_state
 
     def embed(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the decoder is given beside, or in the place of, the row's token ids."""
+        """Decoder arguments that add to or replace the row's token ids."""
         return {}
 
     def project(self, hidden: Tensor) -> Projection:  # (N, H)
-        """What the logits of these hidden states are computed from."""
+        """The projection that computes the logits of these hidden states."""
         if self.transform is not None:
             hidden = self.transform_hidden(hidden)
         if self.logit_scale != 1.0:
@@ -178,9 +177,9 @@ class TextReader(Reader):
         return Projection(hidden, head.weight, head.bias, self.softcap)
 
     def transform_hidden(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, H')
-        """What enters the head's matrix where the model does something to the hidden states first (BERT)."""
+        """Applies the head's transform (BERT) before its projection."""
         head = self.model.get_output_embeddings()
-        head.forward = pass_on  # the matrix itself may be a part of what is called here
+        head.forward = pass_on  # the transform may include the projection itself
         try:
             return self.transform(hidden)
         finally:
@@ -202,10 +201,10 @@ def pass_on(hidden: Tensor) -> Tensor:
 
 
 def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
-    """What stands between the model's last hidden states and its head's matrix; None if there is nothing with weights.
+    """The transform between the model's last hidden states and its head's projection; None if it has no weights.
 
-    It is the one module beside what holds the base model that has weights of its own; the start check tells whether
-    that is so.
+    It is the only module, apart from the one that contains the base model, with its own weights; the start-up check
+    verifies the result.
     """
     head = model.get_output_embeddings()
     base = find_decoder(model)
@@ -216,10 +215,10 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
 
 
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
-    """What the auxiliary loss of the model's experts counts: as `asked`, else as its config says; 0: there is none."""
+    """Coefficient of the experts' auxiliary loss: as `asked`, else from the model's config; 0: no such loss."""
     config = text_config(model.config)
     if asked is None:
-        # JetMoE calls it otherwise than all others.
+        # JetMoE uses its own key.
         known = (getattr(config, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
         is_on = getattr(config, "output_router_logits", False)
         asked = next((value for value in known if value is not None), 0.0) if is_on else 0.0
@@ -227,12 +226,12 @@ def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
     if asked and not (has_loss and count_chosen(model)):
         raise ValueError(
             f"--router-aux-loss {asked}: transformers has no auxiliary loss of experts for model type"
-            f" {model.config.model_type!r}; leave it out, or give 0"
+            f" {model.config.model_type!r}; remove the option, or set it to 0"
         )
     return asked
 
 
 def count_chosen(model: PreTrainedModel) -> int:
-    """Experts that a token goes to; 0 for a model without experts."""
+    """Number of experts per token; 0 for a model without experts."""
     of_model = getattr(model, "num_experts_per_tok", None)
     return of_model or getattr(text_config(model.config), "num_experts_per_tok", None) or 0

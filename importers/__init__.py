@@ -1,1 +1,1 @@
-"""Configurations of other trainers, translated into this one's options."""
+"""Import of other trainers' configurations, translated into this one's options."""

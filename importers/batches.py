@@ -1,4 +1,4 @@
-"""Samples per optimizer step from batches that count packs, and epochs that are not whole."""
+"""Conversion of batch sizes that count packs, and of fractional epochs, to samples."""
 
 import bisect
 import math
@@ -9,20 +9,20 @@ import numpy as np
 
 from importers.rules import DIFFERS, MISSING, Conversion
 
-MOST_LENGTHS = 20_000  # samples to pack; with more of them the ratio no longer changes
+MOST_LENGTHS = 20_000  # maximum number of samples to pack; with more, the ratio no longer changes
 
 
 @dataclass(frozen=True)
 class PeerBatch:
-    """How a trainer counts one optimizer step."""
+    """Another trainer's batch of one optimizer step."""
 
-    rows: int  # of a step, over all GPUs
+    rows: int  # rows per step, over all GPUs
     product: str  # their factors, as messages print them
-    pack_length: int | None  # tokens of a pack, if a row is one; None: a row is a sample
+    pack_length: int | None  # tokens per pack, if a row is a pack; None: a row is a sample
 
 
 def describe_device_batch(to: Conversion, *, pack_length: int | float | None) -> PeerBatch:
-    """The step of trainers that use transformers.TrainingArguments."""
+    """The batch of trainers that use transformers.TrainingArguments."""
     a_gpu = to.get_number("per_device_train_batch_size", default=8)
     accumulated = to.get_number("gradient_accumulation_steps", default=1)
     return multiply_rows(a_gpu, accumulated, to.num_gpus, pack_length=pack_length)
@@ -31,13 +31,13 @@ def describe_device_batch(to: Conversion, *, pack_length: int | float | None) ->
 def multiply_rows(
     a_gpu: int | float, accumulated: int | float, num_gpus: int | float, *, pack_length: int | float | None
 ) -> PeerBatch:
-    """A step of `a_gpu` rows for each of `num_gpus`, `accumulated` times."""
+    """A batch of `a_gpu` rows on each of `num_gpus` GPUs, `accumulated` times."""
     rows, product = int(a_gpu * accumulated * num_gpus), f"{a_gpu} x {accumulated} x {num_gpus} GPUs"
     return PeerBatch(rows, product, None if pack_length is None else int(pack_length))
 
 
 def count_batch(to: Conversion, describe_batch: Callable[[Conversion], PeerBatch]) -> None:
-    """Sets `batch_size` by how the peer counts a step. Packs become samples by the user's tokenized data; without it
+    """Sets `batch_size` from the other trainer's batch. Packs are converted to samples with tokenized data; without it,
     `needs_data` is set."""
     try:
         batch = describe_batch(to)
@@ -50,7 +50,7 @@ def count_batch(to: Conversion, describe_batch: Callable[[Conversion], PeerBatch
         return
     if to.lengths is None:
         to.needs_data = (
-            f"batches count packs: {batch.rows} packs ({batch.product}) of {batch.pack_length:,} tokens a step. How"
+            f"batches count packs: {batch.rows} packs ({batch.product}) of {batch.pack_length:,} tokens per step. How"
             " many samples that is depends on your data"
         )
         return
@@ -64,10 +64,10 @@ def count_batch(to: Conversion, describe_batch: Callable[[Conversion], PeerBatch
 
 
 def count_packs(lengths: np.ndarray, pack_length: int) -> tuple[int, int]:
-    """Samples no longer than a pack, and the packs that they fill, by best-fit decreasing on at most MOST_LENGTHS."""
+    """Number of samples no longer than a pack (at most MOST_LENGTHS), and of packs they fill by best-fit decreasing."""
     fitting = lengths[lengths <= pack_length]
     if len(fitting) == 0:
-        raise ValueError(f"no sample of the tokenized data is as short as a pack of {pack_length:,} tokens")
+        raise ValueError(f"no sample of the tokenized data fits a pack of {pack_length:,} tokens")
     if len(fitting) > MOST_LENGTHS:
         fitting = np.random.default_rng(0).choice(fitting, MOST_LENGTHS, replace=False)
     room: list[int] = []  # tokens left in each pack, ascending
@@ -79,7 +79,7 @@ def count_packs(lengths: np.ndarray, pack_length: int) -> tuple[int, int]:
 
 
 def count_epochs(to: Conversion) -> None:
-    """Sets `max_epochs`, or `max_samples` for epochs that are not whole, by the tokenized data."""
+    """Sets `max_epochs`, or for fractional epochs `max_samples`, using the tokenized data."""
     epochs = to.epochs
     if epochs is None:
         return

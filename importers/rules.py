@@ -1,4 +1,4 @@
-"""Rules: each notes the options that stand for another trainer's key, and returns what became of the key."""
+"""Rules: each sets the options that correspond to another trainer's key, and returns the key's outcome."""
 
 import math
 from collections.abc import Callable
@@ -7,30 +7,30 @@ from typing import Any
 
 import numpy as np
 
-# The beginnings of a key's outcome; DIFFERS can also stand later in it.
+# Prefixes of outcomes; DIFFERS can also occur later in one.
 NEEDLESS, MISSING, DIFFERS = "needs no option", "no counterpart", "differs"
 
 
 class Refusal(Exception):
-    """The file asks for something that cannot be trained here; nothing is written."""
+    """The file configures training that is not supported here; nothing is written."""
 
 
 @dataclass
 class Conversion:
-    """Outcomes of another trainer's keys so far, and the options that they became."""
+    """Outcomes of another trainer's keys so far, and the resulting options."""
 
     given: dict[str, Any]
     num_gpus: int
     is_lora: bool = False  # whether adapters train
     objective: str = "causal-lm"  # as --objective says it
-    lengths: np.ndarray | None = None  # tokens of each of the user's samples, where they are tokenized
+    lengths: np.ndarray | None = None  # tokens of each of the user's samples, if tokenized
     train: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)  # options of process_data.py that all data sets share
-    sources: list[dict[str, Any]] = field(default_factory=list)  # one entry for each run of process_data.py
+    sources: list[dict[str, Any]] = field(default_factory=list)  # one entry per run of process_data.py
     files: dict[str, str] = field(default_factory=dict)  # other files to write, by name
     told: dict[str, str] = field(default_factory=dict)  # the outcome of every key, as printed
     epochs: int | float | None = None
-    needs_data: str | None = None  # why the batch size cannot be written without tokenized data
+    needs_data: str | None = None  # why the batch size cannot be determined without tokenized data
 
     @property
     def num_sequences(self) -> int:
@@ -38,16 +38,16 @@ class Conversion:
         return 1 if self.objective == "causal-lm" else 2
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these keys that the file has."""
+        """Value of the first of these keys that the file has."""
         return next((self.given[name] for name in names if self.given.get(name) is not None), default)
 
     def get_number(self, *names: str, default: int) -> int | float:
-        """The number of the first of these keys that the file has."""
+        """Value, as a number, of the first of these keys that the file has."""
         name = next((name for name in names if self.given.get(name) is not None), None)
         return default if name is None else read_number(name, self.given[name])
 
     def list_outputs(self, kind: str = "") -> list[str]:
-        """The tokenized data sets' names: data.arrow, or data_1.arrow and so on."""
+        """Names of the tokenized data sets: data.arrow, or data_1.arrow and so on."""
         number = max(1, len(self.sources))
         return [f"data.{kind}arrow"] if number == 1 else [f"data_{i + 1}.{kind}arrow" for i in range(number)]
 
@@ -61,26 +61,26 @@ Rule = Callable[[Conversion, str, Any], str]  # sets the options for a key and i
 
 
 def read_number(key: str, value: Any) -> int | float:
-    """A key's value as a number, even if YAML 1.1 reads it as text (1e-4); ValueError if it is none."""
+    """Reads a key's value as a number, even if YAML 1.1 reads it as text (1e-4); ValueError if it is not one."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{key} is a number, given {value!r}")
+        raise ValueError(f"{key} must be a number, given {value!r}")
     return int(number) if number.is_integer() else number
 
 
 def read_names(key: str, value: Any) -> list[str]:
-    """Names from a list, or from one text with commas."""
+    """Reads names from a list or a comma-separated string."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{key} is a list of names, given {value!r}")
+        raise ValueError(f"{key} must be a list of names, given {value!r}")
     return names
 
 
 def say(name: str) -> Rule:
-    """The key is train.py's option `name`."""
+    """Rule for a key that is train.py's option `name`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         to.train[name] = value
@@ -90,12 +90,12 @@ def say(name: str) -> Rule:
 
 
 def say_unless_zero(name: str) -> Rule:
-    """The key is train.py's option `name`; in the other trainer 0 turns it off."""
+    """Rule for a key that is train.py's option `name`, where 0 turns it off in the other trainer."""
     return lambda to, key, value: say(name)(to, key, value) if value else NEEDLESS
 
 
 def say_data(name: str) -> Rule:
-    """The key is process_data.py's option `name`."""
+    """Rule for a key that is process_data.py's option `name`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         to.data[name] = value
@@ -105,7 +105,7 @@ def say_data(name: str) -> Rule:
 
 
 def say_if_true(**values: Any) -> Rule:
-    """A switch, which stands for the options `values`."""
+    """Rule for a switch that sets the options `values`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         if not value:
@@ -125,12 +125,12 @@ def missing(reason: str) -> Rule:
 
 
 def differs(reason: str) -> Rule:
-    """A key that, if set, changes what is trained in a way that has no option here."""
+    """Rule for a key that, if set, changes training in a way that has no option here."""
     return lambda to, key, value: f"{DIFFERS}: {reason}" if value else NEEDLESS
 
 
 def refuse(reason: str) -> Rule:
-    """A key that, if set, makes the file a training that is not supported."""
+    """Rule for a key that, if set, makes the file unsupported."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         if not value:
@@ -141,12 +141,12 @@ def refuse(reason: str) -> Rule:
 
 
 def allow(allowed: Any, *, reason: str) -> Rule:
-    """A key with one allowed value."""
+    """Rule for a key with one allowed value."""
     return lambda to, key, value: NEEDLESS if value == allowed else refuse(f"{reason}, given {value!r}")(to, key, True)
 
 
 def of_lora(rule: Rule) -> Rule:
-    """A rule for files that train adapters; in other files the key has no effect."""
+    """Limits a rule to files that train adapters; in other files the key has no effect."""
     return lambda to, key, value: rule(to, key, value) if to.is_lora else f"{NEEDLESS}: no adapter trains"
 
 
@@ -162,7 +162,7 @@ def of_new_lora(rule: Rule) -> Rule:
 
 
 def choose(name: str, choices: dict[Any, Any]) -> Rule:
-    """The option `name`, by a table of the key's values; a value that is not there has no counterpart."""
+    """Rule that sets the option `name` from a table of the key's values; other values have no counterpart."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         if value not in list(choices):
@@ -184,9 +184,9 @@ def say_revision(to: Conversion, key: str, value: Any) -> str:
 
 
 def counts_rows(to: Conversion, key: str, value: Any) -> str:
-    """One of the numbers whose product is the rows of a step."""
+    """Rule for the factors whose product is the number of rows per step."""
     read_number(key, value)
-    return f"{NEEDLESS}: it is counted in batch_size"
+    return f"{NEEDLESS}: included in batch_size"
 
 
 OPTIMIZERS = (
@@ -197,14 +197,14 @@ OPTIMIZERS = (
 
 
 def say_optimizer(to: Conversion, key: str, value: Any) -> str:
-    """AdamW in 32 or 8 bits; other optimizers are refused."""
+    """Sets AdamW in 32 or 8 bits; refuses other optimizers."""
     if value in ("adamw_torch_4bit", "ao_adamw_4bit"):
         to.train["optimizer"] = "adamw8bit"
-        return f"optimizer: adamw8bit; {DIFFERS}: its moments have 8 bits in place of 4"
+        return f"optimizer: adamw8bit; {DIFFERS}: its moments have 8 bits instead of 4"
     if not isinstance(value, str) or value not in OPTIMIZERS:
-        raise Refusal(f"optimizer {value!r}: AdamW is here, with moments of 32 or 8 bits (adamw, adamw8bit)")
+        raise Refusal(f"optimizer {value!r}: only AdamW is supported, with 32- or 8-bit moments (adamw, adamw8bit)")
     to.train["optimizer"] = OPTIMIZERS[value]
-    paged = "; never paged: --cpu-offload moves its state out of the GPU" if value.startswith("paged") else ""
+    paged = "; never paged: --cpu-offload moves its state off the GPU" if value.startswith("paged") else ""
     return f"optimizer: {OPTIMIZERS[value]}{paged}"
 
 
@@ -225,7 +225,7 @@ def has_no_warmup(to: Conversion) -> bool:
 
 
 def say_warmup(to: Conversion, key: str, value: Any) -> str:
-    """Steps, or a share of the run, which in transformers can also be steps below 1; steps override a share."""
+    """Sets warm-up steps, or the warm-up ratio, which in transformers can also be steps below 1; steps override it."""
     value = read_number(key, value)
     if has_no_warmup(to):
         return f"{NEEDLESS}: the constant schedule has no warm-up"
@@ -239,15 +239,15 @@ def say_warmup(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
-    """The lowest learning rate, as a share of the highest or as a rate, and the schedule's shape."""
+    """Sets the minimum learning rate, given as a ratio or as a rate, and the schedule's shape."""
     if not isinstance(value, dict):
-        return f"{MISSING}: not known here"
+        return f"{MISSING}: unknown here"
     given, said = dict(value), []
     rate, lowest = given.pop("min_lr_rate", None), given.pop("min_lr", None)
     if rate is None and lowest is not None:
         peak = to.get_number("learning_rate", default=0)
         if peak <= 0:
-            raise ValueError(f"min_lr is a share of the learning rate, which is {peak}")
+            raise ValueError(f"min_lr needs a positive learning rate, which is {peak}")
         rate = read_number("min_lr", lowest) / peak
     scheduler = SCHEDULES.get(str(to.get("lr_scheduler", "lr_scheduler_type")))
     shapes = {"cosine_with_restarts": ("num_cycles", "num_cycles"), "polynomial": ("power", "lr_power"),
@@ -264,7 +264,7 @@ def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_clip(to: Conversion, key: str, value: Any) -> str:
-    """The largest norm of gradients; in transformers 0 turns clipping off."""
+    """Sets the maximum gradient norm; in transformers, 0 turns clipping off."""
     value = read_number(key, value)
     to.train["max_grad_norm"] = value if value > 0 else None
     return f"max_grad_norm: {to.train['max_grad_norm']}"
@@ -277,7 +277,7 @@ def say_epochs(to: Conversion, key: str, value: Any) -> str:
     if value <= 0:
         raise ValueError(f"{key} must be above 0, given {value}")
     to.epochs = value
-    return f"max_epochs: {value}" if value == int(value) else "its end is max_samples or max_epochs, below"
+    return f"max_epochs: {value}" if value == int(value) else "becomes max_samples or max_epochs, below"
 
 
 def say_steps(to: Conversion, key: str, value: Any) -> str:
@@ -289,7 +289,7 @@ def say_steps(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_saves(to: Conversion, key: str, value: Any) -> str:
-    """How often checkpoints are saved; here they are saved by the clock anyway."""
+    """Sets how often checkpoints are saved; they are also saved at regular times."""
     if value == "epoch" or (key == "saves_per_epoch" and value == 1):
         to.train["checkpoint_at_epoch"] = True
         return "checkpoint_at_epoch: true"
@@ -301,7 +301,7 @@ def say_saves(to: Conversion, key: str, value: Any) -> str:
 
 
 def has_validation(to: Conversion) -> bool:
-    """Whether a share of the rows is split off."""
+    """Whether a share of the rows is split off for validation."""
     try:
         return 0 < to.get_number("val_set_size", "val_size", default=0) < 1
     except ValueError:
@@ -320,7 +320,7 @@ def say_evals(to: Conversion, key: str, value: Any) -> str:
         to.train["validate_every_steps"] = steps
         return f"validate_every_steps: {steps}"
     if value == "steps":
-        return f"{NEEDLESS}: data for validation is measured before and after the run"
+        return f"{NEEDLESS}: the run is validated at its start and end"
     return f"{MISSING}: validate_every_steps counts steps"
 
 
@@ -335,17 +335,17 @@ def say_share(to: Conversion, key: str, value: Any) -> str:
     if value == 0:
         return NEEDLESS
     if not 0 < value < 1:
-        return f"{MISSING}: validation_share is a share, given {value} rows"
+        return f"{MISSING}: validation_share must be below 1, given {value} rows"
     to.data["validation_share"] = value
     return f"validation_share: {value} (of process_data.py)"
 
 
 def say_lora(to: Conversion, key: str, value: Any) -> str:
-    """LoRA or QLoRA, by Axolotl's and LLaMA-Factory's names."""
+    """Sets LoRA or QLoRA from Axolotl's and LLaMA-Factory's names."""
     if value in (None, "", "full"):
         return NEEDLESS
     if value not in ("lora", "qlora"):
-        raise Refusal(f"{value!r}: full, LoRA, QLoRA and OSFT train here")
+        raise Refusal(f"{value!r}: only full fine-tuning, LoRA, QLoRA and OSFT are supported")
     to.train["lora"] = True
     if value == "qlora":
         to.train["base_quantization"] = "nf4"
@@ -357,20 +357,20 @@ def say_bits(to: Conversion, key: str, value: Any) -> str:
         return NEEDLESS
     if key == "load_in_8bit" or value == 8:
         return (
-            f"{DIFFERS}: the base stays unquantized, which is more exact and takes more memory"
+            f"{DIFFERS}: the base stays unquantized, which is more accurate but takes more memory"
             " (--base-quantization nf4: 4 bits)"
         )
     if value not in (True, 4):
-        raise Refusal(f"the base can be held in 4 bits (nf4), given {value!r}")
+        raise Refusal(f"the base can be quantized to 4 bits (nf4), given {value!r}")
     to.train["base_quantization"] = "nf4"
     return "base_quantization: nf4"
 
 
 def say_init(to: Conversion, key: str, value: Any) -> str:
-    """The initial values of adapters: only those of LoRA's paper are supported."""
+    """Rule for adapter initialization: only that of the LoRA paper is supported."""
     if value in (True, "kaiming"):
         return NEEDLESS
-    raise Refusal(f"adapters begin at zero here, given {value!r}")
+    raise Refusal(f"adapters are initialized to zero here, given {value!r}")
 
 
 ALL_LINEAR = (["all"], ["all-linear"], [])
@@ -378,18 +378,18 @@ OUTSIDE = {"lm_head", "embed_tokens", "embed_out", "wte"}  # not linear layers o
 
 
 def say_targets(to: Conversion, key: str, value: Any) -> str:
-    """Names of layers, or one regular expression; empty means every linear layer of the blocks."""
+    """Sets the target layers: names, or one regular expression; empty means every linear layer of the blocks."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{key} is a list of names, given {value!r}")
+        raise ValueError(f"{key} must be a list of names, given {value!r}")
     if names in ALL_LINEAR:
-        return f"{NEEDLESS}: every linear layer of the blocks has an adapter"
+        return f"{NEEDLESS}: every linear layer of the blocks gets an adapter"
     to.train["lora_target_modules"] = names
     return f"lora_target_modules: {names}"
 
 
 def say_listed(name: str) -> Rule:
-    """The option `name`, a list, from a list or from one text with commas."""
+    """Rule that sets the list option `name` from a list or a comma-separated string."""
     return lambda to, key, value: say(name)(to, key, read_names(key, value)) if value else NEEDLESS
 
 
@@ -406,7 +406,7 @@ def say_trackers(to: Conversion, key: str, value: Any) -> str:
 
 
 def say_tracker(name: str, *, option: str | None = None) -> Rule:
-    """A key of one tracker, which it thereby turns on."""
+    """Rule for a key that enables tracker `name`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
         if not value:
@@ -420,7 +420,7 @@ def say_tracker(name: str, *, option: str | None = None) -> Rule:
 
 
 def offloads(value: Any) -> bool:
-    """Whether a file's name mentions offloading, or an entry turns it on."""
+    """Whether a file name mentions offloading, or an entry enables it."""
     if not isinstance(value, dict):
         return "offload" in str(value).lower()
     for key, item in value.items():
@@ -431,7 +431,7 @@ def offloads(value: Any) -> bool:
 
 
 def say_sharding(to: Conversion, key: str, value: Any) -> str:
-    """DeepSpeed's and FSDP's files: everything is sharded by FSDP2 here."""
+    """Rule for DeepSpeed's and FSDP's settings: FSDP2 shards everything here."""
     if offloads(value):
         to.train["cpu_offload"] = True
         return "cpu_offload: true; the rest needs no option: FSDP2 shards everything"

@@ -1,4 +1,4 @@
-"""Data sets of a configuration as runs of process_data.py."""
+"""Conversion of a configuration's data sets to runs of process_data.py."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,12 @@ from importers.rules import Conversion
 
 
 def is_file(path: str, endings: tuple[str, ...]) -> bool:
-    """Whether a data set's path is a file of rows, compressed or not."""
+    """Whether a data set's path is a file of rows, possibly compressed."""
     return data_ending(Path(path)) in endings
 
 
 def add_sources(to: Conversion, sources: list[dict[str, Any]]) -> None:
-    """Adds data sets: files with the same options to one run, every other in a run of its own."""
+    """Adds data sets: files with the same options share a run, all others get separate runs."""
     for source in sources:
         same = (earlier for earlier in to.sources if "input_file" in source and differ_in_files(earlier, source))
         earlier = next(same, None)
@@ -29,7 +29,7 @@ def differ_in_files(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 def describe_sources(sources: list[dict[str, Any]], notes: list[str]) -> str:
-    """The data sets with their options, and the differences in `notes`."""
+    """Describes the data sets with their options, and the differences in `notes`."""
     texts = [", ".join(f"{name}: {describe(value)}" for name, value in source.items()) for source in sources]
     return "; ".join([f"{' | '.join(texts)} (of process_data.py)", *dict.fromkeys(notes)])
 
@@ -39,12 +39,12 @@ def describe(value: Any) -> str:
 
 
 def say_template_text(to: Conversion, key: str, value: Any) -> str:
-    """A template as a file, or as text, which is written to a file."""
+    """Sets the chat template, given as a file, or as text, which is written to a file."""
     if not isinstance(value, str):
-        raise ValueError(f"{key} is a file or a text, given {value!r}")
+        raise ValueError(f"{key} must be a file or a text, given {value!r}")
     if "{" not in value:
         to.data["chat_template"] = value
         return f"chat_template: {value} (of process_data.py)"
     to.files["chat_template.jinja"] = value
     to.data["chat_template"] = "chat_template.jinja"
-    return "chat_template: chat_template.jinja, written beside (of process_data.py)"
+    return "chat_template: chat_template.jinja, written to the same directory (of process_data.py)"

@@ -1,4 +1,4 @@
-"""Keys of transformers.TrainingArguments, which all peers' files share."""
+"""Rules for keys of transformers.TrainingArguments, which all other trainers' files share."""
 
 from typing import Any
 
@@ -33,15 +33,15 @@ from importers.rules import (
 )
 
 PACKED = needless("samples are always packed, and never see each other")
-LOGGED = needless("every step is a line of training_metrics_0.jsonl")
+LOGGED = needless("every step writes a line to training_metrics_0.jsonl")
 IN_BF16 = needless("on CUDA compute is in bfloat16, with weights in float32")
-RESUMED = needless("the same command continues where the run was")
+RESUMED = needless("the same command resumes the run")
 CHECKPOINTING = choose("activation_checkpointing", {True: "full", False: "none", "true": "full", "unsloth": "full",
                                                     "offload": "full", "offload_disk": "full"})  # fmt: skip
 OFFLOADING = say_if_true(activation_checkpointing="full", offload_activations=True)
-ATTENTION = needless("the fastest attention that the machine has is taken")
+ATTENTION = needless("the fastest available attention is used")
 BEST = needless("hf_format/best is the export with the lowest validation loss")
-SPEED = needless("a matter of speed alone")
+SPEED = needless("affects only speed")
 
 
 def say_dropout(to: Conversion, key: str, value: Any) -> str:
@@ -57,7 +57,7 @@ def say_smoothing(to: Conversion, key: str, value: Any) -> str:
     return say_unless_zero("label_smoothing")(to, key, value)
 
 
-# Named alike in every peer's files.
+# Keys with the same name in all other trainers' files.
 COMMON: dict[str, Rule] = {
     "output_dir": say("output_dir"),
     "learning_rate": say("learning_rate"),
@@ -73,9 +73,9 @@ COMMON: dict[str, Rule] = {
     "gradient_accumulation_steps": counts_rows,
     "seed": say("seed"),
     "attn_implementation": ATTENTION,
-    "trust_remote_code": needless("a model that brings code of its own is refused, with how to trust it"),
+    "trust_remote_code": needless("a model with its own code is refused, with instructions to trust it"),
     "gradient_checkpointing": CHECKPOINTING,
-    "gradient_checkpointing_kwargs": needless("recomputation is torch's, without reentry"),
+    "gradient_checkpointing_kwargs": needless("activation checkpointing is torch's, non-reentrant"),
     "save_steps": say_saves,
     "save_strategy": say_saves,
     "save_total_limit": say("keep_checkpoints"),
@@ -89,9 +89,9 @@ COMMON: dict[str, Rule] = {
     "hub_private_repo": say("hub_private"),
     "hub_strategy": needless("every export is uploaded"),
     "bf16": IN_BF16,
-    "tf32": needless("products are in bfloat16"),
+    "tf32": needless("matrix products are in bfloat16"),
     "fp16": lambda to, key, value: (
-        f"{DIFFERS}: float16 needs loss scaling, which is not here: computed in bfloat16" if value else NEEDLESS
+        f"{DIFFERS}: float16 needs loss scaling, which is not implemented: computed in bfloat16" if value else NEEDLESS
     ),
     "fp8": say_if_true(float8=True),
     "resume_from_checkpoint": RESUMED,
@@ -106,7 +106,7 @@ COMMON: dict[str, Rule] = {
     "ddp_timeout": needless("--hang-timeout ends a run that hangs"),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
                      "ddp_find_unused_parameters", "dataloader_persistent_workers"), SPEED),
-    "dataloader_drop_last": needless("the stream of samples has no last batch"),
+    "dataloader_drop_last": needless("the sample stream has no incomplete last batch"),
     "average_tokens_across_devices": needless("the loss is always the mean over all trained tokens of the step"),
     "remove_unused_columns": needless("tokenized data has the columns that training reads"),
     "neftune_noise_alpha": say_unless_zero("neftune_alpha"),
@@ -116,7 +116,7 @@ COMMON: dict[str, Rule] = {
     "load_in_4bit": of_lora(say_bits),
     "load_in_8bit": of_lora(say_bits),
 }  # fmt: skip
-# TRL's and LLaMA-Factory's files hold these, Axolotl's do not.
+# Keys in TRL's and LLaMA-Factory's files, but not in Axolotl's.
 TRAINING_ARGUMENTS: dict[str, Rule] = COMMON | {
     "lr_scheduler_type": say_schedule,
     "optim": say_optimizer,
@@ -126,13 +126,13 @@ TRAINING_ARGUMENTS: dict[str, Rule] = COMMON | {
     "report_to": say_trackers,
     "push_to_hub": needless("push_to_hub is the repository's name"),
     "use_liger_kernel": say_if_true(use_liger_kernels=True),
-    "overwrite_output_dir": missing("another run's directory is never written into"),
+    "overwrite_output_dir": missing("another run's directory is never overwritten"),
     **dict.fromkeys(("per_device_eval_batch_size", "eval_on_start", "eval_accumulation_steps"),
-                    needless("validation is packed as training is")),
-    "do_train": lambda to, key, value: refuse("only files that train are read")(to, key, not value),
-    "do_eval": needless("data for validation is measured"),
+                    needless("validation is packed like training")),
+    "do_train": lambda to, key, value: refuse("only training configurations are supported")(to, key, not value),
+    "do_eval": needless("the run is validated if there is validation data"),
     "use_rslora": of_new_lora(say("lora_use_rslora")),
     "use_dora": of_new_lora(say("lora_use_dora")),
     "lora_r": of_new_lora(say("lora_rank")),
-    "data_seed": needless("one seed draws the order"),
+    "data_seed": needless("the one seed also sets the order"),
 }  # fmt: skip

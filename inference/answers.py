@@ -1,7 +1,7 @@
-"""The file of answers: appended to as they come, so that a killed run can resume; in order at the end.
+"""The answer file: answers are appended as they arrive, so that a killed run can resume, and sorted at the end.
 
-Every line has the row, the answer, and what it was made by. While answers come they are in OUTPUT.part0, .part1, one
-for each process.
+Every line holds the row, the answer, and the settings that produced it. Until the run is complete, answers are in
+OUTPUT.part0, .part1, one file per process.
 """
 
 import json
@@ -20,7 +20,7 @@ Key = tuple[int, int]  # of a request
 
 
 def describe_making(engine: dict[str, Any], sampling: SamplingOptions) -> dict[str, Any]:
-    """What reproduces an answer: what the engine says of itself, and how tokens are chosen."""
+    """Everything needed to reproduce an answer: the engine's description and the sampling options."""
     chosen = {key: value for key, value in asdict(sampling).items() if key != "num_samples"}
     return {**engine, "sampling": chosen}
 
@@ -44,10 +44,10 @@ def dump(line: Line) -> str:
 
 
 class AnswerFile:
-    """The answers to `prompts`, wherever they are so far.
+    """The answers to `prompts`, in the final file or in parts.
 
-    Invariant: once `collect` has been called, part 0 has every whole line that any part had, and all of them were made
-    by `made_by` from these prompts.
+    Invariant: after `collect`, part 0 has every complete line of all parts, and all of them were produced by `made_by`
+    from these prompts.
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], made_by: dict[str, Any], *, num_samples: int):
@@ -63,13 +63,13 @@ class AnswerFile:
         return sorted(self.path.parent.glob(f"{self.path.name}.part[0-9]*"))
 
     def collect(self) -> dict[Key, Line]:
-        """The lines that are there already. ValueError if they answer something else, or were made otherwise."""
+        """Merges and returns existing lines. ValueError if they are for other prompts or from other settings."""
         if self.path.is_file():
             lines = self.read(self.path)
             if lines.keys() != self.wanted:
                 raise ValueError(
-                    f"{self.path}: holds {len(lines):,} answers, where {len(self.wanted):,} are asked for: name"
-                    " another file, or remove it"
+                    f"{self.path}: holds {len(lines):,} answers, expected {len(self.wanted):,}: choose another file,"
+                    " or remove it"
                 )
             return lines
         lines: dict[Key, Line] = {}
@@ -84,7 +84,7 @@ class AnswerFile:
         return lines
 
     def read(self, path: Path) -> dict[Key, Line]:
-        """A file's whole lines; what a kill has left half written is dropped."""
+        """Reads a file's complete lines; a line cut short by a kill is dropped."""
         lines: dict[Key, Line] = {}
         for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
@@ -92,28 +92,28 @@ class AnswerFile:
                 key = (line["index"], line["sample"])
                 problem = self.find_difference(line)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"{path}:{number}: is no answer of this program: name another file") from None
+                raise ValueError(f"{path}:{number}: not an answer of this program: choose another file") from None
             if problem is not None:
-                raise ValueError(f"{path}:{number}: {problem}: name another --output, or remove it")
+                raise ValueError(f"{path}:{number}: {problem}: choose another --output, or remove it")
             lines[key] = line
         return lines
 
     def find_difference(self, line: Line) -> str | None:
-        """Why a line cannot be one of these answers."""
+        """Why a line cannot be one of these answers; None if it can."""
         if (line["index"], line["sample"]) not in self.wanted:
-            return f"answers prompt {line['index']}, sample {line['sample']}, which is not asked for"
+            return f"answers prompt {line['index']}, sample {line['sample']}, which was not requested"
         row = self.prompts[line["index"]].row
         if line["row"] != json.loads(json.dumps(row, default=as_json)):
-            return "answers another row than this prompt's"
+            return "answers a different row than this prompt's"
         old, new = flatten(line["made_by"]), flatten(self.made_by)
         changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         if changed:
             shown = ", ".join(f"{name} {old.get(name)}, now {new.get(name)}" for name in changed)
-            return f"was made otherwise ({shown})"
+            return f"was made with other settings ({shown})"
         return None
 
     def finish(self) -> None:
-        """Puts all parts together, in the order of the prompts, and removes them."""
+        """Merges all parts, in the order of the prompts, and removes them."""
         lines: dict[Key, Line] = {}
         for part in self.parts:
             lines |= self.read(part)
@@ -126,7 +126,7 @@ class AnswerFile:
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested object's values by their names with dots."""
+    """Flattens a nested object to values by dotted names."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         flat |= flatten(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}

@@ -1,4 +1,4 @@
-"""All answers to a file of prompts: what is missing is computed, by one process or several."""
+"""Batch generation: computes the missing answers to a file of prompts, in one process or several."""
 
 import time
 
@@ -12,11 +12,11 @@ from ranks.world import World, call_on_rank0
 
 
 def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | None:
-    """Writes the file, and returns its lines in the order of the prompts; on rank 0 only. All ranks call this."""
+    """Writes the answer file; returns its lines in prompt order on rank 0, None elsewhere. All ranks call this."""
     done = call_on_rank0(world, lambda: set(file.collect()))
     requests = [Request(index, sample, file.prompts[index]) for index, sample in sorted(file.wanted - done)]
     if done:
-        log.warning(f"note: {file.path}: {len(done):,} of {len(file.wanted):,} answers are there already")
+        log.warning(f"note: {file.path}: resuming with {len(done):,} of {len(file.wanted):,} answers")
     start, num_tokens, num_answers = time.perf_counter(), 0, 0
     if requests:
         with open(file.part(world.rank), "a", encoding="utf-8") as part:
@@ -25,7 +25,7 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
                 bar.total = -(-len(requests) // world.world_size)
                 for request, answer in answers:
                     part.write(dump(make_line(request, answer, file.made_by)))
-                    part.flush()  # a killed process has lost nothing that it had
+                    part.flush()  # so that a kill loses no finished answer
                     num_tokens, num_answers = num_tokens + (answer.num_tokens or 0), num_answers + 1
                     bar.update()
         dist.barrier(group=world.control)
@@ -38,5 +38,5 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
 
 def describe_speed(num_answers: int, num_tokens: int, seconds: float, *, world_size: int) -> str:
     ranks = f" on rank 0 of {world_size}" if world_size > 1 else ""
-    speed = f"{num_tokens / seconds:,.0f} a second"
+    speed = f"{num_tokens / seconds:,.0f} per second"
     return f"{num_answers:,} answers{ranks}, {num_tokens:,} tokens in {seconds:.1f} s ({speed})"

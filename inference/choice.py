@@ -1,4 +1,4 @@
-"""Which engine answers."""
+"""Choice of the inference engine."""
 
 import torch
 
@@ -27,7 +27,7 @@ def open_engine(
     *,
     device: torch.device,
 ) -> Engine:
-    """The engine that the options name; `found` is None for a server's, which knows the model by `name`."""
+    """Opens the engine that the options name; `found` is None for a server, which knows the model by `name`."""
     match engine.engine:
         case "hf":
             return HFEngine(found, engine, sampling, device=device)

@@ -1,6 +1,6 @@
-"""Answers by transformers' own generate: prompts of like length share a batch, padded on their left.
+"""The engine that uses transformers' generate: prompts of similar length share a left-padded batch.
 
-Models for which padding is not exact (inference/padding.py) share a batch only where lengths are equal.
+For models to which padding is not exact (inference/padding.py), only prompts of equal length share a batch.
 """
 
 import copy
@@ -27,7 +27,7 @@ Encoded = tuple[Request, list[int]]
 
 
 class HFEngine:
-    """A model in this process (see `inference.engine.Engine`); its weights are read when they are first needed."""
+    """A model in this process (see `inference.engine.Engine`); its weights are loaded on first use."""
 
     def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device):
         self.found, self.sampling, self.batch_size, self.device = found, sampling, engine.batch_size, device
@@ -72,15 +72,15 @@ class HFEngine:
 
     def check_length(self, prompt: Prompt, num_tokens: int) -> None:
         if num_tokens == 0:
-            raise ValueError(f"{prompt.place}: is no token long, and there is nothing to continue")
+            raise ValueError(f"{prompt.place}: has no tokens, so there is nothing to continue")
         if self.max_length is not None and num_tokens >= self.max_length:
             raise ValueError(
-                f"{prompt.place}: has {num_tokens:,} tokens, and the model has room for {self.max_length:,} with the"
-                " answer"
+                f"{prompt.place}: has {num_tokens:,} tokens, but the model's context of {self.max_length:,} must also"
+                " hold the answer"
             )
 
     def plan_batches(self, encoded: Sequence[Encoded]) -> list[list[Encoded]]:
-        """The longest prompts first, so that what has no room fails at once. Of equal length where it has to be."""
+        """Batches, longest prompts first, so that out-of-memory errors occur early; of equal length if necessary."""
 
         def group(item: Encoded) -> int:
             length = len(item[1])
@@ -111,28 +111,28 @@ class HFEngine:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise ValueError(
-                    f"out of memory with {len(batch)} prompts of up to {longest:,} tokens at once: lower --batch-size"
-                    f" or --max-new-tokens ({str(error).splitlines()[0]})"
+                    f"out of memory with {len(batch)} prompts of up to {longest:,} tokens in a batch: lower"
+                    f" --batch-size or --max-new-tokens ({str(error).splitlines()[0]})"
                 ) from None
             raise
         for (request, ids), row in zip(batch, outputs[:, longest:].tolist(), strict=True):
             yield request, self.read_answer(row, num_prompt_tokens=len(ids))
 
     def limit_to(self, num_prompt_tokens: int) -> GenerationConfig:
-        """How to generate after a prompt of this length: the model's room may end before an answer's longest."""
+        """The generation config for a prompt of this length, with answers limited to the rest of the context."""
         room, config = self.sampling.max_new_tokens, copy.deepcopy(self.config)
         config.max_new_tokens = room if self.max_length is None else min(room, self.max_length - num_prompt_tokens)
         return config
 
     def read_answer(self, ids: list[int], *, num_prompt_tokens: int) -> Answer:
-        """The text up to the first token that ends it; what follows is padding."""
+        """Decodes the tokens up to the first stop token; the rest is padding."""
         ends = [i for i, token in enumerate(ids) if token in self.config.eos_token_id]
         num_tokens = ends[0] + 1 if ends else len(ids)
         text = self.tokenizer.decode(ids[:num_tokens], skip_special_tokens=True)
         return Answer(text, "stop" if ends else "length", num_prompt_tokens, num_tokens)
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        """Closing it ends the computing thread, and returns when the thread has ended."""
+        """Generates in a thread; closing the iterator stops the thread and waits for it."""
         ids = encode_prompt(prompt, self.tokenizer)
         self.check_length(prompt, len(ids))
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -148,7 +148,7 @@ class HFEngine:
                     stopping_criteria=StoppingCriteriaList([stop]),
                     streamer=streamer,
                 )
-            except Exception as error:  # raised in the thread that waits
+            except Exception as error:  # re-raised in the consuming thread
                 errors.append(error)
                 streamer.end()
 
@@ -164,7 +164,7 @@ class HFEngine:
 
 
 class StopWhenSet(StoppingCriteria):
-    """Ends generation as soon as its event is set."""
+    """Stops generation as soon as its event is set."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -174,7 +174,7 @@ class StopWhenSet(StoppingCriteria):
 
 
 def make_generation_config(config: GenerationConfig, tokenizer: Any, sampling: SamplingOptions) -> GenerationConfig:
-    """The model's own, with its stop tokens and penalties; how tokens are chosen is the options'."""
+    """The model's generation config, with its stop tokens and penalties, but without its sampling settings."""
     made = copy.deepcopy(config)
     made.do_sample, made.num_beams, made.num_return_sequences, made.use_cache = False, 1, 1, True
     for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_length"):

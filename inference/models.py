@@ -1,4 +1,4 @@
-"""Which model answers: a directory, a name on the hub, or a model with a LoRA adapter; found first, loaded later."""
+"""Models for inference: a directory, a hub name, or a LoRA adapter with its base; checked first, loaded later."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,15 @@ from pretrained.finite import check_finite
 from ranks.devices import DTYPES
 from ranks.terminal import shows_progress
 
-PROBE = "a b"  # a text whose tokens show which special ones the tokenizer adds
+PROBE = "a b"  # its tokens show which special ones the tokenizer adds
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model whose files have been checked: nothing of its weights is in memory."""
+    """A model whose files have been checked, but whose weights have not been loaded."""
 
-    name: str  # as it was given
-    base_name: str  # the model itself; another one where `name` is an adapter's
+    name: str  # as given by the user
+    base_name: str  # the model itself; differs from `name` if that is an adapter
     directory: str
     adapter: Path | None
     config: PreTrainedConfig
@@ -39,7 +39,7 @@ class FoundModel:
 
     @property
     def classifies(self) -> str | None:
-        """Which objective a classifier is for, as its config or its adapter's says; None: it is none."""
+        """A classifier's objective, according to its config or its adapter; None for other models."""
         if self.adapter is not None:
             task = read_object(self.adapter / ADAPTER_CONFIG).get("task_type")
             return {"SEQ_CLS": SEQUENCES, "TOKEN_CLS": TOKENS}.get(task)
@@ -67,7 +67,7 @@ def find_answering_model(
     trust_remote_code: bool = False,
     flag: str = "--model",
 ) -> FoundModel:
-    """The model of `flag`, with the adapter if there is one. ValueError or OSError for errors that a user can fix."""
+    """Finds the model of `flag`, with its adapter if any. ValueError or OSError for errors that a user can fix."""
     base_name, adapter_dir = name, None if adapter is None else Path(adapter)
     if adapter is None and is_adapter(Path(name)):
         adapter_dir = Path(name)
@@ -91,18 +91,18 @@ def find_answering_model(
 def check_answering(found: FoundModel) -> None:
     if found.classifies is not None:
         raise ValueError(
-            f"--model {found.name}: is a classifier ({found.classifies}) and has no answers: evaluate_model.py --data"
-            " measures it on a tokenized set"
+            f"--model {found.name}: is a classifier ({found.classifies}), which cannot generate: use evaluate_model.py"
+            " --data to measure it on a tokenized data set"
         )
 
 
 def choose_dtype(config: PreTrainedConfig, given: str) -> torch.dtype:
-    """What the weights are stored in, unless something else is asked for."""
+    """The given dtype, or for "auto" the one in which the weights are stored."""
     return (config.dtype or torch.float32) if given == "auto" else DTYPES[given]
 
 
 def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with its weights, and its adapter beside them, on `device`; ValueError if they do not fit."""
+    """Loads the model and its adapter, unmerged, onto `device`; ValueError if the files do not match the config."""
     check_answering(found)
     family = TextFamily()
     obstacle = family.check_config(found.config, trust_remote_code=found.trust_remote_code)
@@ -121,7 +121,7 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
     if len(found.tokenizer) > num_rows:
         raise ValueError(
             f"--model {found.name}: the tokenizer has {len(found.tokenizer)} entries, the model {num_rows} embeddings:"
-            " merge the adapter with tools/merge_adapter.py, which makes the new ones"
+            " merge the adapter with tools/merge_adapter.py, which adds the missing ones"
         )
     if found.adapter is not None:
         try:

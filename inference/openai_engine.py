@@ -1,7 +1,7 @@
-"""Answers from a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, llama.cpp, or OpenAI's own.
+"""The engine for servers with an OpenAI-compatible API: vLLM, SGLang, TensorRT-LLM, llama.cpp, or OpenAI's own.
 
-Chats go to /chat/completions, texts to continue to /completions. Requests run concurrently; the client retries those
-that fail for a transient reason (no connection, too many requests, an error of the server), with growing delays.
+Chats go to /chat/completions, texts to continue to /completions. Requests run concurrently; the client retries
+transient failures (no connection, too many requests, server errors) with exponential backoff.
 """
 
 import os
@@ -17,15 +17,15 @@ from inference.sampling import make_seed
 from options import EngineOptions, SamplingOptions
 from ranks.messages import HIDDEN, hide_secrets
 
-NUM_RETRIES = 6  # each waits longer, up to the client's 8 seconds
+NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
 SECONDS_FOR_AN_ANSWER = 1800.0
-MALFORMED = (AttributeError, TypeError, LookupError)  # of an answer with other parts than the protocol's
-MAX_SHOWN = 200  # characters of such an answer
-NO_KEY = "none"  # what a server without keys is given
+MALFORMED = (AttributeError, TypeError, LookupError)  # raised when a response does not follow the protocol
+MAX_SHOWN = 200  # characters of such a response in messages
+NO_KEY = "none"  # placeholder for servers that need no key
 
 
 def read_text(part: Any) -> str:
-    """The text of a choice, a message or a piece of one; "" where there is none. TypeError for anything else."""
+    """The text of a choice, a message or a streamed delta; "" if null. TypeError if it is not text."""
     text = part.content if hasattr(part, "content") else part.text
     if not isinstance(text, str | None):
         raise TypeError(f"a text is {text!r}")
@@ -33,7 +33,7 @@ def read_text(part: Any) -> str:
 
 
 class OpenAIEngine:
-    """A model behind an address (see `inference.engine.Engine`)."""
+    """A model on a server (see `inference.engine.Engine`)."""
 
     def __init__(self, model: str, engine: EngineOptions, sampling: SamplingOptions):
         require("openai", flag="--engine openai")
@@ -58,7 +58,7 @@ class OpenAIEngine:
     def answer(
         self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
-        """Yields answers as they come in; if one fails, pending requests are dropped."""
+        """Yields answers as they arrive; if one fails, pending requests are cancelled."""
         pool, waiting = ThreadPoolExecutor(self.engine.concurrency), iter(requests)
         running: dict[Future, Request] = {}
         try:
@@ -73,7 +73,7 @@ class OpenAIEngine:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def ask(self, request: Request) -> Answer:
-        """One answer; ValueError for what the server refuses, or cannot be had."""
+        """Requests one answer; ValueError if the server refuses or gives no valid answer."""
         response = self.send(request.prompt, make_seed(self.sampling.seed, *request.key), stream=False)
         try:
             choice, usage = response.choices[0], response.usage
@@ -85,7 +85,7 @@ class OpenAIEngine:
             )
         except MALFORMED:
             shown = self.hide(repr(response))[:MAX_SHOWN]
-            raise ValueError(f"{self.where}: gave no answer to {request.prompt.place}: {shown}") from None
+            raise ValueError(f"{self.where}: returned no answer to {request.prompt.place}: {shown}") from None
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
         from httpx import HTTPError
@@ -98,7 +98,7 @@ class OpenAIEngine:
                     choice = piece.choices[0]
                     yield read_text(choice if prompt.messages is None else choice.delta)
         except (HTTPError, APIError, ValueError, *MALFORMED) as error:
-            raise ValueError(f"{self.where}: the answer broke off: {self.hide(str(error))[:MAX_SHOWN]}") from None
+            raise ValueError(f"{self.where}: the stream was interrupted: {self.hide(str(error))[:MAX_SHOWN]}") from None
         finally:
             pieces.close()
 
@@ -107,12 +107,12 @@ class OpenAIEngine:
         return f"--base-url {self.address}, --model {self.model}"
 
     def send(self, prompt: Prompt, seed: int, *, stream: bool) -> Any:
-        """The client's answer. `top_k` is no part of OpenAI's protocol; other servers take it beside it."""
+        """Sends one request. `top_k` is not in OpenAI's API; other servers accept it as an extra parameter."""
         sampling = self.sampling
         common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
         common["max_tokens"] = sampling.max_new_tokens
         if sampling.temperature > 0:
-            common["seed"] = seed % 2**31  # what all servers take
+            common["seed"] = seed % 2**31  # a range that all servers accept
         if sampling.top_p is not None:
             common["top_p"] = sampling.top_p
         if sampling.top_k is not None:
@@ -133,11 +133,11 @@ class OpenAIEngine:
             raise ValueError(f"{self.where}: refused ({error.status_code}): {self.hide(error.message)}") from None
         except APIConnectionError as error:
             raise ValueError(f"{self.where}: cannot be reached: {self.hide(str(error.__cause__ or error))}") from None
-        except (APIError, ValueError) as error:  # a ValueError: what came is no JSON
+        except (APIError, ValueError) as error:  # ValueError: the response is not JSON
             raise ValueError(f"{self.where}: {self.hide(str(error))}") from None
 
     def hide(self, text: str) -> str:
-        """Removes the key and the login, encoded or not, from a message of the server or the client."""
+        """Removes the key and the credentials, encoded or not, from a message of the server or the client."""
         for secret in sorted(self.secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         return hide_secrets(text)

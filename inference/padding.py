@@ -1,4 +1,4 @@
-"""Whether a model gives left-padded prompts the answers that it gives each alone, so that they can share a batch."""
+"""Check that a model answers left-padded prompts as it answers each one alone, so that they can share a batch."""
 
 import copy
 
@@ -9,31 +9,31 @@ from transformers import GenerationConfig
 from model.mixers import find_mixers
 
 PROBE_LENGTHS = (4, 11)
-# Largest change of a logit by padding, as a share of the logits' spread: rounding, and no more.
+# Largest change of a logit due to padding, relative to the logits' standard deviation: only rounding is allowed.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
 
 
 def find_padding_obstacle(model: nn.Module, generation_config: GenerationConfig) -> str | None:
-    """Why prompts of different lengths cannot share a batch; None if they can. Rules first, then a measurement."""
+    """Why prompts of different lengths cannot share a batch; None if they can. Applies rules, then a measurement."""
     config = model.config.get_text_config(decoder=True)
     if find_mixers(model):
-        return "its layers have a state, which padding would enter"
+        return "its layers have a recurrent state, which padding would change"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return "its attention looks at chunks, which padding would move"
+        return "it uses chunked attention, and padding would shift the chunks"
     rope = getattr(config, "rope_parameters", None) or {}
     entries = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
     if any(entry.get("rope_type") in ("dynamic", "longrope") for entry in entries):
-        return "its rotary embeddings depend on the longest prompt of a batch"
+        return "its rotary embeddings depend on the longest prompt in a batch"
     if (generation_config.repetition_penalty or 1.0) != 1.0 or generation_config.no_repeat_ngram_size:
-        return "its generation config looks back at the prompt, where padding would count"
+        return "its generation config penalizes repetition of the prompt, and padding would count"
     change = measure_padding(model, generation_config)
     limit = TOLERANCES.get(model.dtype, TOLERANCES[torch.bfloat16])
-    return None if change <= limit else f"padding changes its logits, by {change:.1e} of their spread"
+    return None if change <= limit else f"padding changes its logits by {change:.1e} of their standard deviation"
 
 
 @torch.no_grad()
 def measure_padding(model: nn.Module, generation_config: GenerationConfig) -> float:
-    """Change of a prompt's logits by padding on its left, as a share of their spread."""
+    """Largest change of a prompt's logits due to left padding, relative to their standard deviation."""
     device, vocab_size = model.device, model.config.get_text_config(decoder=True).vocab_size
     short, longest = PROBE_LENGTHS
     ids = (7 * torch.arange(2 * longest) % vocab_size).view(2, longest)

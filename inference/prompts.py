@@ -1,16 +1,16 @@
 """Rows of any file -> prompts and references.
 
-Rows are those that process_data.py reads (corpus/formats.py). A chat's last message, if it is the assistant's, and a
-completion are the reference, which the model is not shown. There are also:
+Rows have the formats that process_data.py reads (corpus/formats.py). A chat's last message, if it is the assistant's,
+or a completion is the reference, which the model does not see. These rows are accepted as well:
 
 | row                                        | becomes                                                        |
 |--------------------------------------------|----------------------------------------------------------------|
-| a line of a .txt file                      | a user's message; a text to continue where there is no template |
+| a line of a .txt file                      | a user message; a text to continue if there is no template     |
 | question, and answer or choices            | the same                                                       |
 | prompt alone, document, text               | a text to continue                                             |
-| text and label                             | as a question and its answer                                   |
-| any of them with choices and answer        | a choice by likelihood; `answer` is the right one's index, from 0 |
-| any of them with references                | several right answers                                          |
+| text and label                             | a question and its answer                                      |
+| any of these with choices and answer       | a choice by likelihood; `answer` is the correct one's index, from 0 |
+| any of these with references               | several correct answers                                        |
 """
 
 import base64
@@ -33,10 +33,10 @@ Tools = list[dict[str, Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt: messages, or a text to continue; with both, the tokenizer's template decides."""
+    """A prompt: messages, or a text to continue; with both, messages are used if the tokenizer has a chat template."""
 
     place: str = ""  # file and line
-    row: Fields  # as it stands in the file
+    row: Fields  # as read from the file
     messages: list[Message] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -46,7 +46,7 @@ class Prompt:
 
     @property
     def shown(self) -> str:
-        """For people to read."""
+        """The prompt as readable text."""
         if self.messages is None:
             return self.text or ""
         if len(self.messages) == 1 and self.messages[0]["role"] == "user":
@@ -55,7 +55,7 @@ class Prompt:
 
 
 def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
-    """The prompts of all files, in order. ValueError names the rows that are none, with their lines."""
+    """Reads the prompts of all files, in order. ValueError lists the rows that are not prompts, with their lines."""
     prompts, reasons = [], []
     for source in find_sources(paths, flag=flag):
         for found in read_source(source, data_format):
@@ -72,7 +72,7 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
 
 
 def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | str]:
-    """The file's prompts, and why a row is none."""
+    """Yields the file's prompts, or for an invalid row the reason."""
     for chunk in read_chunks(source):
         for row in iterate_rows(chunk):
             rows = split_lines(row) if chunk.encoding == "text" and data_format is None else [row]
@@ -89,7 +89,7 @@ def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | st
 
 
 def split_lines(row: Row) -> Iterator[Row]:
-    """The lines of a text file, which is read as one row."""
+    """Splits a text file, which is read as one row, into lines."""
     if not isinstance(row.value, bytes):
         yield row
         return
@@ -98,20 +98,20 @@ def split_lines(row: Row) -> Iterator[Row]:
 
 
 def read_prompt(row: Fields, data_format: str | None) -> Prompt:
-    """A row as a prompt; ValueError if it is none."""
+    """Reads a row as a prompt; ValueError if it is not one."""
     prompt = read_question(row, data_format)
     if "choices" in row:
         return add_choices(prompt, row)
     if "references" in row:
         references = row["references"]
         if not isinstance(references, list) or not all(isinstance(text, str) for text in references) or not references:
-            raise ValueError(f"'references' is {quote(references)}, expected a list of texts")
+            raise ValueError(f"'references' is {quote(references)}, expected a list of strings")
         return replace(prompt, references=tuple(references))
     return prompt
 
 
 def read_question(row: Fields, data_format: str | None) -> Prompt:
-    """What is asked, and the one reference where the row's format has one."""
+    """Reads the question, and its reference if the row's format has one."""
     question = row.get("question", row.get("text") if "label" in row else None)
     if data_format is None and question is not None and "messages" not in row:
         if not isinstance(question, str) or not question.strip():
@@ -133,7 +133,7 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
 
 
 def split_chat(chat: Chat, row: Fields) -> Prompt:
-    """A chat without its last message, if that is the assistant's: it is the reference."""
+    """Makes a prompt of a chat; a last message of the assistant becomes the reference."""
     messages = [
         {key: value for key, value in message.items() if key not in ONLY_FOR_MASKING} for message in chat.messages
     ]
@@ -142,12 +142,12 @@ def split_chat(chat: Chat, row: Fields) -> Prompt:
         last = messages.pop()
         references = (join_content(last),)
         if not messages:
-            raise ValueError("has only an answer, and nothing that is answered")
+            raise ValueError("has only an assistant message, so there is nothing to answer")
     return Prompt(row=row, messages=messages, tools=chat.tools, references=references)
 
 
 def join_content(message: Message) -> str:
-    """The text of a message; of tool calls, what they are."""
+    """A message's text, or its tool calls as text if it has none."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
@@ -157,26 +157,27 @@ def join_content(message: Message) -> str:
 def add_choices(prompt: Prompt, row: Fields) -> Prompt:
     choices, right = row["choices"], row.get("answer")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise ValueError(f"'choices' is {quote(choices)}, expected a list of two texts or more")
+        raise ValueError(f"'choices' is {quote(choices)}, expected a list of at least two strings")
     if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(choices):
-        raise ValueError(f"'answer' is {quote(right)}, expected the index of the right choice, 0 to {len(choices) - 1}")
+        raise ValueError(
+            f"'answer' is {quote(right)}, expected the index of the correct choice, 0 to {len(choices) - 1}"
+        )
     return replace(prompt, choices=tuple(choices), right_choice=right, references=())
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """The model's input: the tokens that process_data.py makes of the same row, up to the answer."""
+    """Encodes the model's input: the tokens that process_data.py makes of the same row, up to the answer."""
     text, is_rendered = render_prompt(prompt, tokenizer)
     return encode_text(text, tokenizer, is_rendered=is_rendered)
 
 
 def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
-    """The model's input as text, and whether the chat template wrote it, with its special tokens."""
+    """Returns the model's input as text, and whether the chat template rendered it, including special tokens."""
     if prompt.messages is None or (prompt.text is not None and tokenizer.chat_template is None):
         return prompt.text, False
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{prompt.place}: a chat, and the tokenizer has no chat template: give prompts as text, or a model that has"
-            " learned to chat"
+            f"{prompt.place}: a chat, but the tokenizer has no chat template: give prompts as text, or use a chat model"
         )
     try:
         check_completeness(prompt, tokenizer)
@@ -187,15 +188,14 @@ def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
 
 
 def apply_template(messages: list[Message], tools: Tools, tokenizer: Any) -> str:
-    """A conversation as text, up to where the assistant answers."""
+    """Renders a conversation, up to and including the generation prompt."""
     return tokenizer.apply_chat_template(
         prepare_for(tokenizer, messages), tools=tools, add_generation_prompt=True, tokenize=False
     )
 
 
 def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
-    """ValueError, as in process_data.py, if the template leaves out the tools or a message of another role than the
-    assistant's."""
+    """ValueError, as in process_data.py, if the template omits the tools or a non-assistant message."""
     outline = make_outline(prompt.messages)
     with template_errors():
         text = apply_template(outline.messages, prompt.tools, tokenizer)
@@ -209,7 +209,7 @@ def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
 
 
 def reads_tools(messages: list[Message], text: str, tokenizer: Any) -> bool:
-    """Whether the template depends on the tools: without them it writes something else than `text`, or fails."""
+    """Whether the template uses the tools: without them it renders something other than `text`, or fails."""
     try:
         with template_errors():
             return apply_template(messages, None, tokenizer) != text
@@ -218,8 +218,8 @@ def reads_tools(messages: list[Message], text: str, tokenizer: Any) -> bool:
 
 
 def as_protocol(messages: Sequence[Message]) -> list[Message]:
-    """The messages in OpenAI's protocol: without nulls, and with a call's arguments as JSON text, which servers parse
-    again before they render."""
+    """Converts messages to OpenAI's API: without nulls, and with tool-call arguments as JSON text, which servers parse
+    before rendering."""
     return [
         {key: [wrap_call(call) for call in value] if key == "tool_calls" else value for key, value in message.items()}
         for message in ({key: value for key, value in one.items() if value is not None} for one in messages)
@@ -236,7 +236,7 @@ def wrap_call(call: Fields) -> Fields:
 
 
 def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
-    """The tokens of a text from `render_prompt`, without a token for the end of the text, since an answer follows."""
+    """Tokenizes a text from `render_prompt`, without a final end-of-text token, since an answer follows."""
     ids = tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
     if is_rendered:
         return ids
@@ -245,5 +245,5 @@ def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:
 
 
 def as_json(value: Any) -> Any:
-    """What JSON has no word for, such as bytes and dates of a table, as text."""
+    """Converts values that JSON lacks, such as a table's bytes and dates, to text."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""Drawing tokens so that an answer depends on nothing but its own prompt, its number, and the seed."""
+"""Sampling in which an answer depends only on its own prompt, its number, and the seed."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from options import SamplingOptions
 
 
 class OwnNoise(LogitsProcessor):
-    """Adds Gumbel noise to the logits, of which the largest is then a draw by their softmax (Gumbel-max trick).
+    """Adds Gumbel noise to the logits, whose argmax is then a sample from their softmax (Gumbel-max trick).
 
-    Each row of the batch has a generator of its own, seeded by what the answer is, so that neither the others in its
-    batch nor the number of processes, nor a restart, changes what is drawn.
+    Each row of the batch has its own generator, seeded by the answer's key, so that sampling depends neither on the
+    rest of the batch nor on the number of processes or restarts.
     """
 
     def __init__(self, keys: Sequence[tuple[int, int]], seed: int, device: torch.device):
@@ -34,14 +34,14 @@ class OwnNoise(LogitsProcessor):
 
 
 def make_seed(*numbers: int) -> int:
-    """A seed of 63 bits that no neighbouring numbers share."""
+    """Hashes the numbers into a 63-bit seed, so that neighbouring numbers give unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
 
 
 def make_processors(
     sampling: SamplingOptions, keys: Sequence[tuple[int, int]], device: torch.device
 ) -> LogitsProcessorList:
-    """What is done to the logits before the largest is taken; nothing where answers are greedy."""
+    """The logits processors to apply before the argmax; none for greedy decoding."""
     if sampling.temperature == 0:
         return LogitsProcessorList()
     processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])

@@ -1,4 +1,4 @@
-"""A chat in the terminal: answers stream, Ctrl-C ends an answer and not the program, Ctrl-D ends it."""
+"""A chat in the terminal: answers are streamed, Ctrl-C stops an answer, Ctrl-D ends the program."""
 
 import signal
 from contextlib import closing, suppress
@@ -8,20 +8,20 @@ from inference.engine import Engine
 from inference.prompts import Prompt
 from ranks.messages import make_visible, say
 
-HELP = """/reset        forget the conversation
-/system TEXT  begin a new conversation with these instructions; without TEXT, with none
-/help         this
-/exit         end (so does Ctrl-D)
-Ctrl-C ends an answer; what was said so far stays in the conversation."""
+HELP = """/reset        start a new conversation
+/system TEXT  start a new conversation with TEXT as the system message; without TEXT, with none
+/help         show this help
+/exit         quit (as does Ctrl-D)
+Ctrl-C stops an answer; the part generated so far stays in the conversation."""
 PROMPT = "> "
 
 
 def chat(engine: Engine) -> None:
-    """Reads lines and answers them until /exit or the end of the input."""
+    """Reads and answers lines until /exit or the end of the input."""
     with suppress(ImportError):
-        import readline  # noqa: F401  # input() then has a history, and keys that move
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where this was started with Ctrl-C ignored
-    print("/help says what there is; Ctrl-D ends.")
+        import readline  # noqa: F401  # gives input() a history and line editing
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in case this process was started with SIGINT ignored
+    print("/help lists the commands; Ctrl-D quits.")
     messages: list[Message] = []
     while (line := read_line()) is not None:
         word, _, rest = line.strip().partition(" ")
@@ -36,29 +36,29 @@ def chat(engine: Engine) -> None:
             messages = [{"role": "system", "content": rest.strip()}] if rest.strip() else []
             print("(a new conversation, with these instructions)" if messages else "(a new conversation)")
         elif word.startswith("/"):
-            say(f"{word} is no command:\n{HELP}")
+            say(f"{word} is not a command:\n{HELP}")
         elif word:
             messages = ask(engine, messages, line.strip())
 
 
 def read_line() -> str | None:
-    """What was typed; None at the end. Ctrl-C empties the line."""
+    """Reads a line; None at the end of the input. Ctrl-C clears the line."""
     while True:
         try:
             return input(PROMPT)
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /exit ends)")
+            print("\n(Ctrl-D or /exit quits)")
         except EOFError:
             print()
             return None
 
 
 def ask(engine: Engine, messages: list[Message], text: str) -> list[Message]:
-    """Prints the answer as it comes; returns the conversation with it, or as it was where there is none."""
+    """Prints the answer as it streams; returns the conversation with it, or unchanged if there is none."""
     asked = [*messages, {"role": "user", "content": text}]
     pieces: list[str] = []
     try:
-        # A conversation of one message can also be put to a model that knows no chats.
+        # A single message also works as plain text, for models without a chat template.
         prompt = Prompt(row={}, messages=asked, text=text if len(asked) == 1 else None)
         with closing(engine.stream(prompt)) as stream:
             for piece in stream:

@@ -1,6 +1,6 @@
-"""Answers by vLLM, in this process: its own batching over all prompts at once.
+"""The engine that runs vLLM in this process, which batches all prompts itself.
 
-Its answers depend on their batch to within rounding, as its kernels do; seeds are each answer's own, as elsewhere.
+Answers depend on their batch to within the rounding of vLLM's kernels; each answer has its own seed, as in the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from options import EngineOptions, SamplingOptions
 
 
 class VLLMEngine:
-    """A model that vLLM holds (see `inference.engine.Engine`)."""
+    """A model in vLLM (see `inference.engine.Engine`)."""
 
     def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions):
         require("vllm", flag="--engine vllm")
@@ -40,7 +40,7 @@ class VLLMEngine:
     def answer(
         self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
-        """All at once, as vLLM is fastest: a run that is killed before they are there begins again."""
+        """Submits all requests at once, which is fastest; a run killed before they finish starts over."""
         prompts = [{"prompt_token_ids": encode_prompt(request.prompt, self.found.tokenizer)} for request in requests]
         params = [self.make_params(make_seed(self.sampling.seed, *request.key)) for request in requests]
         outputs = self.llm.generate(prompts, params, lora_request=self.make_lora())
@@ -52,7 +52,7 @@ class VLLMEngine:
             )
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        """The whole answer as one piece: vLLM streams from its server, which --engine openai reaches."""
+        """Yields the whole answer in one piece: vLLM streams only from its server, for which use --engine openai."""
         ((_, answer),) = self.answer([Request(0, 0, prompt)])
         yield answer.text
 

@@ -1,1 +1,1 @@
-"""A run from its lock to its last export."""
+"""The life of a run, from its lock to its last export."""

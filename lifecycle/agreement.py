@@ -1,7 +1,7 @@
-"""A run's options, code, data and model files as `compare_ranks` takes them: all ranks must have the same.
+"""A run's options, code, data and model files, in the form that `compare_ranks` takes: all ranks must have the same.
 
-Each rank describes the files that it reads. Weights, checkpoints and rows to tokenize are not described: rank 0 reads
-them, or their hashes are verified while they are read.
+Each rank describes the files that it reads. Weights, checkpoints and rows to tokenize are not described: only rank 0
+reads them, or their hashes are verified on reading.
 """
 
 from pathlib import Path
@@ -20,18 +20,18 @@ UNREAD_KEYS = ("versions", "sources", "options", "split", "file")  # keys of a s
 
 
 def describe_start(options: TrainOptions, world: World) -> Groups:
-    """Everything to compare before files are read: options, code and libraries, kind of device and variables."""
+    """Everything to compare before files are read: options, code, libraries, device type, environment variables."""
     groups = describe_program(options, world, may_differ=MAY_DIFFER)
     return groups | {"options": groups["options"] | {"--resume": describe_resume(options.checkpoints.resume)}}
 
 
 def describe_resume(resume: str) -> str:
-    """The value of --resume, without a checkpoint's path, which may differ."""
+    """The value of --resume, without a checkpoint's path, which can differ between ranks."""
     return resume if resume in ("auto", "strict", "none") else "a checkpoint"
 
 
 def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
-    """The content of the files that every rank reads, by the options that name them."""
+    """Digests of the files that every rank reads, by the options that name them."""
     read, with_code = inputs.method.list_read_files(), options.model.trust_remote_code
     models = {"--model-name-or-path": inputs.model_dir}
     models |= {flag: other.directory for flag, other in inputs.other_models.items()}
@@ -52,7 +52,7 @@ def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
 
 
 def describe_sets(data: Mixture, flag: str) -> Items:
-    """The data sets by their position in `flag`, since their paths may differ."""
+    """Descriptions of data sets by their position in `flag`, since their paths can differ between ranks."""
     return {
         f"{flag}, data set {i}, {name}": value
         for i, source in enumerate(data.sources, start=1)
@@ -63,7 +63,7 @@ def describe_sets(data: Mixture, flag: str) -> Items:
 def describe_data(data: TokenizedData) -> Items:
     """A data set's samples, and its content by the sidecar's hash and by sampled blocks of the file.
 
-    The sidecar alone could lie beside another file; the sampled blocks alone would miss a change between them.
+    The sidecar alone could belong to another file; the sampled blocks alone would miss a change between them.
     """
     sidecar = data.sidecar or {}
     known = {key: value for key, value in sidecar.items() if key not in UNREAD_KEYS}

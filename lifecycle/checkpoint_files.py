@@ -1,12 +1,12 @@
-"""A checkpoint on disk: safetensors files, JSON, and a manifest by which every byte of them can be checked.
+"""A checkpoint on disk: safetensors files, JSON, and a manifest that allows every byte of them to be checked.
 
     step_40/
       rank_00000.safetensors ...   each rank's shards of weights and optimizer state
       state.json                   the run's counters, options and fingerprints
       manifest.json                written last: the tensors' layout, every file's size and SHA-256, and its own
 
-A checkpoint is written aside and becomes one by a single rename; what has its name is whole, or was damaged later.
-Nothing here is ever unpickled, and a name that the manifest gives is only compared, never followed.
+A checkpoint is written under a temporary name and renamed when complete, so one that has its final name was complete
+at that time. Nothing is ever unpickled, and names in the manifest are only compared, never opened.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ from lifecycle.tensor_files import DTYPES, encode_header, view_bytes
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
-DAMAGED = "damaged_"  # prefix of what cannot be trusted
+DAMAGED = "damaged_"  # name prefix of damaged checkpoints
 STEP_NAME = r"step_\d+"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Writes `tensors` as a safetensors file, one after the other, and flushes it; returns its manifest entry.
+    """Writes `tensors` one by one to a safetensors file, and flushes it; returns its manifest entry.
 
-    Raises OSError where the disk does.
+    OSError if writing fails.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -58,7 +58,7 @@ def write_json(path: Path, value: Any) -> dict[str, Any]:
 
 
 class HashingWriter:
-    """Writes to an open file, and knows size and SHA-256 of what was written."""
+    """Writes to an open file, recording size and SHA-256 of the data."""
 
     def __init__(self, file: BinaryIO):
         self.file, self.sha256, self.size = file, hashlib.sha256(), 0
@@ -80,12 +80,12 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, once it agrees with itself and with the names and sizes of the directory's files.
+    """Reads the manifest, and checks it against its own checksum and the names and sizes of the directory's files.
 
-    ValueError, naming the file, if anything is missing, of another size, or too much.
+    ValueError, naming the file, if anything is missing, of a different size, or unexpected.
     """
     if (directory / MANIFEST).is_symlink():
-        raise ValueError(f"{MANIFEST} is no regular file")
+        raise ValueError(f"{MANIFEST} is not a regular file")
     manifest = read_json(directory / MANIFEST)
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != hash_json(manifest):
         raise ValueError(f"{MANIFEST} is damaged")
@@ -101,14 +101,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         if name not in expected:
             raise ValueError(f"{name} does not belong to it")
         if not stat.S_ISREG(found[name].st_mode):
-            raise ValueError(f"{name} is no regular file")
+            raise ValueError(f"{name} is not a regular file")
         if found[name].st_size != expected[name]["size"]:
             raise ValueError(f"{name} has {found[name].st_size} bytes instead of {expected[name]['size']}")
     return manifest
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """ValueError if the manifest is not of the form that is written here; whoever changed it may have rehashed it."""
+    """ValueError if the manifest does not have the expected form; a modified one may have a valid checksum."""
     try:
         num_shards = manifest["num_shards"]
         names = {STATE, *map(shard_name, range(min(num_shards, len(manifest["files"]))))}
@@ -122,13 +122,13 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     except (KeyError, TypeError, AttributeError):
         is_sound = False
     if not is_sound:
-        raise ValueError(f"{MANIFEST} is not of the form that train.py writes")
+        raise ValueError(f"{MANIFEST} does not have the form that train.py writes")
 
 
 def check_hash(directory: Path, name: str, entry: dict[str, Any]) -> None:
-    """ValueError if the file's content is not what the manifest's entry says."""
+    """ValueError if the file's content does not match its manifest entry."""
     if hash_file(directory / name) != entry:
-        raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
+        raise ValueError(f"{name} is damaged: its SHA-256 differs from the manifest's")
 
 
 class TensorReader:
@@ -138,7 +138,7 @@ class TensorReader:
         self.directory, self.manifest, self._files = directory, manifest, {}
 
     def read(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fills `target`, which is the box of the whole tensor `name` that begins at `offset`."""
+        """Fills `target` with the box of the whole tensor `name` that starts at `offset`."""
         layout, num_shards = self.manifest["tensors"][name], self.manifest["num_shards"]
         dim, shape = layout["dim"], layout["shape"]
         for shard in find_shards(layout, num_shards, offset, target.shape):
@@ -160,7 +160,7 @@ class TensorReader:
 
 
 def find_shards(layout: dict[str, Any], num_shards: int, offset: Sequence[int], shape: Sequence[int]) -> range:
-    """The shards that can hold a box of a tensor. Looking at every rank's would take time in ranks x tensors."""
+    """The shards that can hold a box of a tensor. Checking every rank's would take ranks x tensors operations."""
     dim = layout["dim"]
     if dim is None:
         return range(1)
@@ -173,7 +173,7 @@ def slices(low: list[int], high: list[int], origin: Iterable[int]) -> tuple[slic
 
 
 def chunk_range(size: int, index: int, count: int) -> tuple[int, int]:
-    """Where part `index` of `count` begins and ends, as torch.chunk and FSDP2 divide `size`."""
+    """Start and end of part `index` of `count`, as torch.chunk and FSDP2 divide `size`."""
     length = -(-size // count)
     return min(index * length, size), min((index + 1) * length, size)
 
@@ -183,7 +183,7 @@ def shard_name(rank: int) -> str:
 
 
 def set_aside(directory: Path) -> Path:
-    """Gives a damaged checkpoint a name under which it is never loaded; returns it."""
+    """Renames a damaged checkpoint so that it is never loaded; returns its new path."""
     number = 0
     while (target := directory.parent / f"{DAMAGED}{directory.name}{f'_{number}' if number else ''}").exists():
         number += 1
@@ -198,17 +198,17 @@ def find_checkpoints(directory: Path) -> list[Path]:
 
 
 def check_links(directory: Path) -> None:
-    """ValueError for a symbolic link in a checkpoint's place: its target could change or vanish unnoticed."""
+    """ValueError for a checkpoint that is a symbolic link, whose target could change or vanish unnoticed."""
     for path in find_checkpoints(directory):
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a symbolic link to {os.readlink(path)}; a checkpoint has to be a directory: move it here,"
-                " or remove the link and give the directory to --resume with a new --output-dir"
+                f"{path} is a symbolic link to {os.readlink(path)}, but a checkpoint must be a directory: move it here,"
+                " or remove the link and pass the directory to --resume with a new --output-dir"
             )
 
 
 def has_checkpoints(directory: Path) -> bool:
-    """Whether a run has left checkpoints here, damaged ones included."""
+    """Whether there are checkpoints here, including damaged ones."""
     return bool(find_checkpoints(directory)) or any(directory.glob(f"{DAMAGED}*"))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints, from which a run resumes exactly: written aside by all ranks, verified, read by any number of them."""
+"""Checkpoints for exact resumption: written atomically by all ranks, verified, and read by any number of ranks."""
 
 import re
 import shutil
@@ -38,11 +38,11 @@ from pretrained.finite import check_finite
 from ranks.ending import ExitCode, RunError, log
 from ranks.world import World, call_on_rank0, gather_on_rank0
 
-OPTIMIZER = "optimizer"  # the optimizer's tensors are named optimizer/<key of the state>/<parameter>
+OPTIMIZER = "optimizer"  # optimizer tensors are named optimizer/<state key>/<parameter>
 
 
 class NoValidCheckpoint(RunError):
-    """There is nothing to resume from that can be trusted."""
+    """There is no valid checkpoint to resume from."""
 
     def __init__(self, message: str):
         super().__init__(ExitCode.NO_VALID_CHECKPOINT, message)
@@ -50,35 +50,35 @@ class NoValidCheckpoint(RunError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk that has been verified."""
+    """A verified checkpoint on disk."""
 
     path: Path
     manifest: dict[str, Any]
-    state: dict[str, Any]  # what `Checkpointer.save` was given
+    state: dict[str, Any]  # the argument of `Checkpointer.save`
 
 
 class Checkpointer:
     """Writes and reads the checkpoints of one run. All ranks call every method.
 
     With `is_async`, `save` returns as soon as the state has been copied to the CPU, and a thread writes the copy:
-    `is_writing` says on each rank whether it still does, and `finish` waits for it and makes it a checkpoint.
+    `is_writing` tells each rank whether its write is still in progress, and `finish` waits for it and commits it.
     """
 
     def __init__(self, directory: Path, *, world: World, num_kept: int, is_async: bool):
         self.directory, self.world, self.num_kept, self.is_async = directory, world, num_kept, is_async
         self.staging: dict[str, Tensor] = {}
-        # One thread for all writes: there may be no memory to start another when the next one is due.
+        # One thread for all writes: memory may be too low to start another one later.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self.write: Future[dict[str, Any]] | None = None  # the write under way
+        self.write: Future[dict[str, Any]] | None = None  # the write in progress
 
     @property
     def is_writing(self) -> bool:
         return self.write is not None and not self.write.done()
 
     def save(self, train_state: TrainState, *, step: int, state: dict[str, Any]) -> None:
-        """Writes `step_N` for N = `step`, once an earlier write has ended; `state` has to be JSON.
+        """Writes `step_N` for N = `step`, after waiting for an earlier write; `state` must be JSON-serializable.
 
-        OSError on every rank if any of them cannot write; the checkpoints that there are stay as they were.
+        OSError on every rank if any of them cannot write; existing checkpoints are not changed then.
         """
         self.finish()
         tensors = collect_tensors(train_state)
@@ -99,18 +99,18 @@ class Checkpointer:
             self._commit_all(self._write(shards))
 
     def finish(self) -> None:
-        """Waits for the write under way, if there is one, and commits it; raises what went wrong on any rank."""
+        """Waits for a write in progress, if any, and commits it; raises the errors of all ranks."""
         if self.write is not None:
             write, self.write = self.write, None
             self._commit_all(write.result())
 
     def _commit_all(self, outcome: dict[str, Any]) -> None:
-        """With every rank's `outcome` rank 0 decides."""
+        """Gathers every rank's `outcome`, and commits on rank 0."""
         outcomes = gather_on_rank0(self.world, outcome)
         call_on_rank0(self.world, lambda: self._commit(outcomes))
 
     def _stage(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A copy on the CPU, in memory that is kept for the next one."""
+        """Copies the tensors to the CPU, into memory that later copies reuse."""
         for name, tensor in shards.items():
             if name not in self.staging:
                 self.staging[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -120,9 +120,9 @@ class Checkpointer:
         return {name: self.staging[name] for name in shards}
 
     def _write(self, shards: dict[str, Tensor]) -> dict[str, Any]:
-        """Writes this rank's file, if it is one of the first copy of the model.
+        """Writes this rank's file, if it belongs to the first copy of the model.
 
-        What happened is data for `_commit`: no rank raises before all are done.
+        Returns errors as data for `_commit`: no rank raises before all are done.
         """
         if self.world.rank >= self.world.num_shards:
             return {}
@@ -133,7 +133,7 @@ class Checkpointer:
             return {"file": name, "error": str(error) or type(error).__name__}
 
     def _commit(self, outcomes: list[dict[str, Any]]) -> None:
-        """Rank 0: with every rank's file written, writes the rest and renames; then removes what is too old."""
+        """Rank 0: once all ranks' files are written, writes the rest and renames; then removes old checkpoints."""
         try:
             errors = [outcome for outcome in outcomes if "error" in outcome]
             if errors:
@@ -142,13 +142,13 @@ class Checkpointer:
             files[STATE] = write_json(self.aside / STATE, self.state)
             shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}
             write_manifest(self.aside, {"format": FORMAT, **shards, "files": files})
-            if self.target.exists():  # of a run that resumed from an earlier one
+            if self.target.exists():  # the run has resumed from an earlier checkpoint
                 remove_directory(self.target)
             commit(self.aside, self.target)
         except OSError as error:
             message = describe_failed_write(f"the checkpoint {self.target}", error, self.aside, self.needed_bytes)
             shutil.rmtree(self.aside, ignore_errors=True)
-            raise OSError(f"{message}. Older checkpoints are as they were") from None
+            raise OSError(f"{message}. Older checkpoints are unchanged") from None
         num_valid = 0
         for path in find_checkpoints(self.directory):
             if num_valid == self.num_kept:
@@ -157,7 +157,7 @@ class Checkpointer:
                 num_valid += is_whole(path)
 
     def choose(self, resume: str) -> Checkpoint | None:
-        """What `--resume` asks for: auto, strict, none, or a checkpoint's path."""
+        """Chooses the checkpoint for `--resume`: auto, strict, none, or a checkpoint's path."""
         call_on_rank0(self.world, lambda: check_links(self.directory))
         call_on_rank0(self.world, lambda: remove_leftovers(self.directory))
         if resume == "none":
@@ -169,16 +169,16 @@ class Checkpointer:
         newer = [path.name for path in newer if step_of(path) > checkpoint.state["position"]["step"]]
         if newer:
             raise ValueError(
-                f"--resume {resume}: {self.directory} holds newer checkpoints ({', '.join(newer)}), which the next"
-                " start would take for this run's: remove them, or name a new --output-dir"
+                f"--resume {resume}: {self.directory} has newer checkpoints ({', '.join(newer)}), which the next start"
+                " would take for this run's: remove them, or choose a new --output-dir"
             )
         return checkpoint
 
     def open_newest(self, *, strict: bool) -> Checkpoint | None:
-        """The newest valid checkpoint, verified; None where there never was one.
+        """Opens the newest valid checkpoint; None if there never was one.
 
-        One that is damaged is set aside, and the next older one taken. NoValidCheckpoint if none is left; with
-        `strict` if the newest is damaged.
+        A damaged one is renamed, and the next older one is tried. NoValidCheckpoint if none is left, or, with `strict`,
+        if the newest is damaged.
         """
         for path in call_on_rank0(self.world, lambda: find_checkpoints(self.directory)):
             damage, checkpoint = self._verify(path)
@@ -186,27 +186,27 @@ class Checkpointer:
                 return checkpoint
             if strict:
                 raise NoValidCheckpoint(
-                    f"--resume strict: {path} cannot be trusted: {damage}; --resume auto takes an older one"
+                    f"--resume strict: {path} is not valid: {damage}; --resume auto tries older ones"
                 )
             renamed = call_on_rank0(self.world, lambda path=path: set_aside(path))
-            log.warning(f"warning: the checkpoint {path} cannot be trusted: {damage}; set aside as {renamed.name}")
+            log.warning(f"warning: the checkpoint {path} is not valid: {damage}; renamed to {renamed.name}")
         damaged = call_on_rank0(self.world, lambda: sorted(path.name for path in self.directory.glob(f"{DAMAGED}*")))
         if damaged:
             raise NoValidCheckpoint(
-                f"{self.directory}: no checkpoint is left that can be trusted, only {', '.join(damaged)}; to start from"
-                " zero, name a new --output-dir"
+                f"{self.directory}: no valid checkpoint is left, only {', '.join(damaged)}; to start from scratch,"
+                " choose a new --output-dir"
             )
         return None
 
     def open(self, path: Path) -> Checkpoint:
-        """The checkpoint at `path`, verified; NoValidCheckpoint if it is none, or damaged."""
+        """Opens the checkpoint at `path`; NoValidCheckpoint if there is none or it is damaged."""
         damage, checkpoint = self._verify(path)
         if damage is not None:
-            raise NoValidCheckpoint(f"--resume {path}: cannot be trusted: {damage}")
+            raise NoValidCheckpoint(f"--resume {path}: is not valid: {damage}")
         return checkpoint
 
     def _verify(self, path: Path) -> tuple[str | None, Checkpoint | None]:
-        """(None, the checkpoint) if every file is as it was written, else (what is wrong, None)."""
+        """Returns (None, the checkpoint) if every file is unchanged, else (the problem, None)."""
 
         def read() -> tuple[str | None, Checkpoint | None]:
             try:
@@ -226,7 +226,7 @@ class Checkpointer:
         return damage, checkpoint
 
     def load(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
-        """Fills weights and optimizer state; ValueError if they are not the same model's."""
+        """Fills weights and optimizer state; ValueError if the checkpoint is of a different model or optimizer."""
         reader, layouts = TensorReader(checkpoint.path, checkpoint.manifest), checkpoint.manifest["tensors"]
         optimizer = train_state.optimizer
         for name, tensor in collect_weights(train_state).items():
@@ -239,8 +239,8 @@ class Checkpointer:
             keys = saved_keys.get(param_name, [])
             if keys and set(keys) != state_keys(optimizer, param):
                 raise ValueError(
-                    f"{checkpoint.path}: was written by another --optimizer: of {param_name} it holds"
-                    f" {', '.join(sorted(keys))}, and not {', '.join(sorted(state_keys(optimizer, param)))}"
+                    f"{checkpoint.path}: was written with a different --optimizer: for {param_name} it has"
+                    f" {', '.join(sorted(keys))}, not {', '.join(sorted(state_keys(optimizer, param)))}"
                 )
             for key in keys:
                 saved_name = f"{OPTIMIZER}/{key}/{param_name}"
@@ -250,7 +250,7 @@ class Checkpointer:
 
 
 def collect_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Everything that a run has learnt, by name: weights, and the optimizer's state of each."""
+    """All weights and their optimizer state, by name."""
     tensors, optimizer = collect_weights(state), state.optimizer
     for name, param in state.model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
@@ -259,7 +259,7 @@ def collect_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def group_state(names: Iterable[str]) -> dict[str, list[str]]:
-    """The keys of the optimizer's state by parameter, in the order of the saved `names`."""
+    """Keys of the optimizer state by parameter, in the order of the saved `names`."""
     keys: dict[str, list[str]] = {}
     for name in names:
         kind, _, rest = name.partition("/")
@@ -270,7 +270,7 @@ def group_state(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def collect_weights(state: TrainState) -> dict[str, Tensor]:
-    """The parameters and buffers that a checkpoint holds: all of them, or what trains, as the method says."""
+    """The parameters and buffers that a checkpoint holds: all, or only trained parameters, depending on the method."""
     model = state.model
     params = {name: param.detach() for name, param in model.named_parameters()
               if param.requires_grad or state.method.saves_frozen}  # fmt: skip
@@ -280,7 +280,7 @@ def collect_weights(state: TrainState) -> dict[str, Tensor]:
 
 
 def describe_layout(tensor: Tensor) -> dict[str, Any]:
-    """What the manifest says of a tensor: `dim` is the one along which the ranks share it; None if rank 0 has it."""
+    """A tensor's layout for the manifest: `dim` is the sharded dimension; None if rank 0 has the whole tensor."""
     dim = None
     if isinstance(tensor, DTensor):
         *copies, placement = tensor.placements
@@ -292,7 +292,7 @@ def describe_layout(tensor: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def make_state(param: DTensor, layout: dict[str, Any]) -> Tensor:
-    """Zeros for optimizer state of `layout`, shared among the ranks as `param` is; shorter in the last dimension."""
+    """Zeros for optimizer state of `layout`, sharded like `param`, possibly shorter in the last dimension."""
     dtype = next(dtype for dtype, text in DTYPES.items() if text == layout["dtype"])
     if layout["dim"] is None:
         return torch.zeros(layout["shape"], dtype=dtype, device=param.device)
@@ -301,7 +301,7 @@ def make_state(param: DTensor, layout: dict[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
-    """Gives `tensor`, or this rank's shard of it, the values saved under `name`."""
+    """Fills `tensor`, or this rank's shard of it, with the values saved under `name`."""
     offset = [0] * tensor.ndim
     if isinstance(tensor, DTensor):
         dim, mesh = tensor.placements[-1].dim, tensor.device_mesh["shard"]
@@ -312,7 +312,7 @@ def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
 
 
 def check_state(state: Any, name: str) -> None:
-    """ValueError if `state` is not what train.py saves, or the checkpoint's `name` tells another step than it does."""
+    """ValueError if `state` does not have the form that train.py saves, or its step differs from the one in `name`."""
     try:
         position = state["position"]
         is_sound = position.keys() == {"step", "num_samples", "num_tokens"} and isinstance(state["identity"], dict)
@@ -320,13 +320,13 @@ def check_state(state: Any, name: str) -> None:
     except (KeyError, TypeError, AttributeError):
         is_sound = False
     if not is_sound:
-        raise ValueError(f"{STATE} is not of the form that train.py writes")
+        raise ValueError(f"{STATE} does not have the form that train.py writes")
     if re.fullmatch(STEP_NAME, name) and name != f"step_{position['step']}":
-        raise ValueError(f"{STATE} is of step {position['step']}, and the directory's name is {name}")
+        raise ValueError(f"{STATE} is of step {position['step']}, but the directory's name is {name}")
 
 
 def is_whole(path: Path) -> bool:
-    """Whether all files of a checkpoint are there in full; their content is verified when it is loaded."""
+    """Whether a checkpoint has all its files in full size; their content is verified on loading."""
     try:
         read_manifest(path)
         return True
@@ -335,7 +335,7 @@ def is_whole(path: Path) -> bool:
 
 
 def find_damage(path: Path, names: list[str], manifest: dict[str, Any]) -> str | None:
-    """What is wrong with the first of the files `names` that is not as it was written."""
+    """Describes the damage of the first damaged file among `names`; None if there is none."""
     try:
         for name in names:
             check_hash(path, name, manifest["files"][name])

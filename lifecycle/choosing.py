@@ -1,4 +1,4 @@
-"""What a run's options choose: its objective and its method."""
+"""Choice of a run's objective and method from its options."""
 
 import logging
 from dataclasses import asdict
@@ -59,13 +59,13 @@ IMPLEMENTED: Implemented = IMPLEMENTED_ROWS | {
 
 
 def choose_objective(options: TrainOptions) -> str:
-    """The name of what is learned: --objective; for language modelling also by images in the data, or a teacher."""
+    """Name of the objective: --objective; for language modelling it also depends on images and teachers."""
     name = options.classification.objective
     if name == CAUSAL_LM and has_images(options.data):
         if options.sharding.context_parallel is not None:
             raise ValueError(
-                "--context-parallel: not with images, whose places in a row are not divided over ranks; leave it out,"
-                " or tokenize the data without process_data.py --images"
+                "--context-parallel: not supported with images, whose tokens cannot be split over ranks; remove the"
+                " option, or tokenize the data without process_data.py --images"
             )
         if options.teacher.teacher_weight is not None:
             raise ValueError("--teacher-weight: not with images, which score-data does not read; leave it out")
@@ -80,7 +80,7 @@ def choose_objective(options: TrainOptions) -> str:
 
 
 def choose_settings(options: TrainOptions) -> Settings:
-    """What the options say of objectives and model families."""
+    """The options of objectives and model families."""
     seed, alpha = options.data.seed, options.optimization.neftune_alpha
     return Settings(
         options.classification,
@@ -94,7 +94,7 @@ def choose_settings(options: TrainOptions) -> Settings:
 
 
 def has_images(options: DataOptions) -> bool:
-    """Whether the data was made for models that see; a sidecar that cannot be read is reported where data is opened."""
+    """Whether the data was made for vision-language models; an unreadable sidecar is reported when data is opened."""
     try:
         sidecar = read_sidecar(options.data_path[0]) if options.data_path else None
     except ValueError:
@@ -103,7 +103,7 @@ def has_images(options: DataOptions) -> bool:
 
 
 def choose_method(options: TrainOptions) -> Method:
-    """What the options say trains."""
+    """Makes the method that the options select."""
     if options.osft.osft:
         return OSFT(options.osft)
     if options.lora.lora:
@@ -112,5 +112,5 @@ def choose_method(options: TrainOptions) -> Method:
 
 
 def choose_adapter_method(adapter: Path, *, flag: str) -> Method:
-    """The method that puts a trained adapter into its model; ValueError, which names `flag`, if it cannot be used."""
+    """Makes the method that inserts a trained adapter into its model; ValueError, naming `flag`, if it is unusable."""
     return LoRA.from_adapter(adapter, flag=flag)

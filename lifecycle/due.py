@@ -1,4 +1,4 @@
-"""What follows a step: one pure function of where the run is and what its ranks have agreed on."""
+"""The actions due after a step: a pure function of the run's position and the flags of all ranks."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from sampler import RunPosition
 
 @dataclass(frozen=True)
 class Due:
-    """In the order in which it is done."""
+    """Actions after a step, in the order in which they are taken."""
 
     validation: bool
     checkpoint: bool
     export: bool
-    stop: tuple[ExitCode, str] | None  # the exit code, and why; None: the run continues, or has ended
+    stop: tuple[ExitCode, str] | None  # exit code and reason; None: the run continues, or has ended
 
 
 def what_is_due(
     position: RunPosition, options: TrainOptions, *, epoch_length: int, num_steps: int | None, flags: int = 0
 ) -> Due:
-    """What is due at `position`, the end of a step; `flags` are those of all ranks (see ranks.monitor.Flag)."""
+    """Returns what is due at `position`, the end of a step; `flags` are OR-ed over ranks (see ranks.monitor.Flag)."""
     is_last = position.step == num_steps
     stop = None if is_last else stop_reason(flags)
     every = options.checkpoints.checkpoint_every_steps
@@ -45,7 +45,7 @@ def what_is_due(
 def is_export_due(
     position: RunPosition, options: ExportOptions, *, batch_size: int, epoch_length: int, is_last: bool
 ) -> bool:
-    """Whether the step that brought the run to `position` crossed one of the thresholds, or was the last."""
+    """Whether the step that ended at `position` crossed one of the thresholds, or was the last."""
     every = options.min_samples_per_checkpoint
     return (
         (is_last and options.save_final_checkpoint)
@@ -57,7 +57,7 @@ def is_export_due(
 def is_validation_due(
     position: RunPosition, options: ValidationOptions, *, batch_size: int, epoch_length: int, is_last: bool
 ) -> bool:
-    """Whether the model is measured at `position`, the end of a step."""
+    """Whether the model is to be validated at `position`, the end of a step."""
     if not options.is_asked:
         return False
     every = options.validate_every_steps

@@ -1,4 +1,4 @@
-"""The validations of a run: each measured, logged and compared with the best; early stopping."""
+"""A run's validations: measuring, logging, tracking the best, and early stopping."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from sampler import RunPosition
 
 
 class Validations:
-    """What the run's validations have found so far, from `previous`, the checkpoint's, on. All ranks call `measure`."""
+    """Results of the run's validations so far, starting from the checkpoint's, `previous`. All ranks call `measure`."""
 
     def __init__(
         self,
@@ -36,37 +36,37 @@ class Validations:
 
     @property
     def has_learnt_enough(self) -> bool:
-        """Whether --early-stopping-patience ends the run where it is."""
+        """Whether --early-stopping-patience ends the run now."""
         return self.progress is not None and self.progress.has_enough(self.options.early_stopping_patience)
 
     @property
     def is_first_missing(self) -> bool:
-        """Whether the model has to be measured before the first step."""
+        """Whether the model still has to be validated before the first step."""
         return self.progress is not None and self.progress.last_step is None
 
     @property
     def num_done(self) -> int:
-        """Validations of the whole run, also those before this start."""
+        """Number of validations of the whole run, including those before this start."""
         return (self.describe() or {}).get("num_validations", 0)
 
     def describe(self) -> dict[str, Any] | None:
-        """JSON for the checkpoint: the progress, or where this start has no validation data the previous one."""
+        """JSON for the checkpoint: the progress, or the previous one if this start has no validation data."""
         return self.previous if self.progress is None else asdict(self.progress)
 
     def describe_end(self, position: RunPosition) -> str:
-        """How a run that is done has ended."""
+        """Describes how a finished run ended."""
         if not self.has_learnt_enough:
             return "done"
         return (
             f"done after step {position.step}, by --early-stopping-patience: {self.progress.num_worse} validations"
-            f" in a row were not better than the {self.progress.metric} of {self.progress.best_value} after step"
+            f" in a row did not improve on the {self.progress.metric} of {self.progress.best_value} after step"
             f" {self.progress.best_step}"
         )
 
     def measure(
         self, state: TrainState, position: RunPosition, options: TrainOptions, log: TrainingLog, exports: Exports
     ) -> bool:
-        """Measures the model at `position`, and exports it if it is the best so far; returns whether to stop early."""
+        """Validates the model at `position`, and exports it if it is the best so far; returns whether to stop early."""
         inputs, metric = self.inputs, self.options.best_metric
         where = {
             "step": position.step,

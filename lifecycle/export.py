@@ -1,4 +1,4 @@
-"""Exports: ordinary Hugging Face models, written aside and renamed when they are whole."""
+"""Exports: models in Hugging Face format, written under a temporary name and renamed when complete."""
 
 import contextlib
 import copy
@@ -26,28 +26,28 @@ from pretrained.text_tower import is_multimodal, text_config
 from ranks.terminal import show_progress, without_library_bars
 from ranks.world import World, call_on_rank0
 
-MAX_SHARD_BYTES = 5 * 10**9  # of a file of weights; one tensor may be larger
+MAX_SHARD_BYTES = 5 * 10**9  # maximum size of a weight file; a single tensor may be larger
 
 
 @dataclass(frozen=True)
 class ExportParts:
-    """What becomes of the weights in an export, and what lies beside them."""
+    """How an export's weights are produced, and its other contents."""
 
     family: Family
     method: Method
     generation_config: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
-    source: ModelSource  # has what a multi-modal model is beside its text tower
-    notes: dict[str, str] = field(default_factory=dict)  # texts by the names of their files
+    source: ModelSource  # has the other towers of a multimodal model
+    notes: dict[str, str] = field(default_factory=dict)  # additional text files, by name
 
 
 def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, world: World) -> None:
     """Writes sharded safetensors, config, generation config, tokenizer and chat template to `export_dir`.
 
     All ranks call this. One parameter at a time is gathered, cast to `dtype`, moved to rank 0's CPU memory and written,
-    so no device and no process ever holds the whole model. RunError on every rank if rank 0 cannot write; nothing is
-    left then.
+    so no device or process ever holds the whole model. RunError on every rank if rank 0 cannot write; no files are left
+    then.
     """
     groups = parts.method.gather_weights(packed_model, parts.dtype, world=world)
     write_export(groups, export_dir, packed_model.model.config, parts, world=world)
@@ -56,9 +56,9 @@ def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts
 def write_export(
     groups: list[WeightGroup], export_dir: Path, config: PreTrainedConfig, parts: ExportParts, *, world: World
 ) -> None:
-    """Writes the weights and all that belongs to them beside `export_dir`, then renames the directory to it.
+    """Writes weights and all other files to a directory next to `export_dir`, then renames it to that.
 
-    All ranks call this. An export of the same name, by a run that was resumed from before it, is replaced.
+    All ranks call this. Replaces an existing export of the same name, which a run has if it resumed from before it.
     """
     writer = ExportWriter(export_dir, parts)
     try:
@@ -75,9 +75,9 @@ def write_export(
 def follow_tokenizer(
     config: PreTrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
 ) -> None:
-    """Gives `config` the tokenizer's ids for beginning and padding, where it has some that the model has, too.
+    """Sets the tokenizer's BOS and padding ids in `config`, if they are in the model's vocabulary.
 
-    Only in an export: a model's embedding does not train at the padding id that its config names.
+    This is done only for exports: a model's embedding does not train at the padding id in its config.
     """
     for name in ("bos_token_id", "pad_token_id"):
         token_id = getattr(tokenizer, name)
@@ -86,7 +86,7 @@ def follow_tokenizer(
 
 
 class ExportWriter:
-    """Rank 0's: an export from its empty directory, aside, to its name. The other ranks' does nothing."""
+    """Writes an export on rank 0, from an empty temporary directory to its rename. Does nothing on other ranks."""
 
     def __init__(self, export_dir: Path, parts: ExportParts):
         self.export_dir, self.parts = export_dir, parts
@@ -95,7 +95,7 @@ class ExportWriter:
         self.error: Exception | None = None
 
     def begin(self, groups: list[WeightGroup], config: PreTrainedConfig) -> None:
-        """Looks whether there is room, writes the configs, and lays out the files of weights."""
+        """Checks disk space, writes the configs, and lays out the weight files."""
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         parts = self.parts
         self.left_out = list_left_out(parts.source, parts.family) if shapes else {}
@@ -106,13 +106,13 @@ class ExportWriter:
         self.aside = make_aside(self.export_dir, self.needed_bytes, what="the export")
         with self.describing_errors():
             shell = self.make_shell(config)
-            if shapes:  # else the method writes all there is
+            if shapes:  # otherwise the method writes everything
                 with without_library_bars():
                     shell.save_pretrained(self.aside, state_dict={})
                 self.stream = WeightStream(shell, shapes, self.aside, max_bytes=MAX_SHARD_BYTES)
 
     def make_shell(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """The model without memory, as its configs are written: it has the names in files, and the conversions."""
+        """A meta model with the configs to write, and transformers' file names and conversions."""
         parts = self.parts
         with torch.device("meta"):
             shell = parts.family.make_model(copy.deepcopy(config), dtype=parts.dtype, trust_remote_code=False)
@@ -123,7 +123,7 @@ class ExportWriter:
         return shell
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Writes some tensors. Write errors surface in `commit`, since the other ranks are gathering now."""
+        """Writes tensors. Write errors surface in `commit`, since the other ranks are gathering now."""
         if self.error is None:
             try:
                 self.stream.add(tensors)
@@ -131,7 +131,7 @@ class ExportWriter:
                 self.error = error
 
     def commit(self) -> None:
-        """Writes the rest, and gives the directory its name."""
+        """Writes the rest, and renames the directory."""
         aside, parts = self.aside, self.parts
         with self.describing_errors():
             if self.error is not None:
@@ -164,6 +164,6 @@ class ExportWriter:
             raise OSError(describe_failed_write(what, error, self.aside, self.needed_bytes)) from None
 
     def clean_up(self) -> None:
-        """Leaves nothing aside, however it ended."""
+        """Removes the temporary directory, if still there."""
         if self.aside is not None:
             shutil.rmtree(self.aside, ignore_errors=True)

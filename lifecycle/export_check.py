@@ -1,4 +1,4 @@
-"""--check-export: an export loaded back as anyone would, and its loss compared with that of the model that trained."""
+"""--check-export: loads an export as a user would, and compares its loss with the trained model's."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from objectives.packed_model import PackedModel
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
-# How far the losses may be apart, relative to the loss: weights are rounded when they are exported.
+# Allowed difference of the losses, relative to the loss: weights are rounded when exported.
 TOLERANCE_EXACT, TOLERANCE_ROUNDED = 1e-4, 3e-2
 
 
@@ -29,8 +29,8 @@ def check_export(
     objective: Objective,
     world: World,
 ) -> None:
-    """Loads the export on rank 0's CPU. ValueError on every rank if it cannot be, or if its loss over three short
-    random sequences is another than the trained model's. All ranks call this."""
+    """Loads the export on rank 0's CPU. ValueError on every rank if that fails, or if its loss over three short random
+    sequences differs from the trained model's. All ranks call this."""
     sequences = draw_sequences(packed_model.model, np.random.default_rng(1))
     samples = [objective.make_check_sample(ids) for ids in sequences]
     packed_model.eval()
@@ -48,9 +48,9 @@ def check_export(
         if not abs(loss - trained_loss) <= allowed:
             raise ValueError(
                 f"--check-export: {export_dir}, loaded back, has a loss of {loss:.6f} over {len(samples)} sequences,"
-                f" and the model that trained {trained_loss:.6f} (allowed: {allowed:.1e} apart); it is not to be used"
+                f" but the trained model has {trained_loss:.6f} (allowed difference: {allowed:.1e}); do not use it"
             )
-        log.info(f"export {export_dir.name}: loaded back, its loss is the trained model's ({loss:.4f})")
+        log.info(f"export {export_dir.name}: loaded back, its loss matches the trained model's ({loss:.4f})")
 
     call_on_rank0(world, compare)
 
@@ -58,5 +58,5 @@ def check_export(
 def load_back(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
     try:
         return parts.method.load_export(export_dir, parts.source, parts.family)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # transformers' and peft's
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # from transformers and peft
         raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None

@@ -1,4 +1,4 @@
-"""An export's weights, written as they are gathered into the files that transformers' `save_pretrained` would write."""
+"""Writes an export's weights, as they are gathered, into the same files as transformers' `save_pretrained`."""
 
 import json
 from collections.abc import Iterable
@@ -18,11 +18,10 @@ PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
 
 
 class WeightStream:
-    """The weights' files of an export, laid out from shapes, and filled by `add`.
+    """An export's weight files, laid out from shapes and filled by `add`.
 
-    Names are the model's own; in the files they are those that its family is stored by, and what it stores apart, such
-    as experts that are one tensor in the model, is taken apart: by transformers' own conversions, once all tensors that
-    one of them needs are there. Only these are held.
+    Names passed in are the model's own; transformers' conversions map them to stored names, and split tensors such as
+    fused experts, once all tensors that a conversion needs have arrived. Only these are kept in memory.
     """
 
     def __init__(self, shell: PreTrainedModel, shapes: dict[str, Tensor], directory: Path, *, max_bytes: int):
@@ -38,7 +37,7 @@ class WeightStream:
             max_shard_size=max_bytes,
         )
         self.shell, self.directory, self.stored, self.file_of = shell, directory, stored, split.tensor_to_filename
-        self.places: dict[str, range] = {}  # of what has not been written
+        self.places: dict[str, range] = {}  # byte ranges of tensors not yet written
         for file, names in split.filename_to_tensors.items():
             entries = {name: (DTYPES[stored[name].dtype], stored[name].shape) for name in names}
             self.places |= lay_out(directory / file, entries)
@@ -46,11 +45,11 @@ class WeightStream:
             metadata = {"total_parameters": shell.num_parameters(), **split.metadata}
             index = json.dumps({"metadata": metadata, "weight_map": self.file_of}, indent=2, sort_keys=True)
             (directory / INDEX).write_text(index + "\n", encoding="utf-8")
-        self.members = find_groups(shell, shapes)  # of each tensor: those that are converted with it
-        self.held: dict[str, Tensor] = {}  # until the others of a conversion are there
+        self.members = find_groups(shell, shapes)  # for each tensor, those converted together with it
+        self.held: dict[str, Tensor] = {}  # tensors that wait for others of their conversion
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Writes what is complete with these."""
+        """Adds tensors, and writes all conversions that are now complete."""
         self.held |= {name: tensor for name, tensor in tensors.items() if name in self.members}
         for name in tensors:
             members = self.members.get(name, ())
@@ -61,23 +60,23 @@ class WeightStream:
         for name, tensor in revert_weight_conversion(self.shell, group).items():
             expected = self.stored[name]
             kinds = [f"{list(each.shape)} {each.dtype}" for each in (tensor, expected)]
-            assert kinds[0] == kinds[1], f"{name} is {kinds[0]}, and {kinds[1]} was planned"
+            assert kinds[0] == kinds[1], f"{name} is {kinds[0]}, but {kinds[1]} was planned"
             write_into(self.directory / self.file_of[name], self.places.pop(name), tensor)
 
     def finish(self) -> None:
-        """Once everything has been added."""
+        """Checks that everything has been added."""
         assert not self.places, f"{len(self.places)} tensors were not written, such as {min(self.places)}"
 
 
 def find_groups(model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:
-    """For each tensor of the model those that go through one of transformers' conversions with it, in order."""
+    """For each tensor of the model, the tensors that go through the same transformers conversion, in order."""
     names = list(names)
     try:
         targets = find_targets(model, names)
     except NOT_PLANNABLE as error:
         log.warning(
-            f"warning: rank 0 holds the whole model while it is exported: which of its tensors are stored together is"
-            f" not known ({type(error).__name__}: {error})"
+            f"warning: rank 0 holds the whole model during the export, since it is unknown which of its tensors are"
+            f" stored together ({type(error).__name__}: {error})"
         )
         targets = dict.fromkeys(names, "")
     groups: dict[str, list[str]] = {}
@@ -87,8 +86,8 @@ def find_groups(model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[
 
 
 def find_targets(model: PreTrainedModel, names: list[str]) -> dict[str, str]:
-    """What each tensor is converted to where it is stored, or its own name: by transformers' internals, which change
-    from version to version."""
+    """Maps each tensor to its converted, stored name, or its own; uses transformers' internals, which change between
+    versions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 

@@ -1,4 +1,4 @@
-"""The exports of a run: which are there, written and checked, the old ones removed, uploaded to the hub."""
+"""A run's exports: finding, writing, checking, removing old ones, and uploading to the hub."""
 
 import json
 from dataclasses import asdict
@@ -20,12 +20,12 @@ from ranks.world import World, call_on_rank0
 from sampler import RunPosition
 
 EXPORTS_DIR = "hf_format"
-POSITION_FILE = "position.json"  # in an export by --export-name: how far the run was
-BEST_FILE = "validation.json"  # in the export of the best model: its line of validation_metrics_0.jsonl
+POSITION_FILE = "position.json"  # in an export with --export-name: the run's position
+BEST_FILE = "validation.json"  # in the best model's export: its line of validation_metrics_0.jsonl
 
 
 class Exports:
-    """The exports in `--output-dir`, and on rank 0 their uploads. All ranks call every public method."""
+    """The exports in `--output-dir`, and, on rank 0, their uploads. All ranks call every public method."""
 
     def __init__(self, options: TrainOptions, inputs: RunInputs, world: World, control: RunControl):
         self.options, self.inputs, self.world, self.control = options, inputs, world, control
@@ -35,12 +35,12 @@ class Exports:
         self.uploads = Uploads(options.hub) if is_uploading else None
 
     def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
-        """Whether the run ended between the checkpoint of `position` and an export that was due there."""
+        """Whether an export was due at `position` but was not written before the run ended."""
         due = what_is_due(position, self.options, epoch_length=epoch_length, num_steps=num_steps)
         return due.export and not call_on_rank0(self.world, lambda: self.has(position))
 
     def has(self, position: RunPosition) -> bool:
-        """Whether the export under the name of `position` is there and holds that position's model."""
+        """Whether the export for `position` exists and holds that position's model."""
         export_dir = self.path_of(position)
         if self.options.exports.export_name is None or not export_dir.exists():
             return export_dir.exists()
@@ -50,7 +50,7 @@ class Exports:
         return self.directory / (self.options.exports.export_name or f"samples_{position.num_samples}")
 
     def write(self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None) -> None:
-        """Writes the model as it is at `position`; with the metrics that make it the `best`, as that one."""
+        """Exports the model at `position`; as the best model if `best`, its validation metrics, is given."""
         call_on_rank0(self.world, self.control.check_directory)
         inputs, options = self.inputs, self.options
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
@@ -77,7 +77,7 @@ class Exports:
             self.uploads.add(export_dir, branch=MAIN if best is None else BEST, message=message)
 
     def remove_old(self, position: RunPosition) -> None:
-        """Applies --keep-exports; exports of a later position, from before a resume, stay."""
+        """Applies --keep-exports; keeps exports of later positions, from before a resume."""
         num_kept = self.options.exports.keep_exports
         if num_kept is None:
             return

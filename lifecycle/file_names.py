@@ -1,4 +1,4 @@
-"""Files of a run's directory, by name; imports nothing, so that whoever only reads them needs no torch."""
+"""Names of files in a run's directory; imports nothing, so that readers do not need torch."""
 
 METRICS_FILE = "training_metrics_0.jsonl"
 VALIDATION_FILE = "validation_metrics_0.jsonl"

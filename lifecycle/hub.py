@@ -1,4 +1,4 @@
-"""Uploads of exports to the Hugging Face hub: in a thread of their own, tried again, and never the end of a run."""
+"""Uploads of exports to the Hugging Face hub, in a separate thread, with retries; failures never end a run."""
 
 import os
 import shlex
@@ -14,16 +14,16 @@ from lifecycle.trackers import describe
 from options import HubOptions
 from ranks.ending import log
 
-MAIN, BEST = "main", "best"  # the branches: exports on the way and at the end, and the best by validation
-SECONDS_TO_WAIT = (10.0, 60.0)  # before the second and the third attempt
-SECONDS_TO_UPLOAD = 1800.0  # at the end of a run that is done, for what has not been uploaded
-SECONDS_AT_A_STOP = 30.0  # when it is to be started again: schedulers do not wait
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # what an export replaces in the repository, if it has no such
+MAIN, BEST = "main", "best"  # branches for regular exports and for the best one by validation
+SECONDS_TO_WAIT = (10.0, 60.0)  # before the second and third attempts
+SECONDS_TO_UPLOAD = 1800.0  # at the end of a finished run, for pending uploads
+SECONDS_AT_A_STOP = 30.0  # at the end of a run that will be resumed: schedulers do not wait
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")  # old files to delete from the repository
 
 
 @dataclass(frozen=True)
 class Upload:
-    """An export, and the links to its files that stay when it is replaced."""
+    """An export to upload, and links to its files that survive its replacement."""
 
     export_dir: Path
     links: Path
@@ -32,20 +32,20 @@ class Upload:
 
 
 class Uploads:
-    """A thread that uploads one export after the other. On rank 0."""
+    """Uploads exports one at a time in a thread, on rank 0."""
 
     def __init__(self, options: HubOptions):
         self.options, self.repo_id = options, options.push_to_hub
         self.waiting: deque[Upload] = deque()
         self.changed, self.is_ending = threading.Condition(), False
-        self.current: Upload | None = None  # the one under way, still among those that wait
+        self.current: Upload | None = None  # the one in progress, also in `waiting`
         self.failed: list[Upload] = []
         self.has_told = False
         self.thread = threading.Thread(target=self._work, name="hub", daemon=True)
         self.thread.start()
 
     def add(self, export_dir: Path, *, branch: str, message: str) -> None:
-        """Remembers an export to upload, as it is now; of the best only the newest is uploaded."""
+        """Queues an export for upload, in its current state; for the best, only the newest is uploaded."""
         links = export_dir.with_name(f"{ASIDE[0]}upload_{export_dir.name}_{time.monotonic_ns()}")
         try:
             shutil.copytree(export_dir, links, copy_function=link_or_copy)
@@ -61,7 +61,7 @@ class Uploads:
             self.changed.notify()
 
     def close(self, *, is_done: bool) -> None:
-        """Waits for what has not been uploaded, within bounds, and says how to upload what is left."""
+        """Waits a limited time for pending uploads, and prints commands for those that are left."""
         with self.changed:
             self.is_ending = True
             self.changed.notify()
@@ -73,7 +73,7 @@ class Uploads:
             left = [*self.failed, *self.waiting]
         if left:
             commands = "\n  ".join(describe_command(self.repo_id, upload.export_dir, upload.branch) for upload in left)
-            log.warning(f"warning: not on the hub: {len(left)} exports. To upload them:\n  {commands}")
+            log.warning(f"warning: {len(left)} exports were not uploaded to the hub. To upload them:\n  {commands}")
 
     def tell(self, what: str, export_dir: Path | None = None, branch: str = MAIN) -> None:
         """Warns once; later problems are reported together at the end."""
@@ -99,7 +99,7 @@ class Uploads:
                 self.waiting.remove(upload)
 
     def _prepare(self) -> None:
-        """Creates the repository at the start of the run, so that problems show before there is anything to upload."""
+        """Creates the repository at the start of the run, so that problems show early."""
         try:
             from huggingface_hub.utils import disable_progress_bars
 
@@ -150,7 +150,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def is_worth_another_try(error: BaseException) -> bool:
-    """Whether it may go better in a minute: no network, a server in trouble, too many requests."""
+    """Whether the error may be transient: no network, a server error, too many requests."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     if isinstance(error, (LocalTokenNotFoundError, OfflineModeIsEnabled, ValueError, TypeError)):

@@ -1,4 +1,4 @@
-"""The inputs of a run: data, tokenizer, the model's config, objective and method; and the errors found in them."""
+"""A run's inputs: data, tokenizer, the model's config, objective and method; and the errors found in them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Errors(list[ValueError | OSError]):
     """The errors found in a run's inputs."""
 
     def attempt(self, function: Callable[[], Result]) -> Result | None:
-        """The function's result, or None and one error more."""
+        """Returns the function's result, or None if it raises an error, which is added."""
         try:
             return function()
         except (ValueError, OSError) as error:
@@ -35,7 +35,7 @@ class Errors(list[ValueError | OSError]):
             return None
 
     def raise_all(self) -> None:
-        """Raises the one error there is, or a ValueError that names them all."""
+        """Raises the only error, or a ValueError that lists all errors; does nothing without errors."""
         if len(self) == 1:
             raise self[0]
         if self:
@@ -45,18 +45,18 @@ class Errors(list[ValueError | OSError]):
 
 @dataclass
 class RunInputs:
-    """The inputs of a run that are read before anything large is loaded; None for those that cannot be read.
+    """A run's inputs that are read before anything large is loaded; None for those that cannot be read.
 
-    Invariant: `errors` names everything that is None or does not fit. A run starts only without errors.
+    Invariant: `errors` explains everything that is None or does not fit. A run starts only without errors.
     """
 
     family: Family  # complete once there is a tokenizer
     method: Method
-    data_options: DataOptions  # with a number for max_tokens_per_gpu: the longest sample's, where it is auto
+    data_options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", the longest sample's
     compute_dtype: torch.dtype
     data: Mixture | None = None
     sidecars: list[dict[str, Any] | None] = field(default_factory=list)  # of each data set, if it has one
-    validation_data: Mixture | None = None  # None, too, where none is asked for
+    validation_data: Mixture | None = None  # None also if no validation is requested
     model_dir: str | None = None
     config: PreTrainedConfig | None = None
     generation_config: GenerationConfig | None = None
@@ -70,7 +70,7 @@ class RunInputs:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that is trained or measured on."""
+        """Tokens of the longest training or validation sequence."""
         return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
 
     def source(self, options: ModelOptions) -> ModelSource:
@@ -102,7 +102,7 @@ class RunInputs:
         return self.teacher if other is None else fingerprint_model(other.directory)
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
-        """What decides the numbers of the run (see lifecycle.record)."""
+        """Everything that determines the run's numbers (see lifecycle.record)."""
         return identify_run(
             options,
             model_dir=self.model_dir,

@@ -1,4 +1,4 @@
-"""The live line: on a terminal, one line that is always there and says how far the run is."""
+"""The live line: one line on a terminal that always shows the run's progress."""
 
 import logging
 from typing import Any
@@ -11,7 +11,7 @@ from ranks.terminal import shows_progress
 
 
 class LiveLine:
-    """A bar of steps with loss, validation loss, tokens/s and the time left (see `lifecycle.training_log.Sink`)."""
+    """A progress bar with loss, validation loss, tokens/s and time left (see `lifecycle.training_log.Sink`)."""
 
     def __init__(self, *, first_step: int, num_steps: int | None):
         ends = num_steps is not None
@@ -23,7 +23,7 @@ class LiveLine:
             bar_format=f"step {shape}{{postfix}}{time_left}",
             dynamic_ncols=True,
         )
-        self.shown: dict[str, str] = {}  # parts of the line, by name, in their order
+        self.shown: dict[str, str] = {}  # parts of the line by name, in order
 
     def write(self, metrics: dict[str, Any]) -> None:
         self.show("loss", f"loss {metrics['loss']:.4f}")
@@ -42,13 +42,13 @@ class LiveLine:
         pass
 
     def close(self) -> None:
-        """Leaves the line as it is after the last step."""
+        """Leaves the line on the screen after the last step."""
         self.bar.refresh()
         self.bar.close()
 
 
 def open_console(*, first_step: int, num_steps: int | None) -> Sink:
-    """The live line on a terminal, lines of steps elsewhere. --logging-level WARNING leaves out either."""
+    """The live line on a terminal, otherwise a log line per step; `--logging-level WARNING` suppresses both."""
     if shows_progress() and log.isEnabledFor(logging.INFO):
         return LiveLine(first_step=first_step, num_steps=num_steps)
     return Console(first_step=first_step, num_steps=num_steps)

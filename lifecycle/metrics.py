@@ -1,4 +1,4 @@
-"""What a step was, in numbers: one line of training_metrics_0.jsonl."""
+"""Metrics of a step: one line of training_metrics_0.jsonl."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,33 +34,33 @@ class StepMetrics:
     packing_efficiency: float  # num_total_tokens / (micro-batches x ranks x max_tokens_per_gpu)
     rank_balance: float  # mean / max of the ranks' cost, over the micro-batches: 1 is perfect
     data_wait_seconds: float  # longest that a rank waited for its batch
-    mfu: float | None  # model FLOP utilisation; null where the device's peak is unknown
+    mfu: float | None  # model FLOP utilisation; null if the device's peak is unknown
 
 
 @dataclass(frozen=True)
 class SourceMetrics:
-    """What one of several data sets had in a step, and how far the run has come with it."""
+    """Metrics of one of several data sets in a step, and the run's progress on it."""
 
-    loss: float | None  # mean over its trained tokens; null where it had none
+    loss: float | None  # mean over its trained tokens; null if it had none
     num_loss_counted_tokens: int
     num_samples: int
-    epoch: float  # of its own samples
+    epoch: float  # passes over its own samples
 
 
 @dataclass(frozen=True)
 class StepMeter:
-    """Turns steps into metrics; holds what is the same for all steps of a run."""
+    """Computes the metrics of steps; holds the constants of a run."""
 
     epoch_length: int  # samples
     max_tokens_per_gpu: int
     flops: FlopCount
-    peak_flops: float | None  # of one device; None where it is unknown
+    peak_flops: float | None  # of one device; None if unknown
     objective: Objective
 
     def measure(
         self, batch: Batch, sums: StepSums, position: RunPosition, *, lr: float, seconds: float
     ) -> dict[str, Any]:
-        """The metrics, by name, of one step that took `seconds` and brought the run to `position`."""
+        """Returns the metrics, by name, of one step that took `seconds` and ended at `position`."""
         batch_tokens = int(batch.lengths.sum())
         num_micro_batches, world_size = len(batch.table), len(batch.table[0]) * batch.num_sharing
         load = batch.data.load_of(batch.sample_ids)
@@ -96,7 +96,7 @@ class StepMeter:
 
 
 def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict[str, dict[str, Any]]:
-    """`SourceMetrics` of each data set by its name, as `sources`, where there are several."""
+    """`SourceMetrics` of each data set by name, as `sources`, if there are several."""
     data = batch.data
     if len(data.sources) == 1:
         return {}
@@ -116,9 +116,9 @@ def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict
 
 
 def measure_routers(batch: Batch, sums: StepSums) -> dict[str, float]:
-    """The experts' auxiliary loss, and how evenly they were used: mean / max of their loads, over layers; 1 is perfect.
+    """The experts' auxiliary loss, and their load balance: mean / max load over layers; 1 is perfect.
 
-    Nothing where the auxiliary loss does not count.
+    Empty if the auxiliary loss is off.
     """
     if "router_loss" not in sums.reports:
         return {}

@@ -1,7 +1,7 @@
-"""The README.md of an export, in the hub's format, with the curve of its losses: what the run was, and no more.
+"""The README.md of an export, in the hub's format, with its loss curve: facts about the run and nothing else.
 
-Written from what the run has on record: training_params.json and the metrics files. Of paths only the last part is
-told, as cards are made to be published.
+Written from the run's records: training_params.json and the metrics files. Only the last part of paths is included,
+since cards are meant to be published.
 """
 
 import json
@@ -22,7 +22,7 @@ from pretrained.text_tower import is_multimodal
 from sampler import RunPosition
 
 CARD_FILE, CURVE_FILE = "README.md", "loss_curve.svg"
-MAX_POINTS = 300  # of the curve; each is the mean of as many steps
+MAX_POINTS = 300  # maximum points of the curve; each is the mean of equally many steps
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
 LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
@@ -30,7 +30,7 @@ NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "dat
 
 
 def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, position: RunPosition) -> dict[str, str]:
-    """README.md and the curve's file, as texts by name, of the model at `position`."""
+    """Texts of README.md and the curve's file, by name, for the model at `position`."""
     params = read_params(output_dir)
     steps = list(read_rows(output_dir / METRICS_FILE, position.step))
     validations = list(read_rows(output_dir / VALIDATION_FILE, position.step))
@@ -40,7 +40,7 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
         describe_training(options, inputs, params, position),
         "## Data\n\n" + "\n".join(describe_data(inputs, params)),
         "## Losses\n\n" + describe_losses(steps, validations),
-        "## Options\n\nThose that were not at their defaults:\n\n" + table(("option", "value"), list_options(options)),
+        "## Options\n\nThose that differ from their defaults:\n\n" + table(("option", "value"), list_options(options)),
         "## Versions\n\n" + table(("", ""), list(params["versions"].items())),
     ]
     files = {CARD_FILE: "\n\n".join(parts) + "\n"}
@@ -48,7 +48,7 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
 
 
 def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file up to `last_step`; none where there is no file."""
+    """Yields the rows of a metrics file up to `last_step`; none if there is no file."""
     if path.exists():
         with path.open(encoding="utf-8") as lines:
             for line in lines:
@@ -67,7 +67,7 @@ def name_base(options: TrainOptions) -> str:
 
 
 def describe_head(options: TrainOptions, inputs: RunInputs) -> ModelCardData:
-    """The card's metadata. A base model that is no model of the hub is not named there: the hub would look for it."""
+    """The card's metadata. It names the base model only if that is on the hub, which would look for it."""
     config, method = inputs.config, inputs.method
     base = dict(base_model=options.model.model_name_or_path) if is_on_hub(options) else {}
     if base:
@@ -100,13 +100,13 @@ def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str
 
 
 def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
-    """Each data set by name, with the digests of the files that it was made from, where they are known."""
+    """Yields parts about each data set, and the digests of the files that it was made from, if known."""
     data = inputs.data
     rows = []
     for i, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
         tokens = int(source.lengths[source.kept].sum(dtype=np.int64))
         rows.append((f"`{name}`", f"{len(source.kept):,}", f"{tokens:,}", f"{data.shares[i]:.1%}"))
-    yield table(("data set", "samples", "tokens", "share of what is drawn"), rows)
+    yield table(("data set", "samples", "tokens", "share of samples drawn"), rows)
     yield f"\nFingerprint of all: `{params['identity']['data']}`."
     made_from = [made for sidecar in inputs.sidecars if sidecar for made in sidecar.get("sources", [])]
     if made_from:
@@ -118,7 +118,7 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
-    parts = [f"![training and validation loss]({CURVE_FILE})"] if steps else ["No step has been taken."]
+    parts = [f"![training and validation loss]({CURVE_FILE})"] if steps else ["No step has been completed."]
     if steps:
         parts.append(f"The last step's training loss is {steps[-1]['loss']:.4f}; the first one's was"
                      f" {steps[0]['loss']:.4f}.")  # fmt: skip
@@ -132,7 +132,7 @@ def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any
 
 
 def list_options(options: TrainOptions) -> list[tuple[str, str]]:
-    """Name and value of each option that is not at its default."""
+    """Name and value of each option that differs from its default."""
     rows = []
     for option, group in iterate_fields(type(options)):
         value = getattr(options if group is None else getattr(options, group), option.name)
@@ -142,7 +142,7 @@ def list_options(options: TrainOptions) -> list[tuple[str, str]]:
 
 
 def shorten_paths(value: Any) -> Any:
-    """Without the directories of paths that are there."""
+    """Removes the directories from absolute paths."""
     if isinstance(value, tuple):
         return [shorten_paths(item) for item in value]
     return PurePath(value).name if isinstance(value, str) and PurePath(value).is_absolute() else value
@@ -154,7 +154,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def draw_curve(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
-    """An SVG: training loss as a line, validation losses as points joined by another."""
+    """Draws an SVG: training loss as a line, validation losses as points on a second line."""
     train = np.array([(row["step"], row["loss"]) for row in steps], dtype=np.float64)
     chunks = np.array_split(train, min(len(train), MAX_POINTS))
     train = np.array([chunk.mean(axis=0) for chunk in chunks])

@@ -1,4 +1,4 @@
-"""Traces of chosen steps, by torch.profiler: what each rank computed, when, and what took the longest."""
+"""Traces of selected steps with torch.profiler, and tables of each rank's slowest operations."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,14 @@ from options import parse_steps
 from ranks.ending import log
 from sampler import Batch
 
-NUM_ROWS = 40  # of the table, the slowest operations
+NUM_ROWS = 40  # rows of the table of slowest operations
 
 
 def profile_steps(batches: Iterator[Batch], steps: str, directory: Path, *, rank: int) -> Iterator[Batch]:
-    """`batches`, with the training between two of them recorded where it belongs to `steps`, and nowhere else.
+    """Yields `batches`, profiling the training in between during `steps`.
 
-    Writes rank_N.json, a trace for chrome://tracing and ui.perfetto.dev, and rank_N.txt, the slowest operations, when
-    the last of these steps is done, or the run is.
+    Writes rank_N.json, a trace for chrome://tracing and ui.perfetto.dev, and rank_N.txt, the slowest operations, after
+    the last of these steps, or at the end of the run.
     """
     (first, last), profiler = parse_steps(steps), None
     try:
@@ -34,7 +34,7 @@ def profile_steps(batches: Iterator[Batch], steps: str, directory: Path, *, rank
 
 
 def write_profile(profiler: torch.profiler.profile, directory: Path, *, rank: int) -> None:
-    """Ends the recording."""
+    """Stops the profiler and writes its results."""
     profiler.stop()
     directory.mkdir(exist_ok=True)
     trace = directory / f"rank_{rank}.json"

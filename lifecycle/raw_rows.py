@@ -1,4 +1,4 @@
-"""Rows in, a tokenized data set out, before a run: process_data.py in a process of its own, once for the same rows."""
+"""Tokenization of rows before a run: process_data.py in a child process, with a cache for the same rows."""
 
 import os
 import signal
@@ -17,19 +17,19 @@ from ranks.world import World, call_on_rank0
 
 PROGRAM = Path(__file__).parent.parent / "__main__.py"
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the child's environment: the process that it must not outlive
-OPTIONS_FILE = "options.yaml"  # beside the data set: how it was made
+OPTIONS_FILE = "options.yaml"  # next to the data set: the options that made it
 
 
 def tokenize_rows(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
-    """The options with --data-path in the place of rows, if it is rows that they name: rank 0 makes it, all wait."""
+    """Replaces rows in the options by --data-path: rank 0 tokenizes them while the others wait."""
     with control.slow("the tokenization of the rows"):
         return replace_options(options, **call_on_rank0(world, lambda: find_data(options)))
 
 
 def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
-    """The paths of the data sets that the rows make, by the options that take them. Nothing where no rows are named.
+    """Paths of the tokenized data sets, by the options that take them; empty if the options name no rows.
 
-    Raises ValueError with what process_data.py says of the rows.
+    ValueError with process_data.py's error message about the rows.
     """
     rows = options.rows
     if not (rows.input_file or rows.input_dataset or rows.mock_data):
@@ -42,9 +42,9 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     outputs = find_outputs(rows, model_dir, cache_dir=cache_dir, trust_remote_code=trust)
     with locked(outputs):
         if outputs.data.exists():
-            log.info(f"data: tokenized before, {outputs.data}")
+            log.info(f"data: already tokenized, {outputs.data}")
         else:
-            log.info(f"data: tokenizing into {outputs.data}")
+            log.info(f"data: tokenizing to {outputs.data}")
             run_process_data(options, outputs.data)
     paths = {"data_path": (str(outputs.data),)}
     if outputs.is_split:
@@ -53,7 +53,7 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
 
 
 def run_process_data(options: TrainOptions, output_file: Path) -> None:
-    """Runs the script with this run's options, and hands on what it prints; ValueError with its error message."""
+    """Runs process_data.py with this run's options, and forwards its output; ValueError with its error message."""
     names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
     values = {name: value for name, value in flatten_options(options).items() if name in names}
     config = output_file.with_name(OPTIONS_FILE)
@@ -65,7 +65,7 @@ def run_process_data(options: TrainOptions, output_file: Path) -> None:
         encoding="utf-8",
         errors="replace",
         env=os.environ | {ENDS_WITH_PARENT: str(os.getpid())},
-        process_group=0,  # a terminal's Ctrl-C ends this process, and the child with it
+        process_group=0,  # a terminal's Ctrl-C reaches only this process, which ends the child
     )
     message: list[str] = []
     try:
@@ -84,4 +84,4 @@ def run_process_data(options: TrainOptions, output_file: Path) -> None:
     if code != ExitCode.DONE:
         by = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
         words = "".join(message).removeprefix("error: ").strip()
-        raise ValueError(words or f"process_data.py ended with {by}, and no data set")
+        raise ValueError(words or f"process_data.py ended with {by}, without a data set")

@@ -1,4 +1,4 @@
-"""The directory of a run: locked, owned, resumed from, written to."""
+"""A run's directory: locking, ownership, resuming, writing."""
 
 import time
 from collections.abc import Iterator
@@ -35,16 +35,16 @@ PROFILE_DIR = "profile"
 
 
 class RunDirectory:
-    """This start's hold on `--output-dir`. All ranks call every method.
+    """The `--output-dir` of this start. All ranks call every method.
 
-    Invariant: it is locked from the beginning; nothing of it is changed before `claim` has found it to be this run's,
-    but for what a killed run left unfinished and for damaged checkpoints, which get another name.
+    Invariant: it is locked from the beginning; until `claim` has verified that it belongs to this run, nothing in it is
+    changed, except that a killed run's unfinished files are removed and damaged checkpoints are renamed.
     """
 
     def __init__(self, options: TrainOptions, world: World, control: RunControl):
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""
         self.options, self.world, self.control = options, world, control
-        MADE.clear()  # an earlier run in this process had another directory
+        MADE.clear()  # an earlier run in this process used a different directory
         self.path = Path(options.output_dir)
         call_on_rank0(world, lambda: control.lock(self.path))
         call_on_rank0(world, lambda: check_output_dir(self.path))
@@ -69,7 +69,7 @@ class RunDirectory:
             log.info(f"resuming from {self.checkpoint.path}: {self.start}")
 
     def claim(self, inputs: RunInputs) -> None:
-        """Finds that directory and checkpoint are of the run that `inputs` make; ValueError if they are another's."""
+        """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
         options = self.options.checkpoints
         self.identity = call_on_rank0(self.world, lambda: inputs.identify(self.options))
         if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
@@ -86,7 +86,7 @@ class RunDirectory:
         call_on_rank0(self.world, lambda: remove_leftovers(self.path / EXPORTS_DIR))
 
     def restore(self, state: TrainState) -> None:
-        """Fills weights and optimizer from the checkpoint, if there is one, and notes this start in the directory."""
+        """Fills weights and optimizer from the checkpoint, if any, and records this start in the directory."""
         if self.checkpoint is not None:
             self.checkpointer.load(self.checkpoint, state)
         start = describe_start(
@@ -99,7 +99,7 @@ class RunDirectory:
         call_on_rank0(self.world, lambda: record_start(self.path, self.options, self.identity, start))
 
     def open_log(self, *, num_steps: int | None, num_validations: int) -> TrainingLog:
-        """The sinks of metrics; none on ranks other than 0."""
+        """Opens the sinks for metrics; none on ranks other than 0."""
         if self.world.rank > 0:
             return TrainingLog([])
         first_step = self.start.step
@@ -112,33 +112,33 @@ class RunDirectory:
         )
 
     def profile(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """`batches`, with the steps of --profile-steps recorded."""
+        """Yields `batches`, profiling the steps of --profile-steps."""
         steps = self.options.profiling.profile_steps
         if steps is None:
             return batches
         return profile_steps(batches, steps, self.path / PROFILE_DIR, rank=self.world.rank)
 
     def start_loop(self) -> None:
-        """From here on the clock of --checkpoint-every-minutes runs, and a request to stop waits for a step's end."""
+        """Starts the clock of --checkpoint-every-minutes; from now on stop requests wait for the end of a step."""
         self.last_save = time.monotonic()
         self.control.start_loop(steps_done=self.start.step)
 
     def flags(self) -> int:
-        """What this rank knows: requests to stop, that a checkpoint is being written, that one is due by the clock."""
+        """This rank's flags: stop requests, a checkpoint being written, a checkpoint due by the clock."""
         flags = self.control.flags() | (Flag.CHECKPOINT_UNDER_WAY if self.checkpointer.is_writing else 0)
         minutes = self.options.checkpoints.checkpoint_every_minutes
         is_late = minutes is not None and time.monotonic() - self.last_save > 60 * minutes
         return flags | (Flag.CHECKPOINT_DUE if is_late and self.world.rank == 0 else 0)
 
     def finish_write(self, flags: int) -> None:
-        """Makes what a thread has written a checkpoint, once it has on every rank."""
+        """Commits an asynchronous checkpoint once every rank has written its part."""
         if not flags & Flag.CHECKPOINT_UNDER_WAY:
             self.checkpointer.finish()
 
     def save(
         self, state: TrainState, position: RunPosition, log: TrainingLog, *, validation: dict[str, Any] | None
     ) -> None:
-        """Writes the checkpoint of `position`; `validation` is what the validations have found so far."""
+        """Writes the checkpoint of `position`; `validation` is the validations' progress so far."""
         call_on_rank0(self.world, self.control.check_directory)
         log.flush_to_disk()
         content = {
@@ -154,10 +154,10 @@ class RunDirectory:
         self.last_save = time.monotonic()
 
     def close(self, log: TrainingLog, exports: Exports, *, is_done: bool) -> None:
-        """Waits for the last checkpoint; notes that the run is done, if it is."""
+        """Waits for the last checkpoint; records that the run is done, if it is."""
         with self.control.slow("the last checkpoint"):
             self.checkpointer.finish()
-        with self.control.slow("the end of its trackers and uploads"):
+        with self.control.slow("the end of trackers and uploads"):
             log.close()
             exports.finish_uploads(is_done=is_done)
         if is_done:

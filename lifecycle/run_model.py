@@ -1,4 +1,4 @@
-"""The model of a run: built, checked and reported."""
+"""Building, checking and reporting a run's model."""
 
 import functools
 from collections.abc import Callable
@@ -29,9 +29,9 @@ def build_run_model(
     progress: Callable[[str], None] = lambda where: None,
     only_measures: bool = False,
 ) -> PackedModel:
-    """The sharded model, after its self-checks; `progress` hears of a long start. ValueError for what fails them.
+    """Builds the sharded model and runs its self-checks; ValueError if they fail. `progress` is called during that.
 
-    `only_measures`: without the reference's scores of the data, which take a forward pass of it and are written.
+    `only_measures`: leaves out the reference's scores of the data, which take a forward pass and are written.
     """
     if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
@@ -62,13 +62,13 @@ def build_run_model(
 
 
 def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:
-    """What the model's tower costs for the data's images, in the packer's unit: a token of the language model."""
+    """Sets the tower's cost for the data's images, in the packer's unit: a token of the language model."""
     for data in (inputs.data, inputs.validation_data):
         if data is not None and data.images is not None:
             data.weigh_images(flops.of_images(data.images) / flops.per_token)
 
 
 def keeps_to_budget(options: TrainOptions) -> bool:
-    """Whether --memory-budget-gb is more than a plan's: a run takes it where something is auto."""
+    """Whether --memory-budget-gb applies to this run: only if something is "auto"; otherwise only plans use it."""
     is_auto = "auto" in (options.data.max_tokens_per_gpu, options.compute.activation_checkpointing)
     return options.compute.memory_budget_gb is not None and is_auto

@@ -1,6 +1,6 @@
-"""The start of a run and of its plan: opens all that it reads, and collects the errors.
+"""The start of a run or of its plan: opens all inputs, and collects the errors.
 
-Takes the options as they are, as the scripts do.
+Takes the complete options, like the scripts.
 """
 
 import functools
@@ -33,7 +33,7 @@ from sampler import RunPosition, count_steps
 
 
 def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int, start: RunPosition) -> RunInputs:
-    """Opens data, tokenizer, the model's config and the method's files, and collects all that does not fit together."""
+    """Opens data, tokenizer, the model's config and the method's files, and collects all errors and conflicts."""
     check_choices(options, IMPLEMENTED)
     name, settings = choose_objective(options), choose_settings(options)
     family, method = make_family(name, settings), choose_method(options)
@@ -51,7 +51,7 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
         objective = objective and inputs.errors.attempt(lambda: open_scores(inputs, objective))
         inputs.family = family if objective is None else objective.family
-    elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data, which alone names the labels
+    elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data; labels come only from data
         objective = make_objective(name, settings, family, Task(find_data_kind(name)))
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
@@ -74,14 +74,14 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
 
 
 def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> int | None:
-    """The data sets and their sidecars; returns how many samples are too long."""
+    """Opens the data sets and their sidecars; returns the number of samples that are too long."""
     o, cap = options.data, options.data.max_tokens_per_gpu
     inputs.data = data = inputs.errors.attempt(
         lambda: Mixture([TokenizedData(path) for path in o.data_path], weights=o.data_weights, by=o.data_weights_by)
     )
     if data is None:
         return None
-    if cap == "auto":  # until the model is there to choose it
+    if cap == "auto":  # a provisional value until the model is loaded
         cap = -(-int(data.lengths.max()) // num_sharing)
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
     num_dropped = inputs.errors.attempt(
@@ -94,7 +94,7 @@ def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> 
 
 
 def open_validation_data(inputs: RunInputs, options: TrainOptions) -> None:
-    """The sets of --validation-data-path, and where it is asked for the training data; each must have something to
+    """Opens the sets of --validation-data-path, and the training data if requested; each must have something to
     predict."""
     o, paths = options.data, options.validation.validation_data_path
     if options.validation.validate_training_data:
@@ -127,7 +127,7 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
 
 
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
-    """The tokenizer that made the data; the config learns how many embeddings it needs, and what ends a turn."""
+    """Opens the tokenizer that made the data; sets the number of embeddings and the stop token in the config."""
     config, text, validation_data = inputs.config, text_config(inputs.config), inputs.validation_data
     known = {source.path: sidecar for source, sidecar in zip(inputs.data.sources, inputs.sidecars, strict=True)}
     if validation_data is not None:
@@ -150,14 +150,14 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     for data in (inputs.data, validation_data):
         if data is not None:
             data.vocab_size = vocab_size
-    for sidecar in filter(None, reversed(inputs.sidecars)):  # the first one's is the first in the end
+    for sidecar in filter(None, reversed(inputs.sidecars)):  # reversed, so that the first sidecar's token ends up first
         if inputs.tokenizer is not None and sidecar.get("stop_token_id") is not None:
-            replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template is not the model's
+            replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template replaces the model's
             end_turns_with(sidecar["stop_token_id"], inputs, replaces=replaces)
 
 
 def count_images(inputs: RunInputs, options: TrainOptions) -> int:
-    """Learns what the data's images are to the tower; returns how many samples have too many."""
+    """Counts the patches of the data's images; returns the number of samples that have too many."""
     cap, data, validation_data = options.vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
     count_patches = functools.cache(inputs.family.eyes.count_patches)
     num_dropped = data.count_images(count_patches, cap=cap, drop_overlong=options.data.drop_overlong)
@@ -172,9 +172,9 @@ def count_images(inputs: RunInputs, options: TrainOptions) -> int:
 
 
 def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> None:
-    """Makes the token that ends the data's turns one that ends generation: the first, and with `replaces` the only one.
+    """Makes the data's stop token one that ends generation: the first, and with `replaces` the only one.
 
-    What the model was published with may name others alone, and generate() would run on past every turn's end.
+    The model's own config may name only others, and generate() would then continue past the end of every turn.
     """
     text, whole = text_config(inputs.config), inputs.config
     has_own = whole is not text and getattr(whole, "eos_token_id", None) is not None
@@ -187,6 +187,4 @@ def end_turns_with(stop_token_id: int, inputs: RunInputs, *, replaces: bool) -> 
             config.eos_token_id = [stop_token_id, *known] if known else stop_token_id
             if config is inputs.generation_config:
                 token = inputs.tokenizer.convert_ids_to_tokens(stop_token_id)
-                log.info(
-                    f"exports: generation ends with {token!r}, too, which ends the data's turns (id {stop_token_id})"
-                )
+                log.info(f"exports: generation also ends with {token!r}, the data's stop token (id {stop_token_id})")

@@ -1,4 +1,4 @@
-"""Checks of a run's inputs against each other: errors, and warnings for what is hardly meant."""
+"""Checks of a run's inputs against each other: errors, and warnings about likely mistakes."""
 
 from corpus.mixture import Mixture
 from lifecycle.inputs import RunInputs
@@ -8,13 +8,13 @@ from options import TrainOptions, ValidationOptions
 
 
 def check_validation(inputs: RunInputs, objective: Objective | None, options: ValidationOptions) -> None:
-    """ValueError for validation data that is for something else than the data, and for what it cannot measure."""
+    """ValueError if the validation data is for a different task, or cannot measure --best-metric."""
     data, validation_data = inputs.data, inputs.validation_data
     if validation_data is not None and validation_data.task != data.task:
         raise ValueError(
             f"--validation-data-path is for {describe_task(validation_data.task)}, --data-path for"
             f" {describe_task(data.task)}:"
-            " tokenize the one again with --labels-from the other"
+            " tokenize one of them again with --labels-from the other"
         )
     if objective is not None and options.best_metric not in objective.metrics:
         raise ValueError(
@@ -24,21 +24,21 @@ def check_validation(inputs: RunInputs, objective: Objective | None, options: Va
 
 
 def check_placeholders(inputs: RunInputs, data: Mixture) -> None:
-    """ValueError for data with a token that a multi-modal model puts an image, a video or a sound in place of."""
+    """ValueError if the data has placeholder tokens that a multimodal model replaces with images, videos or audio."""
     config, placeholders = inputs.config, inputs.family.list_foreign(inputs.config)
     found = data.find_tokens(list(placeholders)) if placeholders else None
     if found is not None:
         row, token_id = found
         path, number = data.locate(row)
         raise ValueError(
-            f"{path}: row {number} holds the token id {token_id}, which stands for something that is no text"
+            f"{path}: row {number} contains the token id {token_id}, a placeholder for something other than text"
             f" ({placeholders[token_id]} in config.json of model type {config.model_type!r}). Only text trains here:"
-            " leave out rows with images, videos or sounds, and take their placeholders out of the texts"
+            " remove rows with images, videos or audio, and their placeholders in texts"
         )
 
 
 def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) -> None:
-    """Adds a warning for each thing that can be done, and is hardly meant. `num_rows` are packed at once."""
+    """Adds warnings about valid but unlikely settings. `num_rows`: rows packed at the same time."""
     batch_size, num_warmup_steps = options.data.batch_size, options.optimization.num_warmup_steps
     data, num_steps = inputs.data, inputs.num_steps
     if data is not None and batch_size > len(data.kept):
@@ -48,13 +48,13 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) ->
         for source in inputs.validation_data.sources:
             if source.path.resolve() in trained:
                 inputs.warnings.append(
-                    f"--validation-data-path {source.path} is trained on, too: its loss says nothing of other data"
+                    f"--validation-data-path {source.path} is also trained on: its loss says nothing about other data"
                 )
     if batch_size < num_rows:
         sharing = options.sharding.context_parallel
         ranks = "ranks" if sharing is None else f"groups of --context-parallel {sharing} ranks"
         inputs.warnings.append(
-            f"--batch-size {batch_size} is smaller than the {num_rows} {ranks}: some have nothing to do"
+            f"--batch-size {batch_size} is smaller than the {num_rows} {ranks}: some of them will be idle"
         )
     if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
         inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")

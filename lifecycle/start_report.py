@@ -1,4 +1,4 @@
-"""The report at a run's start: its data and its model."""
+"""The report on data and model at a run's start."""
 
 import numpy as np
 

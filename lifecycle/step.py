@@ -1,4 +1,4 @@
-"""The training step: what train.py, the plan and the benchmarks run is this."""
+"""The training step that train.py, plans and benchmarks share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from sampler import Batch, derive_seed
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a step changes, and the ranks that take it together."""
+    """The objects that a step changes, and the ranks that run it."""
 
     model: PackedModel
     method: Method
@@ -41,10 +41,10 @@ def train_step(
     flags: Callable[[], int] = lambda: 0,
     progress: Callable[[str], None] = lambda where: None,
 ) -> StepSums:
-    """One optimizer step on a global batch: gradients, their sum over ranks, the update. All ranks call this.
+    """Runs one optimizer step on a global batch: gradients, their sum over ranks, the update. All ranks call this.
 
-    `flags` is asked before the reduction, which ORs them over ranks; `progress` hears of every micro-batch. RunError
-    before the update if a loss or gradient is not finite.
+    `flags` is called before the reduction, which ORs them over ranks; `progress` is called for every micro-batch.
+    RunError before the update if a loss or gradient is not finite.
     """
     world = state.world
     torch.manual_seed(derive_seed(options.data.seed, batch.step, world.rank))  # for dropout
@@ -76,9 +76,9 @@ def train_step(
 
 
 def sum_ahead(model: PackedModel, batch: Batch, world: World) -> Tensor | None:
-    """What the losses of a global batch share, summed over its micro-batches and ranks; None where they share nothing.
+    """Sums the value that a global batch's losses share over its micro-batches and ranks; None if they share none.
 
-    One more forward pass of the whole batch, without gradients.
+    This is an additional forward pass over the whole batch, without gradients.
     """
     if not model.loss.looks_ahead:
         return None
@@ -90,10 +90,10 @@ def sum_ahead(model: PackedModel, batch: Batch, world: World) -> Tensor | None:
 def run_backward(
     model: PackedModel, micro_batch: MicroBatch, divisors: Mapping[str, float], *, shared: Tensor | None = None
 ) -> Tensor:
-    """Adds the micro-batch's part of the gradient; returns its summed loss, fp32 scalar.
+    """Accumulates the micro-batch's gradient; returns its summed loss, an fp32 scalar.
 
-    `divisors` are the global batch's, over all ranks: FSDP sums gradients (see apply_fsdp), so that together they are
-    the gradient of the mean. `shared`: what `sum_ahead` gave.
+    `divisors` are the global batch's, over all ranks: FSDP sums gradients (see apply_fsdp), which gives the gradient of
+    the mean. `shared`: the result of `sum_ahead`.
     """
     loss_sum = model(micro_batch, shared)
     loss = loss_sum / (divisors[TARGETS] or 1)
@@ -104,7 +104,7 @@ def run_backward(
 
 
 def update_weights(state: TrainState, *, step: int, lr: float) -> None:
-    """The optimizer's step (0-based) with the gradients that there are, which it then drops."""
+    """Applies the accumulated gradients in optimizer step `step` (0-based), then clears them."""
     set_step(state.optimizer, step=step, learning_rate=lr)
     with memory_kind("optimizer"):
         state.optimizer.step()
@@ -113,7 +113,7 @@ def update_weights(state: TrainState, *, step: int, lr: float) -> None:
 
 
 def describe_micro_batch(batch: Batch, k: int) -> str:
-    """Where the run is, for what has to be said when it stops moving or runs out of memory."""
+    """Describes the run's place, for messages about hangs and out-of-memory errors."""
     lengths = batch.micro_batches[k].row.seq_lengths
     return (
         f"step {batch.step + 1}, micro-batch {k + 1} of {len(batch.micro_batches)} ({sum(lengths):,} tokens in"
@@ -122,7 +122,7 @@ def describe_micro_batch(batch: Batch, k: int) -> str:
 
 
 def describe_bad_step(batch: Batch, sums: StepSums) -> str:
-    """Where a loss or gradient stopped being finite: step, ranks and rows of the data set."""
+    """Describes where a loss or gradient was not finite: step, ranks and rows of the data set."""
     num_ranks = len(batch.table[0]) * batch.num_sharing
     bad = sums.bad_micro_batches or [(k, rank) for k in range(len(batch.table)) for rank in range(num_ranks)]
     cells = dict.fromkeys((k, rank // batch.num_sharing) for k, rank in bad)

@@ -1,4 +1,4 @@
-"""Safetensors files laid out before their tensors are there, and filled in any order: one tensor in memory is enough.
+"""Safetensors files that are laid out in advance and filled in any order, with only one tensor in memory.
 
 https://github.com/huggingface/safetensors#format
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# By the library's names, in the order in which its files hold them, so that all numbers are aligned.
+# The library's names, in the order in which its files store them, so that all numbers are aligned.
 DTYPES = {
     torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
     torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
@@ -26,7 +26,7 @@ METADATA = {"format": "pt"}
 
 
 def encode_header(header: dict[str, Any]) -> bytes:
-    """A file's first bytes: the header's length, and the header."""
+    """The first bytes of a file: the header's length, and the header."""
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -37,9 +37,9 @@ def view_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def lay_out(path: Path, tensors: dict[str, tuple[str, Sequence[int]]]) -> dict[str, range]:
-    """A new file, without its numbers, for `tensors` of these types and shapes; which of its bytes each of them has.
+    """Creates a file for `tensors` of these dtypes and shapes, without data; returns each tensor's range of bytes.
 
-    Filled by `write_into` it is, byte by byte, what `safetensors.torch.save_file` writes.
+    After `write_into` has filled it, it is identical to a file written by `safetensors.torch.save_file`.
     """
     order = list(ITEM_SIZES)
     header, ends = {"__metadata__": METADATA}, [0]
@@ -55,7 +55,7 @@ def lay_out(path: Path, tensors: dict[str, tuple[str, Sequence[int]]]) -> dict[s
 
 
 def write_into(path: Path, place: range, tensor: Tensor) -> None:
-    """A tensor's numbers, where they belong in a file that has been laid out."""
+    """Writes a tensor's data to its place in a laid-out file."""
     assert tensor.nbytes == len(place), f"{tensor.nbytes} bytes for {len(place)} in {path.name}"
     with path.open("r+b") as file:
         file.seek(place.start)

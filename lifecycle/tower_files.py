@@ -1,5 +1,5 @@
-"""What an export takes from the files of a multi-modal model as it is: the tensors of its other towers, byte by byte,
-and what prepares images and sounds for them.
+"""Files that an export copies from a multimodal model: the tensors of its other towers, byte by byte, and the
+configuration of its processors.
 """
 
 import json
@@ -15,8 +15,8 @@ from lifecycle.tensor_files import METADATA, encode_header, lay_out, write_into
 from pretrained.files import INDEX, WEIGHTS, list_weights
 from pretrained.stored import Stored
 
-DEQUANTIZED = "dequantized.safetensors"  # until it has its number
-COPIED_BYTES = 16 << 20  # at once
+DEQUANTIZED = "dequantized.safetensors"  # temporary name, until the file is numbered
+COPIED_BYTES = 16 << 20  # copied at once
 PROCESSOR_FILES = ("*processor*.json", "chat_template.json")
 
 
@@ -32,7 +32,7 @@ class StoredTensor:
 
     @property
     def alignment(self) -> float:
-        """Bytes of one of its numbers: in a file the widest come first, so that all are aligned."""
+        """Bytes per number: in a file, tensors with the widest numbers come first, so that all are aligned."""
         return self.num_bytes / max(1, math.prod(self.entry["shape"]))
 
 
@@ -49,7 +49,7 @@ def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors file's description of its tensors, and where their bytes begin."""
+    """Reads a safetensors file's header; also returns the offset of its data."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(size)), 8 + size
@@ -58,9 +58,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 def add_tensors(
     directory: Path, left_out: dict[str, Stored], own_tensors: dict[str, StoredTensor], *, max_bytes: int
 ) -> None:
-    """Writes what was left out of a model beside its weights, in files of at most `max_bytes`, and one index of all.
+    """Adds tensors that were removed from a model to its weights, in files of at most `max_bytes`, with a common index.
 
-    What is among the `own_tensors` of its files as it stands is copied; what was quantized there is written whole.
+    Tensors stored unchanged among the model's `own_tensors` are copied; quantized ones are written dequantized.
     """
     tensors = [own_tensors[name] for name in sorted(left_out) if is_copied(left_out[name], own_tensors.get(name))]
     copied = {tensor.name for tensor in tensors}
@@ -83,16 +83,16 @@ def add_tensors(
     known = read_object(directory / INDEX).get("metadata", {}) if (directory / INDEX).exists() else {}
     index = {"metadata": known | {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    assert not (directory / WEIGHTS).exists(), "a file of weights that the index does not name would be read alone"
+    assert not (directory / WEIGHTS).exists(), "a weight file outside the index would be read instead of it"
 
 
 def is_copied(tensor: Stored, own: StoredTensor | None) -> bool:
-    """Whether a tensor stands in the files as it is read, and for nothing else."""
+    """Whether a tensor is stored unchanged in the model's files."""
     return own is not None and (tensor.dtype, list(tensor.shape)) == (own.entry["dtype"], own.entry["shape"])
 
 
 def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """The tensors in order, in groups of at most `max_bytes`; a larger one is alone."""
+    """Groups the tensors, in order, by at most `max_bytes`; a larger one gets its own group."""
     shards: list[list[StoredTensor]] = []
     filled = 0
     for tensor in tensors:
@@ -105,14 +105,14 @@ def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredT
 
 
 def write_stored(path: Path, tensors: dict[str, Stored]) -> None:
-    """A safetensors file of tensors as they are read, one after the other."""
+    """Writes a safetensors file, reading one tensor at a time."""
     places = lay_out(path, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         write_into(path, places[name], tensor.read())
 
 
 def write_copies(path: Path, tensors: list[StoredTensor]) -> None:
-    """A safetensors file of other files' tensors, of any type: their bytes are copied uninterpreted."""
+    """Writes a safetensors file of other files' tensors, of any dtype: their bytes are copied uninterpreted."""
     tensors = sorted(tensors, key=lambda tensor: (-tensor.alignment, tensor.name))
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
@@ -134,7 +134,7 @@ def write_copies(path: Path, tensors: list[StoredTensor]) -> None:
 
 
 def copy_processor_files(model_dir: Path, directory: Path) -> None:
-    """Copies what prepares images, videos and sounds; not a chat template where the tokenizer has brought one."""
+    """Copies the processors' configuration, but no chat template if the tokenizer has written one."""
     has_template = (directory / "chat_template.jinja").exists()
     for pattern in PROCESSOR_FILES:
         for file in sorted(model_dir.glob(pattern)):

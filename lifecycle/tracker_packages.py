@@ -1,4 +1,4 @@
-"""The packages that runs can be tracked by, each imported when it is asked for, and only in its tracker's thread."""
+"""Experiment tracker packages; each is imported only if requested, and only in its tracker's thread."""
 
 import contextlib
 import functools
@@ -18,23 +18,23 @@ from options import TrackingOptions, TrainOptions, flatten_options
 from ranks.ending import log
 
 DEFAULT_PROJECT = "mini_trainer"
-MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # most that MLflow takes in one call
-MLFLOW_LONGEST = 6000  # characters of a parameter
+MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # maximum that MLflow accepts in one call
+MLFLOW_LONGEST = 6000  # maximum characters of a parameter
 FACTS = ("started", "first_step", "resumed_from", "changed_options", "world_size", "device", "versions", "git_commit")
 
 
 class Wandb:
-    """Weights & Biases: online, or offline with WANDB_MODE=offline, then in the run's directory.
+    """Weights & Biases: online, or with WANDB_MODE=offline in the run's directory.
 
-    Steps are ours. Steps only rise in a run of wandb, and a resumed run knows how far it has come: what is taken again
-    after a kill is left out, being the same numbers. An offline run does not know, and then they are there twice.
+    Step numbers are ours. In wandb, steps only increase, and a resumed run knows its last step: steps repeated after a
+    kill are skipped, since their numbers are the same. An offline run does not know it, and logs them twice.
     """
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
         import wandb
 
         run_id = run.known.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        run.keep({"id": run_id})  # before there is a run: however this start ends, the next one has the same
+        run.keep({"id": run_id})  # before creating the run: however this start ends, the next one uses the same id
         settings = {"console": "off"} if "WANDB_CONSOLE" not in os.environ else {}
         settings |= {"silent": True} if "WANDB_SILENT" not in os.environ else {}
         self.run = wandb.init(
@@ -59,14 +59,14 @@ class Wandb:
                 self.run.log(values, step=step)
 
     def flush(self) -> None:
-        pass  # its own process has what it was given
+        pass  # wandb's own process already has the data
 
     def finish(self) -> None:
         self.run.finish()
 
 
 class TensorBoard:
-    """Event files in the run's directory. A resumed run makes TensorBoard forget the steps that are taken again."""
+    """Event files in the run's directory. A resumed run makes TensorBoard discard the steps that are repeated."""
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
         from torch.utils.tensorboard import SummaryWriter
@@ -97,14 +97,14 @@ class TensorBoard:
 class MLflow:
     """An MLflow server or database, MLFLOW_TRACKING_URI, or MLflow's own default.
 
-    MLflow would keep both values of a step that is taken again, so those that it has are left out.
+    MLflow would keep both values of a repeated step, so steps that it already has are skipped.
     """
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.entities import RunTag
 
-        for name in ("mlflow", "alembic"):  # they tell at length how they make their tables
+        for name in ("mlflow", "alembic"):  # they log the creation of their tables at length
             logging.getLogger(name).setLevel(logging.WARNING)
         self.client = MlflowClient()
         self.run_id = self._find(run.known.get("run_id"))
@@ -128,9 +128,7 @@ class MLflow:
         try:
             return self.client.get_run(run_id).info.run_id
         except MlflowException:
-            log.warning(
-                f"warning: --track mlflow: has no run {run_id}, which this run was tracked by: begins a new one"
-            )
+            log.warning(f"warning: --track mlflow: the tracked run {run_id} no longer exists: starting a new one")
             return None
 
     def _last_step(self, key: str) -> int:
@@ -146,7 +144,7 @@ class MLflow:
         found = self.client.get_experiment_by_name(name)
         try:
             return self.client.create_experiment(name) if found is None else found.experiment_id
-        except MlflowException:  # another run has made it meanwhile
+        except MlflowException:  # another run has created it in the meantime
             return self.client.get_experiment_by_name(name).experiment_id
 
     def _log_options(self, options: dict[str, Any]) -> None:
@@ -168,7 +166,7 @@ class MLflow:
             self.client.log_batch(self.run_id, metrics=metrics[start : start + MLFLOW_METRICS])
 
     def flush(self) -> None:
-        pass  # each batch is in the database when it has been logged
+        pass  # log_batch writes to the database immediately
 
     def finish(self) -> None:
         self.client.set_terminated(self.run_id)
@@ -177,8 +175,8 @@ class MLflow:
 class Trackio:
     """trackio: its local database (TRACKIO_DIR), or a Space or server (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL).
 
-    It finds runs by their names, so the name of a first start gets an ending of its own. A local database tells how far
-    a resumed run has come: what is taken again is left out.
+    It identifies runs by name, so a new run's name gets a random suffix. A local database records the last step of a
+    resumed run, and repeated steps are skipped.
     """
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
@@ -189,7 +187,7 @@ class Trackio:
         name = run.known.get("name") or f"{run.name}-{secrets.token_hex(2)}"
         run.keep({"project": project, "name": name})
         config = {"options": run.options, "run": run.facts}
-        with contextlib.redirect_stdout(io.StringIO()):  # what it prints would tear the live line
+        with contextlib.redirect_stdout(io.StringIO()):  # its output would garble the live line
             self.run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
         self.last_step = SQLiteStorage.get_max_step_for_run(project, name, run_id=self.run.id)
         return f"run {name} of project {project}", 0 if self.last_step is None else self.last_step + 1
@@ -211,7 +209,7 @@ PACKAGES: dict[str, type[Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard
 
 
 def open_trackers(options: TrainOptions, output_dir: Path) -> list[Trackers]:
-    """The sink of --track, or none, once training_params.json says what this start is."""
+    """The sink of --track, if any; call this after training_params.json has recorded this start."""
     if not options.tracking.track:
         return []
     start = read_params(output_dir)

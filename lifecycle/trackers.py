@@ -1,6 +1,6 @@
 """Experiment trackers (wandb, TensorBoard, MLflow, trackio) as one sink, each with its own thread and bounded queue.
 
-A tracker that fails, hangs or is slow is reported once; training does not wait for it (docs/tracking.md).
+A tracker that fails, hangs or is slow is reported once; training never waits for it (docs/tracking.md).
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE
 from ranks.ending import log
 from ranks.messages import hide_secrets
 
-TRACKERS_FILE = "trackers.json"  # in the run's directory: which run of each tracker it is
+TRACKERS_FILE = "trackers.json"  # in the run's directory: the ids of its runs in trackers
 QUEUE_LENGTH = 1000  # steps and validations that a tracker may be behind
-SECONDS_TO_COLLECT = 1.0  # between two calls of a tracker, which has less to do for many steps at once
+SECONDS_TO_COLLECT = 1.0  # between calls of a tracker, since logging many steps at once is cheaper
 SECONDS_TO_FINISH = 60.0  # at the end of the run, for all trackers together
-MAX_NAME = 100  # characters of a data set's name in a metric's
+MAX_NAME = 100  # maximum characters of a data set's name in a metric's name
 FALLEN_BEHIND, FAILED = "fallen behind", "failed"
 
-# The groups of a step's metrics; what is in none is in train/, as a method's own are.
+# Groups of step metrics; all others are in train/, such as a method's own metrics.
 DATA = ("num_samples", "num_loss_counted_tokens", "num_total_tokens", "total_samples_accumulated",
         "total_tokens_accumulated", "packing_efficiency")  # fmt: skip
 PERFORMANCE = ("tokens_per_second", "samples_per_second", "time_per_batch", "data_wait_seconds", "mfu",
@@ -36,7 +36,7 @@ PERFORMANCE = ("tokens_per_second", "samples_per_second", "time_per_batch", "dat
 GROUPS = dict.fromkeys(DATA, "data") | dict.fromkeys(PERFORMANCE, "performance")
 
 
-Entry = tuple[int, dict[str, float]]  # a step, and its numbers by their grouped names
+Entry = tuple[int, dict[str, float]]  # a step, and its numbers by grouped names
 
 
 @dataclass(frozen=True)
@@ -44,28 +44,28 @@ class TrackedRun:
     """The run's description for trackers, before its first metrics."""
 
     name: str
-    project: str | None  # None: as the tracker's own environment says, else `DEFAULT_PROJECT`
+    project: str | None  # None: from the tracker's own environment, else `DEFAULT_PROJECT`
     output_dir: Path
-    first_step: int  # taken before this start
+    first_step: int  # steps completed before this start
     options: dict[str, Any]  # by name, JSON
     facts: dict[str, Any]  # host, directory, versions, devices: JSON
-    read_earlier: Callable[[int], Iterator[Entry]]  # from a step on, what the metrics files have of earlier starts
-    known: dict[str, str]  # what `keep` was given by an earlier start; empty in the first
-    keep: Callable[[dict[str, str]], None]  # writes down what the next start needs to resume the tracker's run
+    read_earlier: Callable[[int], Iterator[Entry]]  # reads earlier starts' metrics from a step on
+    known: dict[str, str]  # argument of `keep` in an earlier start; empty in the first
+    keep: Callable[[dict[str, str]], None]  # stores what the next start needs to resume the tracker's run
 
 
 class Tracker(Protocol):
-    """One package. Every function is called in the thread of this tracker, and may raise or wait as it will."""
+    """One tracker package. All methods are called in this tracker's thread, and may raise or block."""
 
     def start(self, run: TrackedRun) -> tuple[str, int | None]:
-        """Makes the tracker's run, or resumes the earlier one.
+        """Creates the tracker's run, or resumes the earlier one.
 
-        Returns where it can be looked at, and the first step that it does not have; None if that cannot be known.
+        Returns its location, and the first step that it does not have; None if that is unknown.
         """
         ...
 
     def log(self, entries: list[Entry]) -> None:
-        """Numbers of some steps, in order; leaves out steps that the tracker has from an earlier start."""
+        """Logs the numbers of some steps, in order; skips steps that the tracker has from an earlier start."""
         ...
 
     def flush(self) -> None: ...
@@ -74,29 +74,29 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """A tracker, its queue, and the one thread that calls it."""
+    """A tracker, its queue, and the thread that calls it."""
 
     def __init__(self, title: str, tracker: Tracker, run: TrackedRun):
         self.title, self.tracker, self.run = title, tracker, run
         self.queue: queue.Queue[Entry | None] = queue.Queue(QUEUE_LENGTH)
-        self.told: set[str] = set()  # the kinds of trouble that have been reported
-        self.num_lost = 0  # steps and validations that the tracker does not have
+        self.told: set[str] = set()  # kinds of problems that have been reported
+        self.num_lost = 0  # steps and validations that were not logged
         self.is_dead = False
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"tracker {title}", daemon=True)
         self.thread.start()
 
     def put(self, entry: Entry | None) -> None:
-        """An entry, or None to flush. Never waits: what the queue has no room for is left out."""
+        """Queues an entry, or None to flush. Never blocks: entries are dropped if the queue is full."""
         try:
             if not self.is_dead:
                 return self.queue.put_nowait(entry)
         except queue.Full:
-            self.tell(FALLEN_BEHIND, f"is {QUEUE_LENGTH} entries behind, and more are left out")
+            self.tell(FALLEN_BEHIND, f"is {QUEUE_LENGTH} entries behind; further entries are dropped")
         self.num_lost += entry is not None
 
     def tell(self, kind: str, what: str) -> None:
-        """A warning, once for each kind of trouble."""
+        """Logs a warning, once per kind of problem."""
         if kind not in self.told:
             self.told.add(kind)
             log.warning(
@@ -130,13 +130,13 @@ class TrackerThread:
                 self.tracker.log(entries)
             if len(entries) < len(taken):
                 self.tracker.flush()
-        except (Exception, SystemExit) as error:  # the next ones may go well: networks come back
+        except (Exception, SystemExit) as error:  # later calls may succeed, when the network is back
             self.num_lost += len(entries)
             self.tell(FAILED, f"failed: {describe(error)}")
 
 
 class Trackers:
-    """Hands steps and validations to every tracker (see `lifecycle.training_log.Sink`)."""
+    """Passes steps and validations to every tracker (see `lifecycle.training_log.Sink`)."""
 
     def __init__(self, trackers: dict[str, Tracker], describe_run: Callable[[str], TrackedRun]):
         self.threads = [TrackerThread(title, tracker, describe_run(title)) for title, tracker in trackers.items()]
@@ -148,11 +148,11 @@ class Trackers:
         self._put((metrics["step"], name_validation_metrics(metrics)))
 
     def flush_to_disk(self) -> None:
-        """Asks for it, and does not wait: the metrics files are what a checkpoint needs."""
+        """Requests a flush without waiting: a checkpoint needs only the metrics files."""
         self._put(None)
 
     def close(self) -> None:
-        """Waits at most `SECONDS_TO_FINISH` until all trackers have taken what they were given."""
+        """Waits at most `SECONDS_TO_FINISH` for all trackers to log their entries."""
         deadline = time.monotonic() + SECONDS_TO_FINISH
         for thread in self.threads:
             thread.ending.set()
@@ -161,7 +161,7 @@ class Trackers:
             if thread.thread.is_alive():
                 thread.tell(FAILED, f"has not finished {SECONDS_TO_FINISH:.0f} s after the run's end")
             if thread.num_lost:
-                log.info(f"tracking: {thread.title} lacks {thread.num_lost:,} entries")
+                log.info(f"tracking: {thread.title} is missing {thread.num_lost:,} entries")
 
     def _put(self, entry: Entry | None) -> None:
         for thread in self.threads:
@@ -169,7 +169,7 @@ class Trackers:
 
 
 def name_step_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    """A line of training_metrics_0.jsonl by grouped names, such as train/loss; what is null is left out."""
+    """A line of training_metrics_0.jsonl by grouped names, such as train/loss, without nulls."""
     plain = {name: value for name, value in metrics.items() if name not in ("step", "sources")}
     named = keep_numbers({f"{GROUPS.get(name, 'train')}/{name}": value for name, value in plain.items()})
     for source, values in metrics.get("sources", {}).items():
@@ -178,7 +178,7 @@ def name_step_metrics(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def name_validation_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    """A validation's metrics by their names in trackers; several sets each by its own name."""
+    """A validation's metrics by their names in trackers; if there are several sets, also those of each."""
     named = name_parts("validation", {name: value for name, value in metrics.items() if name not in ("step", "sets")})
     sets = metrics.get("sets", {})
     for name, values in sets.items() if len(sets) > 1 else ():
@@ -191,20 +191,20 @@ def name_parts(group: str, values: dict[str, Any]) -> dict[str, float]:
 
 
 class EarlierSteps:
-    """What the metrics files have when the run starts; what this start adds to them comes through the queue."""
+    """Metrics in the files when the run starts; the metrics that this start adds go through the queue."""
 
     def __init__(self, output_dir: Path):
         paths = {output_dir / METRICS_FILE: name_step_metrics, output_dir / VALIDATION_FILE: name_validation_metrics}
         self.parts = [(path, path.stat().st_size, naming) for path, naming in paths.items() if path.exists()]
 
     def read(self, first_step: int) -> Iterator[Entry]:
-        """Steps and validations from `first_step` on, in order."""
+        """Yields steps and validations from `first_step` on, in order."""
         entries = heapq.merge(*(read_entries(*part) for part in self.parts), key=lambda entry: entry[0])
         return (entry for entry in entries if entry[0] >= first_step)
 
 
 def read_entries(path: Path, size: int, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
-    """The lines of the first `size` bytes."""
+    """Yields the lines of the first `size` bytes."""
     with path.open("rb") as lines:
         for line in lines:
             size -= len(line)
@@ -219,9 +219,10 @@ def keep_numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def clean_name(name: str) -> str:
-    """A data set's name as part of a metric's that every tracker takes: one level, and no signs that MLflow refuses.
+    """Makes a data set's name a valid part of a metric's name in every tracker: no slashes or characters that MLflow
+    refuses.
 
-    A name that had to be changed ends with a digest of what it was, so that no two become one.
+    A changed name ends with a digest of the original, so that different names stay different.
     """
     clean = re.sub(r"[^A-Za-z0-9_.\- ]", "_", name)[:MAX_NAME].strip(" .")
     if clean == name != "":
@@ -236,14 +237,14 @@ def describe(error: BaseException) -> str:
 
 
 class KnownRuns:
-    """trackers.json: what each tracker needs to resume its run. Written whole, by the trackers' threads in turn."""
+    """trackers.json: what each tracker needs to resume its run. Trackers' threads write it atomically, in turn."""
 
     def __init__(self, output_dir: Path):
         self.path, self.lock = output_dir / TRACKERS_FILE, threading.Lock()
         try:
             self.runs: dict[str, dict[str, str]] = read_object(self.path) if self.path.exists() else {}
             if not all(isinstance(known, dict) for known in self.runs.values()):
-                raise ValueError(f"{self.path}: its entries are not the trackers' own")
+                raise ValueError(f"{self.path}: its entries are not valid")
         except ValueError as error:
             log.warning(f"warning: {error}: trackers start new runs")
             self.runs = {}

@@ -1,4 +1,4 @@
-"""The training log: each step's metrics go to every sink, a file of JSON lines and the console among them."""
+"""The training log: each step's metrics go to every sink, including a file of JSON lines and the console."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from ranks.ending import log
 
 SECONDS_BETWEEN_LINES = 2.0  # on the console
 
-# Of a validation's numbers those on the console, and how they are written there.
+# Validation metrics to print on the console, and their formats.
 SHOWN_OF_VALIDATION = {
     "loss": ".4f", "perplexity": ".3f", "token_accuracy": ".2%", "accuracy": ".2%", "f1": ".4f", "matthews": ".4f",
     "mae": ".4f", "pearson": ".4f", "spearman": ".4f", "rewards/accuracies": ".2%", "rewards/margins": ".4f",
@@ -23,22 +23,22 @@ class Sink(Protocol):
     """Receives the metrics of every step and validation, on rank 0."""
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """The metrics of one step, by name, all of them JSON."""
+        """Receives the metrics of one step, by name, all JSON-serializable."""
         ...
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
-        """The metrics of one validation, after the step that its `step` names, or before the first."""
+        """Receives the metrics of one validation, after its `step`, or before the first."""
         ...
 
     def flush_to_disk(self) -> None:
-        """For a checkpoint: what has been written of its steps has to be there when it is."""
+        """Makes everything written durable before a checkpoint of the same steps."""
         ...
 
     def close(self) -> None: ...
 
 
 class TrainingLog:
-    """Hands each step's metrics to all sinks; without any, as on the ranks other than 0, it does nothing."""
+    """Passes each step's metrics to all sinks; ranks other than 0 have none."""
 
     def __init__(self, sinks: list[Sink]):
         self.sinks = sinks
@@ -61,16 +61,16 @@ class TrainingLog:
 
 
 class MetricsFile:
-    """A JSON line a step, and in a file of its own one a validation.
+    """A JSON line per step, and in a separate file one per validation.
 
-    A run that resumes after `first_step` steps and `num_validations` keeps their lines, and takes later ones again.
+    A run that resumes after `first_step` steps and `num_validations` keeps their lines and removes later ones.
     """
 
     def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):
         path = output_dir / METRICS_FILE
         num_kept = keep_steps(path, first_step)
         if num_kept < first_step:
-            log.warning(f"warning: {path}: no lines of steps {num_kept + 1} to {first_step}, which the run took before")
+            log.warning(f"warning: {path}: the lines of steps {num_kept + 1} to {first_step} are missing")
         self.file = path.open("a", encoding="utf-8")
         self.validation_file, self.validation_path = None, output_dir / VALIDATION_FILE
         keep_lines(self.validation_path, num_validations)
@@ -98,12 +98,12 @@ class MetricsFile:
 
 
 class Console:
-    """Shows every validation, the first and last step, and between them one every `SECONDS_BETWEEN_LINES`."""
+    """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, *, first_step: int, num_steps: int | None):
         self.first_step, self.num_steps = first_step, num_steps
         self.first_step_end = self.last_shown = time.monotonic()
-        self.validation_loss: float | None = None  # the last there was
+        self.validation_loss: float | None = None  # of the last validation
 
     def write(self, metrics: dict[str, Any]) -> None:
         now, step = time.monotonic(), metrics["step"]
@@ -136,16 +136,16 @@ def write_line(metrics: dict[str, Any], file: TextIO) -> None:
 
 
 def keep_lines(path: Path, count: int) -> None:
-    """Cuts a file after its first `count` lines, where there is such a file."""
+    """Truncates a file after its first `count` lines, if it exists."""
     if path.exists():
         with path.open("rb+") as file:
             file.truncate(sum(len(line) for line, _ in zip(file, range(count), strict=False)))
 
 
 def keep_steps(path: Path, num_steps: int) -> int:
-    """Cuts a metrics file after the line of step `num_steps`, or the last before it; returns the step of that line.
+    """Truncates a metrics file after the line of step `num_steps`, or the last before it; returns that line's step.
 
-    What follows was trained after the checkpoint, or is torn.
+    Later lines are from after the checkpoint, or incomplete.
     """
     end, last_step = 0, 0
     if path.exists():
@@ -163,9 +163,9 @@ def keep_steps(path: Path, num_steps: int) -> int:
 
 
 def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per_step: float) -> str:
-    """The console's line for a step, with the time left where there is an end.
+    """The console's line for a step, with the time left if the run has an end.
 
-    `seconds_per_step` is 0 after the first step, which compiles, so it neither counts for the time left nor names one.
+    `seconds_per_step` is 0 after the first step, which may compile: then no time left is shown.
     """
     shown = {name: metrics[name] for name in ("step", "epoch", "loss", "lr", "grad_norm")}
     line = "step {step}{end}  epoch {epoch:.2f}  loss {loss:.4f}  lr {lr:.2e}  grad_norm {grad_norm:.3f}".format(
@@ -182,7 +182,7 @@ def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per
 
 
 def list_shown(metrics: dict[str, Any]) -> list[str]:
-    """The numbers of a validation that fit on a line, with their names."""
+    """The validation metrics to print, with their names."""
     found = {name: metrics.get(name) for name in SHOWN_OF_VALIDATION}
     return [
         f"{name.replace('_', ' ')} {value:{SHOWN_OF_VALIDATION[name]}}"
@@ -192,10 +192,10 @@ def list_shown(metrics: dict[str, Any]) -> list[str]:
 
 
 def describe_validation(metrics: dict[str, Any]) -> str:
-    """The console's line for a validation; each set's loss where there are several."""
+    """The console's line for a validation, with each set's loss if there are several."""
     line = f"validation after step {metrics['step']}: " + "  ".join(list_shown(metrics))
     if metrics["is_best"]:
-        line += "  the best so far"
+        line += "  best so far"
     if len(metrics["sets"]) > 1:
         line += "".join(f"\n  {name}: loss {scores['loss']:.4f}" for name, scores in metrics["sets"].items())
     return line

@@ -22,18 +22,18 @@ from scoring.data_scores import DataScores, score_data
 
 @dataclass(frozen=True)
 class Progress:
-    """What the validations of a run have found so far; JSON, so that checkpoints hold it."""
+    """Results of a run's validations so far, as JSON for checkpoints."""
 
-    data: str  # the sets' digest: losses on other data cannot be compared
-    num_validations: int = 0  # of the whole run, on any data
+    data: str  # digest of the sets: losses on different data cannot be compared
+    num_validations: int = 0  # in the whole run, on any data
     last_step: int | None = None
-    metric: str = "loss"  # that tells the best
-    best_value: float | None = None  # of it, after at least one step
+    metric: str = "loss"  # decides which model is the best
+    best_value: float | None = None  # best value after at least one step
     best_step: int | None = None
     num_worse: int = 0  # validations since the best
 
     def after(self, value: float | None, *, step: int, more_is_better: bool) -> "Progress":
-        """With one validation more, in which the metric was `value`; that of step 0 is no candidate for the best."""
+        """The progress after another validation with this `value` of the metric; step 0 never counts as the best."""
         seen = replace(self, last_step=step, num_validations=self.num_validations + 1)
         if step == 0:
             return seen
@@ -47,11 +47,11 @@ class Progress:
 
 
 def start_progress(data: Mixture, previous: dict[str, Any] | None, *, metric: str) -> Progress:
-    """What is known at a start: the checkpoint's `previous`, if it is of the same data and metric."""
+    """The progress at a start: the checkpoint's, `previous`, if it is for the same data and metric."""
     digests = [
         fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept) for source in data.sources
     ]
-    if previous is not None and "best_loss" in previous:  # as checkpoints had it when the loss was the only metric
+    if previous is not None and "best_loss" in previous:  # in old checkpoints, the loss was the only metric
         previous = {("best_value" if name == "best_loss" else name): value for name, value in previous.items()}
     known = None if previous is None else Progress(**previous)
     fresh = Progress(data=hash_json(digests), metric=metric)
@@ -59,8 +59,8 @@ def start_progress(data: Mixture, previous: dict[str, Any] | None, *, metric: st
         return known or fresh
     changed = "validation data" if known.data != fresh.data else "--best-metric"
     log.warning(
-        f"warning: the {changed} is not what it was before this start: the best {known.metric} there was"
-        f" ({known.best_value}, after step {known.best_step}) cannot be compared, and is forgotten"
+        f"warning: the {changed} has changed since the last start: the best {known.metric} so far"
+        f" ({known.best_value}, after step {known.best_step}) is not comparable and is discarded"
     )
     return replace(fresh, num_validations=known.num_validations)
 
@@ -74,9 +74,9 @@ def validate(
     predictions_file: Path | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Any]:
-    """The scores of all sets together, and of each; in how many seconds. All ranks.
+    """Scores all sets together, and each separately; also returns the seconds taken. All ranks call this.
 
-    Weighted by tokens: the same on any number of ranks, and for any `cap` (a rank's tokens of a micro-batch).
+    Scores are weighted by tokens: the same on any number of ranks, and for any `cap` (tokens per rank and micro-batch).
     """
     start = time.monotonic()
 
@@ -91,7 +91,7 @@ def validate(
 
 
 def summarize_sets(data: Mixture, objective: Objective, found: DataScores) -> dict[str, dict[str, Any]]:
-    """What the objective says of all sets together, and of each by its name."""
+    """The objective's metrics for all sets together, and for each by name."""
     sums, predictions = found.sums, found.predictions
     if predictions is None:
         of_sets = [None] * len(sums)
@@ -108,7 +108,7 @@ def summarize_sets(data: Mixture, objective: Objective, found: DataScores) -> di
 
 
 def write_predictions(path: Path, data: Mixture, objective: Objective, predictions: np.ndarray) -> None:
-    """A line for each target: data set, row (from 1) and token (from 0) there, and what the objective says of it."""
+    """Writes a line per target: data set, row (from 1) and token (from 0), and the objective's prediction."""
     with written_aside(path) as (aside,), aside.open("w", encoding="utf-8") as file:
         for row, token, *prediction in predictions:
             source, number = data.locate(int(row))

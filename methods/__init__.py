@@ -1,1 +1,1 @@
-"""What of a model trains."""
+"""Fine-tuning methods: full fine-tuning, LoRA, and the parts of OSFT."""

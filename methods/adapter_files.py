@@ -1,4 +1,4 @@
-"""An adapter on disk, as peft writes and reads it, and the model that it belongs to."""
+"""Adapters on disk in peft's format, and their base models."""
 
 import copy
 import functools
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in it
-BASE_FILE = "base_model.json"  # beside them: name, revision and fingerprint of the model
+PREFIX = "base_model.model."  # prefix of every tensor name in that file
+BASE_FILE = "base_model.json"  # next to them: name, revision and fingerprint of the base model
 
 
 def is_adapter(directory: Path) -> bool:
@@ -31,48 +31,48 @@ def is_adapter(directory: Path) -> bool:
 
 
 def hash_adapter(directory: Path) -> dict[str, str]:
-    """SHA-256 of config and weights, by the file's name."""
+    """SHA-256 of config and weights, by file name."""
     return {name: hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
 
 
 def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:
-    """Name and revision of the model that an adapter was trained on, as its files say."""
+    """Name and revision of an adapter's base model, according to its files."""
     try:
         if (adapter / BASE_FILE).is_file():
             known = read_object(adapter / BASE_FILE)
             return known["name"], known.get("revision")
         known = read_object(adapter / ADAPTER_CONFIG)
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {adapter}: cannot read which model the adapter belongs to: {error}") from None
+        raise ValueError(f"{flag} {adapter}: cannot read the name of the adapter's base model: {error}") from None
     name = known.get("base_model_name_or_path")
     if not name:
-        raise ValueError(f"{flag} {adapter}: an adapter that does not say which model it belongs to: give both")
+        raise ValueError(f"{flag} {adapter}: the adapter does not name its base model: give both")
     is_directory = Path(name).is_dir()
     return name, None if is_directory else known.get("revision")
 
 
 def check_adapter(adapter: Path, *, flag: str) -> None:
-    """ValueError, which names `flag`, for an adapter that peft cannot compute with, or not as it was trained."""
+    """ValueError, naming `flag`, for an adapter that peft cannot run, or not as it was trained."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (adapter / name).is_file():
-            raise ValueError(f"{flag} {adapter}: holds no {name}; give the directory of an adapter, as peft writes it")
+            raise ValueError(f"{flag} {adapter}: has no {name}; give the directory of an adapter in peft's format")
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise ValueError(f"{flag} {adapter}: an adapter needs peft: pip install peft") from None
+        raise ValueError(f"{flag} {adapter}: adapters need the package peft: pip install peft") from None
     check_settings(adapter, flag=flag, reader="peft")
 
 
 def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool = False) -> "LoraConfig":
-    """peft's config of a LoRA adapter; ValueError, which names `flag`, where there is none, or one of another kind.
+    """Reads peft's config of a LoRA adapter; ValueError, naming `flag`, if it is missing or of another kind.
 
-    `trains`: the adapter is to train, and not only to be computed with.
+    `trains`: the adapter will be trained, not only run.
     """
     from peft import PeftConfig
 
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
-            raise ValueError(f"{flag} {directory}: holds no {name}; give the directory of an adapter")
+            raise ValueError(f"{flag} {directory}: has no {name}; give the directory of an adapter")
     check_settings(directory, flag=flag, trains=trains)
     try:
         config = PeftConfig.from_pretrained(str(directory))
@@ -83,35 +83,35 @@ def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool =
 
 
 def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
-    """`model` with the adapter's layers in it, as peft loads it; ValueError unless the file holds exactly those."""
+    """Loads the adapter into `model` with peft; ValueError unless the file holds exactly the adapter's tensors."""
     from peft import PeftModel, get_peft_model_state_dict
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft asks for it
-        warnings.filterwarnings("error", message=r"[\s\S]*Found missing adapter keys")  # which would stay untrained
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft reads it
+        warnings.filterwarnings("error", message=r"[\s\S]*Found missing adapter keys")  # these would stay untrained
         try:
             adapted = PeftModel.from_pretrained(model, str(directory))
         except UserWarning as error:
-            raise ValueError(f"{ADAPTER_WEIGHTS} lacks tensors: {error}") from None
+            raise ValueError(f"tensors are missing in {ADAPTER_WEIGHTS}: {error}") from None
     known = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() | adapted.state_dict().keys()
     with safe_open(directory / ADAPTER_WEIGHTS, framework="pt") as file:
         unknown = sorted(set(file.keys()) - known)
     if unknown:
-        raise ValueError(f"{ADAPTER_WEIGHTS} holds {len(unknown)} tensors without a place, such as {unknown[0]}")
+        raise ValueError(f"{ADAPTER_WEIGHTS} has {len(unknown)} unexpected tensors, such as {unknown[0]}")
     return adapted
 
 
 def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> None:
-    """ValueError if the adapter belongs to another model than `base`; a warning if all that is known are names."""
+    """ValueError if the adapter's base model is not `base`; only a warning if just their names are known."""
     path = directory / BASE_FILE
     known = read_object(path) if path.is_file() else {}
     if known and not {"name", "fingerprint"} <= known.keys():
         raise ValueError(
-            f"{path}: does not say which model the adapter was trained on: remove the file, or copy it again"
+            f"{path}: does not name the model that the adapter was trained on: remove the file, or copy it again"
         )
     if known and known["fingerprint"] != base["fingerprint"]:
         raise ValueError(
-            f"--lora-adapter {directory}: was trained on another model ({known['name']}, by its config and weights)"
+            f"--lora-adapter {directory}: was trained on a different model ({known['name']}, by its config and weights)"
             f" than --model-name-or-path {base['name']}: give that model"
         )
     name = config.base_model_name_or_path
@@ -120,9 +120,9 @@ def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> N
 
 
 def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str, str]) -> dict[str, Reader]:
-    """A function for each parameter of `model` that trains, `saved_names` giving it by its names in the file.
+    """Returns a reader for each trained parameter of `model`; `saved_names` maps names in the file to these.
 
-    ValueError if the file holds others, or of other shapes.
+    ValueError if the file holds other names or shapes.
     """
     path = directory / ADAPTER_WEIGHTS
     try:
@@ -136,7 +136,7 @@ def read_adapter(directory: Path, model: PreTrainedModel, saved_names: dict[str,
     missing, unknown = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
     problems = [
         *(f"{len(found)} {kind}, such as {min(found)}" for kind, found in
-          (("missing", missing), ("that this model has no place for", unknown)) if found),
+          (("missing", missing), ("unexpected", unknown)) if found),
         *wrong[:1],
     ]  # fmt: skip
     if problems:
@@ -149,13 +149,13 @@ def read_finite(path: Path, saved: str) -> Tensor:
 
 
 def write_adapter(directory: Path, config: "LoraConfig", tensors: dict[str, Tensor], base: dict[str, Any]) -> None:
-    """Writes what `PeftModel.from_pretrained` reads; `tensors` by their names in the file."""
+    """Writes an adapter for `PeftModel.from_pretrained`; `tensors` by their names in the file."""
     directory.mkdir(exist_ok=True)
     written = copy.deepcopy(config)
-    for key in ("target_modules", "target_parameters"):  # peft's sets have another order in every process
+    for key in ("target_modules", "target_parameters"):  # the order of peft's sets differs between processes
         if isinstance(names := getattr(config, key), set):
             setattr(written, key, sorted(names))
     written.save_pretrained(str(directory))
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what is tied is there twice
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # tied tensors are written twice
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (directory / BASE_FILE).write_text(json.dumps(base, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters: every key of an adapter's config is known, or the adapter is refused by that key."""
+"""Settings of LoRA adapters: an adapter whose config has an unsupported key is refused, and the key named."""
 
 import dataclasses
 import json
@@ -11,34 +11,34 @@ from corpus.formats import refuse_repeated_keys
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-# peft's settings that decide what an adapter computes, and that are followed where one is trained on or merged.
+# peft's settings that affect an adapter's computation, and that training and merging support.
 FOLLOWED = {
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "lora_dropout",
     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     "modules_to_save", "ensure_weight_tying", "init_lora_weights",
 }  # fmt: skip
-# Settings that change no number: names and versions, and those of settings that are refused or of an initialization.
+# Settings that change no number: names, versions, and details of refused settings or of initializations.
 INERT = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "runtime_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config",
     "loftq_config",
 }  # fmt: skip
-BY_PEFT = {"bias", "lora_bias", "trainable_token_indices"}  # followed only where peft itself computes the model
-NOT_BY_VLLM = {"rank_pattern", "alpha_pattern", "modules_to_save", "use_dora"}  # which vLLM ignores, or cannot compute
+BY_PEFT = {"bias", "lora_bias", "trainable_token_indices"}  # supported only if peft runs the model
+NOT_BY_VLLM = {"rank_pattern", "alpha_pattern", "modules_to_save", "use_dora"}  # ignored or not supported by vLLM
 
-Reader = Literal["here", "peft", "vllm"]  # what computes with the adapter
+Reader = Literal["here", "peft", "vllm"]  # the program that runs the adapter
 READERS = {"here": "this program", "peft": "generating with peft", "vllm": "vLLM"}
 FOLLOWED_BY = {"here": FOLLOWED, "peft": FOLLOWED | BY_PEFT, "vllm": FOLLOWED - NOT_BY_VLLM}
 
-PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # that leave the base's weights alone
-FROZEN_B = "mica"  # so does this one, but only half of each adapter may train
-REPEATABLE_INITS = ("pissa", "olora", FROZEN_B)  # that peft repeats exactly on the base when it loads the adapter
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # initializations that do not change the base's weights
+FROZEN_B = "mica"  # does not change them either, but only half of each adapter may train
+REPEATABLE_INITS = ("pissa", "olora", FROZEN_B)  # repeated exactly by peft on the base when it loads the adapter
 
 CONVERSION = (
     "convert it to an ordinary adapter with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 )
 
-MOST_ALPHA = 1e9  # far above what is used, and far below what overflows in fp32
+MOST_ALPHA = 1e9  # far above values in use, and far below fp32 overflow
 
 
 def is_whole(value: Any, *, least: int) -> bool:
@@ -50,7 +50,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_alpha(value: Any) -> bool:
-    return is_number(value) and value != 0 and abs(value) <= MOST_ALPHA  # NaN and infinity are not
+    return is_number(value) and value != 0 and abs(value) <= MOST_ALPHA  # False for NaN and infinity
 
 
 def is_rank(value: Any) -> bool:
@@ -90,26 +90,26 @@ def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(is_regex(key) and is_item(item) for key, item in value.items())
 
 
-# What each followed key may hold: a check, and its words. peft itself checks almost none of them.
-NUMBER_OF_ALPHA = f"a number other than 0, at most {MOST_ALPHA:.0e} in size"
+# Allowed values of each supported key: a check and its description. peft itself checks almost none of them.
+NUMBER_OF_ALPHA = f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"
 FLAG = (is_flag, "true or false")
-TEXT = (is_text, "a text or null")
-TEXTS = (is_texts, "a list of texts or null")
-NAMES = (is_names, "a list of texts, a valid regular expression or null")
+TEXT = (is_text, "a string or null")
+TEXTS = (is_texts, "a list of strings or null")
+NAMES = (is_names, "a list of strings, a valid regular expression or null")
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (is_rank, "a whole number of at least 1"),
+    "r": (is_rank, "an integer of at least 1"),
     "lora_alpha": (is_alpha, NUMBER_OF_ALPHA),
     "lora_dropout": (lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
     "rank_pattern": (
         lambda value: is_pattern(value, is_rank),
-        "an object of regular expressions, each with a whole number of at least 1",
+        "an object of regular expressions, each with an integer of at least 1",
     ),
     "alpha_pattern": (
         lambda value: is_pattern(value, is_alpha),
         f"an object of regular expressions, each with {NUMBER_OF_ALPHA}",
     ),
-    "layers_to_transform": (is_layers, "a whole number of at least 0, a list of those or null"),
-    "init_lora_weights": (lambda value: is_flag(value) or is_text(value), "true, false, a text or null"),
+    "layers_to_transform": (is_layers, "an integer of at least 0, a list of those or null"),
+    "init_lora_weights": (lambda value: is_flag(value) or is_text(value), "true, false, a string or null"),
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES),
     **dict.fromkeys(("modules_to_save", "target_parameters"), TEXTS),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"), FLAG),
@@ -118,16 +118,16 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_settings(directory: Path, *, flag: str, reader: Reader = "here", trains: bool = False) -> None:
-    """ValueError for a setting of an adapter that its reader does not follow; it names `flag` and the setting.
+    """ValueError, naming `flag` and the setting, if the adapter has a setting that its reader does not support.
 
-    `trains`: the adapter is to train.
+    `trains`: the adapter will be trained.
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     settings = read_settings(directory, flag=flag)
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(settings.get("peft_type")))
     if config_class is None:
-        raise ValueError(f"{flag} {directory}: peft_type {settings.get('peft_type')!r} is not one that peft has")
+        raise ValueError(f"{flag} {directory}: peft_type {settings.get('peft_type')!r} is unknown to peft")
     fields = {field.name: get_default(field) for field in dataclasses.fields(config_class)}
     given = {name: value for name, value in settings.items() if value not in (None, False, [], {}, fields.get(name))}
     unknown = given.keys() - fields.keys() - {"runtime_config"}
@@ -136,21 +136,21 @@ def check_settings(directory: Path, *, flag: str, reader: Reader = "here", train
         check_values({name: settings[name] for name in settings.keys() - unknown}, directory, flag)
         check_init(settings.get("init_lora_weights", True), directory, flag, reader=reader, trains=trains)
     elif reader != "peft":
-        raise ValueError(f"{flag} {directory}: is of type {settings['peft_type']}, and only LORA can be used here")
+        raise ValueError(f"{flag} {directory}: is of type {settings['peft_type']}, but only LORA is supported here")
     if unknown:
         named = ", ".join(f"{name}: {json.dumps(given[name])[:60]}" for name in sorted(unknown))
         raise ValueError(
-            f"{flag} {directory}: {ADAPTER_CONFIG} has settings that {READERS[reader]} does not follow, and without"
-            f" them the adapter would compute something else: {named}. Merge it with the program that trained it"
+            f"{flag} {directory}: {ADAPTER_CONFIG} has settings that {READERS[reader]} does not support, and without"
+            f" which the adapter would give wrong results: {named}. Merge it with the program that trained it"
         )
 
 
 def check_values(settings: dict[str, Any], directory: Path, flag: str) -> None:
-    """ValueError for the first value of a wrong type, or out of range."""
+    """ValueError for the first value of a wrong type or out of range."""
     for name, (is_allowed, allowed) in ALLOWED.items():
         if name in settings and not is_allowed(settings[name]):
             given = json.dumps(settings[name])[:60]
-            raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {given}, and must be {allowed}")
+            raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {given}, but must be {allowed}")
 
 
 def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: it is no JSON object")
+        raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: it is not a JSON object")
     return settings
 
 
@@ -176,10 +176,10 @@ def check_init(init: Any, directory: Path, flag: str, *, reader: Reader, trains:
         return
     if name == FROZEN_B:
         raise ValueError(
-            f"{flag} {directory}: init_lora_weights {init!r} (MiCA) trains one matrix of each adapter and keeps the"
-            " other, and here both train: merge it, or train another adapter"
+            f"{flag} {directory}: init_lora_weights {init!r} (MiCA) trains only one matrix of each adapter, but here"
+            " both would train: merge it, or train another adapter"
         )
     raise ValueError(
-        f"{flag} {directory}: init_lora_weights {init!r} changed the base's weights when the adapter was made, and"
-        f" beside the weights as they are stored it would compute something else: {CONVERSION}"
+        f"{flag} {directory}: init_lora_weights {init!r} changed the base's weights when the adapter was created, so"
+        f" it would give wrong results with the stored weights: {CONVERSION}"
     )

@@ -1,9 +1,9 @@
-"""Full fine-tuning: every parameter trains, and the method's defaults are all there is to it."""
+"""Full fine-tuning: every parameter trains; the base class's defaults do everything."""
 
 from model.method import Method
 
 
 class Full(Method):
-    """Everything trains."""
+    """Trains every parameter."""
 
     title = "full fine-tuning"

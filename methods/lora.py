@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) by peft, beside weights that stay as they are: docs/lora.md."""
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) with peft, on frozen weights: see docs/lora.md."""
 
 import copy
 import importlib.util
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
 
 LORA_EXPORTS = {"adapter": (True, False), "merged": (False, True), "both": (True, True)}  # adapter, merged model
 BASE_QUANTIZATIONS = {"none": False, "nf4": True}  # whether the base is packed
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of whole models on a GPU
-ERROR_4_BITS = 2e-1  # of the loss of a merged model, whose base is no longer in 4 bits
-NUM_COMPARED = 16  # the most samples of the data that a merged and a quantized model are compared on
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative rounding error of whole models on a GPU
+ERROR_4_BITS = 2e-1  # allowed relative error of a merged model's loss, whose base is no longer in 4 bits
+NUM_COMPARED = 16  # maximum number of samples on which a merged and a quantized model are compared
 
 
 class LoRA(Method):
-    """Adapters train, in fp32, next to frozen weights in the type that the model computes in.
+    """Trains adapters in fp32 next to frozen weights in the compute dtype.
 
-    Invariant: `config` and `saved_names` describe the layers that are in the model once `prepare` or `lay_out` has been
-    called; `merger` is there on rank 0 after `prepare`.
+    Invariant: after `prepare` or `lay_out`, `config` and `saved_names` describe the layers in the model; rank 0 has a
+    `merger` after `prepare`.
     """
 
     tags = ("lora",)
     saves_frozen = False
-    vocabulary_multiple = 1  # so that a model resized to the tokenizer's length takes the adapter
+    vocabulary_multiple = 1  # so that the adapter fits a model resized to the tokenizer's length
 
     def __init__(self, options: LoRAOptions, *, seed: int):
         self.options, self.seed = options, seed
@@ -76,16 +76,16 @@ class LoRA(Method):
         self.objective: Objective | None = None
         self.targets = Targets()
         self.config: LoraConfig | None = None
-        self.saved_names: dict[str, str] = {}  # of what trains: in an adapter's file -> in the model
+        self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
         self.num_added = self.num_trained = 0
-        self.unpacked = ""  # which frozen matrices of the blocks are not in 4 bits
-        self.base: dict[str, str | None] = {}  # rank 0's: the model that the adapters belong to
+        self.unpacked = ""  # description of the blocks' frozen matrices that are not in 4 bits
+        self.base: dict[str, str | None] = {}  # on rank 0: the adapters' base model
         self.merger: Merger | None = None
-        self.adapter: dict[str, Tensor] = {}  # rank 0's: what an export has gathered
+        self.adapter: dict[str, Tensor] = {}  # on rank 0: tensors gathered for an export
 
     @classmethod
     def from_adapter(cls, directory: Path, *, flag: str) -> "LoRA":
-        """The method that puts an adapter's layers into its model as they are; ValueError, which names `flag`."""
+        """Makes the method that inserts an existing adapter's layers into its model; ValueError, naming `flag`."""
         method = cls(LoRAOptions(lora=True, lora_adapter=str(directory)), seed=0)
         method.given = read_config(directory, flag=flag)
         return method
@@ -119,7 +119,7 @@ class LoRA(Method):
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
-        stored = dict(readers)  # the base as it is on disk, for exports
+        stored = dict(readers)  # the base as stored on disk, for exports
         shapes = {name: param.shape for name, param in meta.model.named_parameters()}
         layers, renamed = self.replace_layers(meta)
 
@@ -141,9 +141,9 @@ class LoRA(Method):
         self.replace_layers(meta)
 
     def replace_layers(self, meta: MetaModel) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Freezes the model, puts adapters beside its layers, and packs what is to be quantized.
+        """Freezes the model, adds adapters to its layers, and packs the layers to quantize.
 
-        Returns peft's layers before that, by name, and for each parameter of the base the name that it had.
+        Returns peft's layers before packing, by name, and the original name of each base parameter.
         """
         model = meta.model
         own_names = {id(param): name for name, param in model.named_parameters()}
@@ -168,7 +168,7 @@ class LoRA(Method):
             fill_packed(module, name, readers, world=world)
 
     def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
-        if self.given is not None or self.config.use_dora:  # DoRA divides by a length and multiplies by it
+        if self.given is not None or self.config.use_dora:  # DoRA divides by a norm and multiplies by it again
             return
         layers = [module for module in packed_model.model.modules() if hasattr(module, "_disable_adapters")]
         hidden = packed_model.hidden_states(micro_batch)
@@ -177,16 +177,16 @@ class LoRA(Method):
         own_hidden = packed_model.hidden_states(micro_batch)
         for layer in layers:
             layer._disable_adapters = False
-        # On a GPU the product that adds zero may sum in another order than the one that adds nothing.
+        # On a GPU, a product that adds zero may sum in a different order than one without the addition.
         change = ((hidden - own_hidden).float().norm() / own_hidden.float().norm()).item()
         if not change <= (0.0 if hidden.device.type == "cpu" else ROUNDING[hidden.dtype]):
             raise ValueError(
-                f"--lora: adapters that have learned nothing change what the model computes, by {change:.1e}: please"
-                " report the model's type; --lora-target-modules can leave out the layers at fault"
+                f"--lora: untrained adapters change the model's hidden states by {change:.1e}: please report the"
+                " model's type; --lora-target-modules can exclude the layers at fault"
             )
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
-        # Of a layer's products the last and largest is an addmm; the other layers' are repeated, too.
+        # A layer's last and largest product is an addmm; mm, also of other layers, is recomputed.
         return kept - {"aten::mm"}
 
     def count_added(self) -> int:
@@ -203,7 +203,7 @@ class LoRA(Method):
         return f"{self.title} of rank {self.config.r} on {num_layers} layers{whole}: {numbers}"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
-        """The merged model, if it is asked for; the adapters are gathered at once in any case, for `write_extras`."""
+        """The merged model, if requested; the adapters are gathered immediately in any case, for `write_extras`."""
         model = packed_model.model
         trained = set(self.saved_names.values())
         frozen = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} - trained
@@ -216,15 +216,15 @@ class LoRA(Method):
         return self.merger.list_groups(gathered, dtype) if self.merges else []
 
     def merge_given(self, readers: dict[str, Reader], dtype: torch.dtype) -> list[WeightGroup]:
-        """The merged model of an adapter that is not trained. On rank 0, after `prepare`."""
+        """The merged model for a given adapter, without training. On rank 0, after `prepare`."""
         given = {name: readers[name]().float() for name in self.saved_names.values()}
         return self.merger.list_groups(given, dtype)
 
     @torch.no_grad()
     def compare_bases(self, packed_model: PackedModel, world: World) -> None:
-        """Says what the loss is on the quantized weights, which trained, and on those as they were, which are merged.
+        """Logs the loss with the quantized weights, used in training, and with the original ones, used for merging.
 
-        On the first samples of the data. Weights are read and sent as they are needed, a layer at a time.
+        Uses the first samples of the data. Weights are read and broadcast as needed, a layer at a time.
         """
         vocab_size = text_config(packed_model.model.config).vocab_size
         micro_batch = read_sample(self.data_options, self.objective, vocab_size=vocab_size, row_group=world.row_group)
@@ -236,8 +236,8 @@ class LoRA(Method):
             merged = sum_parts(packed_model(micro_batch), row_group).item() / num_targets
         packed_model.train()
         log.info(
-            f"merging: {len(micro_batch.row.seq_lengths)} samples have a loss of {merged:.4f} on the weights as they"
-            f" were, which are exported, and of {quantized:.4f} on those in NF4, which it was trained on"
+            f"merging: {len(micro_batch.row.seq_lengths)} samples have a loss of {merged:.4f} on the original weights,"
+            f" which are exported, and of {quantized:.4f} on the NF4 weights, which were used in training"
         )
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -250,7 +250,7 @@ class LoRA(Method):
         self.adapter = {}
 
     def load_export(self, directory: Path, source: ModelSource, family: Family) -> PreTrainedModel:
-        """An adapter is merged into the weights that it was trained on."""
+        """Loads the merged model, or merges the exported adapter into its base model."""
         if self.merges:
             return super().load_export(directory, source, family)
         trust = source.trust_remote_code
@@ -259,7 +259,7 @@ class LoRA(Method):
 
 
 def describe_unpacked(blocks: nn.ModuleList) -> str:
-    """Names and size of the frozen matrices that are no linear layers, such as experts held as one tensor."""
+    """Names and size of the frozen matrices that are not linear layers, such as fused experts."""
     found = {name: param for name, param in blocks.named_parameters() if param.ndim > 1 and not param.requires_grad}
     if not found:
         return ""
@@ -267,13 +267,13 @@ def describe_unpacked(blocks: nn.ModuleList) -> str:
     largest_first = sorted(found, key=lambda name: found[name].nbytes, reverse=True)
     kinds = list_kinds((name.replace(".base_layer", "") for name in largest_first), 2)
     dtype = str(found[largest_first[0]].dtype).removeprefix("torch.")
-    return f", and {num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB) are not, in {dtype}: {', '.join(kinds)}"
+    return f", except for {num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB) in {dtype}: {', '.join(kinds)}"
 
 
 def read_sample(
     options: DataOptions, objective: Objective, *, vocab_size: int, row_group: RowGroup | None
 ) -> MicroBatch:
-    """The first samples of the data that have room together in a micro-batch."""
+    """Packs the first samples of the data that fit into one micro-batch."""
     data = Mixture([TokenizedData(path) for path in options.data_path])
     data.vocab_size = vocab_size
     cap = options.max_tokens_per_gpu * count_sharing(row_group)

@@ -1,4 +1,4 @@
-"""Which layers get adapters, and peft's layers put into a model without memory."""
+"""Choosing the layers that get adapters, and inserting peft's layers into a meta model."""
 
 import copy
 import functools
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 DEFAULT_RANK = 16
-ADAPTER = "default"  # peft's name of the one adapter
+ADAPTER = "default"  # peft's name for the only adapter
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Names in a model, whole."""
+    """Full names of a model's modules and parameters to train."""
 
-    layers: list[str] = field(default_factory=list)  # linear ones that get an adapter
-    experts: list[str] = field(default_factory=list)  # parameters that hold experts as one, and get one, too
-    whole: list[str] = field(default_factory=list)  # modules that train beside them as they are
+    layers: list[str] = field(default_factory=list)  # linear layers that get an adapter
+    experts: list[str] = field(default_factory=list)  # parameters of fused experts that get an adapter
+    whole: list[str] = field(default_factory=list)  # modules that are trained fully
 
 
 def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> Targets:
-    """The layers that get an adapter, by options or by the config of the adapter to continue from.
+    """Chooses the layers that get an adapter, from options or from the config of the adapter to continue from.
 
-    ValueError for a name that nothing has, and for what an adapter of experts cannot have.
+    ValueError for a name that matches nothing, and for options that adapters of experts do not support.
     """
     model = meta.model
     in_blocks, in_towers = find_linear_layers(model, meta.blocks), meta.family.find_tower_layers(model)
@@ -55,12 +55,12 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     if given is not None:
         flag = f"--lora-adapter {options.lora_adapter}"
         patterns, chosen = tuple(given.target_parameters or ()), match_layers(model, given, layers, flag)
-        ends = tuple(given.modules_to_save or ())  # of names, as peft takes them: "norm" is also each "input_layernorm"
+        ends = tuple(given.modules_to_save or ())  # name suffixes, as in peft: "norm" also matches "input_layernorm"
         whole_names = tuple(name for name, _ in model.named_modules() if ends and name.endswith(ends))
     else:
         patterns, chosen, flag = options.lora_target_modules, [], "--lora-target-modules"
     if len(layers) < len(in_blocks) + len(in_towers):
-        flag = f"{flag} (beside what --freeze names)"
+        flag = f"{flag} (apart from those in --freeze)"
     default = [*(name for name in layers if name in in_blocks), *experts]
     chosen += choose_names(patterns, [*layers, *experts], flag) if patterns or given else default
     others = list_others(model, chosen) if whole_names else []
@@ -70,18 +70,18 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):
         flag = "--lora-use-dora" if options.lora_use_dora else f"--lora-dropout {options.lora_dropout}"
         raise ValueError(
-            f"{flag} cannot be had by experts that are held as one ({', '.join(list_kinds(targets.experts, 2))}):"
-            f" leave it out, or name --lora-target-modules without them: {', '.join(list_kinds(layers))}"
+            f"{flag} is not supported for fused experts ({', '.join(list_kinds(targets.experts, 2))}): remove it, or"
+            f" set --lora-target-modules without them: {', '.join(list_kinds(layers))}"
         )
     return targets
 
 
 def match_layers(model: PreTrainedModel, given: "LoraConfig", layers: list[str], flag: str) -> list[str]:
-    """The layers that an adapter is beside, by peft's own rules; ValueError if any is not among `layers`."""
+    """The layers that a given adapter applies to, by peft's own rules; ValueError if any is not among `layers`."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     rules = copy.copy(given)
-    rules.modules_to_save = None  # as they are put into the model: see `inject`
+    rules.modules_to_save = None  # as when they are inserted: see `inject`
     if not rules.target_modules:
         return []
     found = [name for name, _ in model.named_modules() if name and check_target_module_exists(rules, name)]
@@ -93,8 +93,8 @@ def match_layers(model: PreTrainedModel, given: "LoraConfig", layers: list[str],
 
 
 def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
-    """The modules that train as a whole: those asked for, embedding and head where they have new rows, and what the
-    objective always trains."""
+    """Names of the modules to train fully: requested ones, embedding and head if they have new rows, and modules that
+    the objective always trains."""
     config = AutoConfig.from_pretrained(meta.source.directory, trust_remote_code=meta.source.trust_remote_code)
     stored = text_config(config).vocab_size
     grown = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
@@ -105,38 +105,36 @@ def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
 
 
 def list_others(model: PreTrainedModel, chosen: list[str]) -> list[str]:
-    """The modules that neither hold one of the `chosen` nor are in one."""
+    """The modules that neither contain one of the `chosen` nor are in one."""
     adapted, holders = set(chosen), {owner for name in chosen for owner in iterate_owners(name)}
     names = (name for name, _ in model.named_modules() if name and name not in holders)
     return [name for name in names if adapted.isdisjoint(iterate_owners(name))]
 
 
 def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[str]:
-    """The names that one of `patterns`, a name or a regular expression, is or ends, from a dot on.
+    """The names that match one of `patterns`, names or regular expressions, as a whole or from a dot to the end.
 
-    ValueError for a pattern without any.
+    ValueError for a pattern that matches none.
     """
     chosen = set()
     for pattern in patterns:
         try:
             found = {name for name in names if re.fullmatch(rf"(.*\.)?(?:{pattern})", name)}
         except re.error as error:
-            raise ValueError(f"{flag} {pattern}: no name, and no regular expression: {error}") from None
+            raise ValueError(f"{flag} {pattern}: neither a name nor a regular expression: {error}") from None
         if not found:
-            raise ValueError(
-                f"{flag} {pattern}: there is nothing of this name; there are {', '.join(list_kinds(names))}"
-            )
+            raise ValueError(f"{flag} {pattern}: nothing has this name; there are {', '.join(list_kinds(names))}")
         chosen |= found
     return [name for name in names if name in chosen]
 
 
 def list_kinds(names: Iterable[str], length: int = 1) -> list[str]:
-    """The different ends of names, of `length` parts."""
+    """The distinct last `length` parts of the names."""
     return list(dict.fromkeys(".".join(name.split(".")[-length:]) for name in names))
 
 
 def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, given: "LoraConfig | None") -> "LoraConfig":
-    """peft's config of the adapters, as it is built and saved."""
+    """Makes peft's config of the adapters, as used and saved."""
     from peft import LoraConfig
 
     source = meta.source.describe()
@@ -169,28 +167,28 @@ def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, give
 
 
 def is_tied(model: PreTrainedModel, whole: list[str]) -> bool:
-    """Whether a module of those holds the parameters of another one, too."""
+    """Whether one of the modules `whole` shares parameters with a module outside."""
     held = {id(param) for name in whole for param in model.get_submodule(name).parameters()}
     owners = [name for name, module in model.named_modules() if held & {id(p) for p in module._parameters.values()}]
     return any(not name.startswith(tuple(whole)) for name in owners)
 
 
 def shorten(chosen: list[str], names: list[str], length: int = 1) -> list[str]:
-    """The ends of the names chosen, where no other name has the same; else the names as they are."""
+    """Shortens the chosen names to their endings if these match no other name; else returns them unchanged."""
     kinds = list_kinds(chosen, length)
     meant = [name for name in names if f".{name}".endswith(tuple(f".{kind}" for kind in kinds))]
     return kinds if set(meant) == set(chosen) else chosen
 
 
 def inject(model: PreTrainedModel, config: "LoraConfig", targets: Targets) -> dict[str, nn.Module]:
-    """Puts peft's layers into a frozen meta model; what trains is in fp32. Returns those layers by name."""
+    """Inserts peft's layers into a frozen meta model, with trained parameters in fp32. Returns the layers by name."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
     wholes = dict(modules_to_save=config.modules_to_save, ensure_weight_tying=config.ensure_weight_tying)
-    config.modules_to_save, config.ensure_weight_tying = None, False  # these train where they are, without a copy
+    config.modules_to_save, config.ensure_weight_tying = None, False  # these modules train in place, without a copy
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft then sets it itself
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft corrects it itself
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     for key, value in wholes.items():
         setattr(config, key, value)
@@ -212,9 +210,9 @@ def is_adapter(name: str) -> bool:
 
 
 def find_saved_names(model: PreTrainedModel) -> dict[str, str]:
-    """For every name in an adapter's file the parameter of the model that it holds: all that trains.
+    """Maps every name in an adapter's file to the trained parameter that it holds.
 
-    A head that is tied to the embedding is there as well: whoever loads the adapter has two modules, not one.
+    A head that is tied to the embedding is included: a model that the adapter is loaded into has two modules.
     """
     from peft import get_peft_model_state_dict
 
@@ -228,10 +226,10 @@ def find_saved_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def make_initial(layers: dict[str, nn.Module], read_base: Callable[[str], Tensor], *, seed: int) -> dict[str, Reader]:
-    """For every parameter of an adapter what it is before the first step: peft's own initialization, from `seed`.
+    """Returns readers of initial values for all adapter parameters: peft's own initialization, seeded by `seed`.
 
-    A is uniform, B zero, DoRA's magnitude the length of the weight's rows, so that nothing is added yet. `layers` are
-    peft's, on meta; `read_base` reads a parameter of the base.
+    A is uniform, B zero, and DoRA's magnitude the norm of the weight's rows, so that the adapters change nothing at
+    first. `layers` are peft's, on meta; `read_base` reads a parameter of the base.
     """
 
     def make(prefix: str, key: str) -> Tensor:

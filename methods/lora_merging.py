@@ -1,4 +1,4 @@
-"""A model with its adapters added to the weights, a layer at a time, by peft's own arithmetic in fp32."""
+"""Merging adapters into a model's weights, a layer at a time, with peft's own arithmetic in fp32."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from model.weights import Reader
 
 
 class Merger:
-    """What a merged model is made from: the base's tensors as they are stored, and peft's layers without memory."""
+    """Produces a merged model from the base's stored tensors and peft's layers on meta."""
 
     def __init__(
         self,
@@ -24,18 +24,18 @@ class Merger:
         *,
         shapes: dict[str, torch.Size],
     ):
-        """`renamed` has for each parameter of the base, by its name in `model` with adapters, the name before; `shapes`
-        what it is like, by that name."""
+        """`renamed` maps each base parameter's name in `model` with adapters to its original name; `shapes` has its
+        shape by original name."""
         self.layers, self.renamed, self.stored, self.shapes = layers, renamed, stored, shapes
         saved = model.state_dict().keys()
         self.buffers = [name for name, _ in model.named_buffers() if name in saved]
 
     def read_base(self, name: str) -> Tensor:
-        """A parameter of the base as it is stored, by its name in the model with adapters."""
+        """Reads a stored base parameter by its name in the model with adapters."""
         return self.stored[self.renamed[name]]()
 
     def list_groups(self, trained: dict[str, Tensor], dtype: torch.dtype) -> list[WeightGroup]:
-        """The merged model, a layer at a time, parameters as `dtype`, from the values `trained` of all that trains."""
+        """The merged model as groups of one layer, in `dtype`; `trained` holds the values of all trained parameters."""
 
         def group(names: Iterable[str], gather: Callable[[], dict[str, Tensor]]) -> WeightGroup:
             return WeightGroup(
@@ -62,7 +62,7 @@ class Merger:
 
     @torch.no_grad()
     def merge_layer(self, prefix: str, layer: nn.Module, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of one layer, by their names before it got an adapter, in fp32."""
+        """The merged tensors of one layer, in fp32, by their original names."""
         layer = copy.deepcopy(layer)
         for key in [key for key, _ in layer.named_parameters()]:
             name, (owner, _, attribute) = f"{prefix}.{key}", key.rpartition(".")
@@ -76,7 +76,7 @@ class Merger:
         return dict(zip(names, (param.data for param in inner.parameters()), strict=True))
 
     def list_inner(self, prefix: str, layer: nn.Module) -> tuple[nn.Module, list[str]]:
-        """The layer that one with adapters stands around, and its parameters' names before that."""
+        """The original layer inside one with adapters, and the original names of its parameters."""
         while hasattr(layer, "base_layer"):
             layer, prefix = layer.base_layer, f"{prefix}.base_layer"
         return layer, [self.renamed[f"{prefix}.{key}"] for key, _ in layer.named_parameters()]

@@ -1,4 +1,4 @@
-"""x (W + s B A)^T in four products and no other pass over the activations: what peft's layers compute, in less time.
+"""x (W + s B A)^T in four products without other passes over the activations: equal to peft's layers, but faster.
 
 T tokens, r the rank, s alpha / r. W (out, in) is frozen, A (r, in) and B (out, r) train.
 """
@@ -16,9 +16,9 @@ from methods.nf4 import NF4Linear
 
 
 def speed_up(layers: Iterable[nn.Module], *, adapter: str) -> None:
-    """Gives peft's layers a faster forward, where they are nothing but a linear layer with an adapter.
+    """Gives peft's layers a faster forward if they are plain linear layers with an adapter.
 
-    Not those of experts, nor DoRA's; one that drops inputs computes as peft does.
+    Layers of experts, DoRA and dropout keep peft's forward.
     """
     from peft.tuners.lora import Linear
 
@@ -39,14 +39,14 @@ def multiply(layer: nn.Module, adapter: str, x: Tensor) -> Tensor:  # (..., in) 
 
 
 def read_weight(weight: Tensor, base: nn.Module) -> Tensor:  # (out, in)
-    """A frozen layer's weight, from the parameter that holds it."""
+    """A frozen layer's weight, from its (possibly packed) parameter."""
     if isinstance(base, NF4Linear):
         return base.read(weight)
     return weight.t() if isinstance(base, Conv1D) else weight
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """x W^T + b + s (x A^T) B^T; keeps x and s x A^T for backward, which reads W anew."""
+    """x W^T + b + s (x A^T) B^T; keeps x and s x A^T for backward, which reads W again."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class AdaptedProduct(torch.autograd.Function):
             update += bias
         ctx.save_for_backward(x, low, weight, A, B)
         ctx.scaling, ctx.base = scaling, base
-        return torch.addmm(update, x, read_weight(weight, base).t())  # last, and the one addmm: see keep_operations
+        return torch.addmm(update, x, read_weight(weight, base).t())  # last, and the only addmm: see keep_operations
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:

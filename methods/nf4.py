@@ -1,8 +1,8 @@
-"""Weights in 4 bits (NF4 of QLoRA, Dettmers et al. 2023, arXiv 2305.14314), kept packed through shards and gathers.
+"""4-bit weights (NF4 of QLoRA, Dettmers et al. 2023, arXiv 2305.14314) that stay packed when sharded and gathered.
 
-The numbers are bitsandbytes' own, in blocks of 64 with doubly quantized scales. All bytes of a weight lie in one flat
-parameter of the type that the model computes in: FSDP hands a gathered parameter on as a plain tensor, so that what
-bitsandbytes hangs on its own subclass would be lost, and casts every other type, which would destroy packed bytes.
+The numbers are bitsandbytes' own, in blocks of 64 with doubly quantized scales. All bytes of a weight are in one flat
+parameter of the compute dtype: FSDP returns a gathered parameter as a plain tensor, so the attributes of bitsandbytes'
+subclass would be lost, and casts any other dtype, which would destroy packed bytes.
 T tokens.
 """
 
@@ -21,12 +21,12 @@ from model.weights import Reader
 from ranks.world import World, broadcast_from_rank0
 
 BLOCK = 64  # weights that share a scale
-SCALE_BLOCK = 256  # scales that share a scale of their own
-NUM_CODES = 256  # values that a scale in 8 bits can have
+SCALE_BLOCK = 256  # scales that share a second-level scale
+NUM_CODES = 256  # values of an 8-bit scale
 
 
 def check_bitsandbytes() -> None:
-    """ValueError if the package is not there."""
+    """ValueError if the package is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             "--base-quantization nf4 needs the package bitsandbytes, which is not installed:"
@@ -35,10 +35,10 @@ def check_bitsandbytes() -> None:
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer whose weight is held in NF4, and unpacked where it is multiplied.
+    """A frozen linear layer whose weight is stored in NF4 and unpacked for each product.
 
-    `packed` holds, as bytes: one fp32 scale for 256 scales, the 256 values of these, their mean, all as fp32; a byte
-    for each scale; half a byte for each weight.
+    `packed` holds, as bytes: in fp32, one scale per 256 scales, the 256 values of these, and their mean; a byte per
+    scale; half a byte per weight.
     """
 
     def __init__(self, module: nn.Linear | Conv1D, *, compute_dtype: torch.dtype):
@@ -54,15 +54,15 @@ class NF4Linear(nn.Module):
             torch.empty(num_bytes // compute_dtype.itemsize, dtype=compute_dtype, device=module.weight.device), False
         )
         self.bias = module.bias
-        self.replacement: Callable[[], Tensor] | None = None  # gives another weight for a moment
+        self.replacement: Callable[[], Tensor] | None = None  # temporary replacement of the weight
 
     @property
     def weight_numel(self) -> int:
-        """Numbers in the weight that is packed."""
+        """Number of elements of the packed weight."""
         return self.in_features * self.out_features
 
     def read(self, packed: Tensor) -> Tensor:  # (out, in)
-        """The weight, from `packed` as it is gathered."""
+        """Unpacks the weight from the gathered `packed`."""
         if self.replacement is not None:
             return self.replacement()
         return unpack(packed, self.sizes, (self.out_features, self.in_features))
@@ -72,7 +72,7 @@ class NF4Linear(nn.Module):
 
 
 def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> None:
-    """Puts an `NF4Linear` in the place of every linear layer of the blocks that does not train."""
+    """Replaces every frozen linear layer of the blocks with an `NF4Linear`."""
     for block in blocks:
         for name, module in list(block.named_modules()):
             if isinstance(module, (nn.Linear, Conv1D)) and not module.weight.requires_grad:
@@ -80,7 +80,7 @@ def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> None:
 
 
 class PackedProduct(torch.autograd.Function):
-    """x W^T + b, where backward unpacks W once more in place of keeping it; b is frozen, too."""
+    """x W^T + b, where backward unpacks W again instead of keeping it; b is also frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, layer: NF4Linear) -> Tensor:
@@ -95,7 +95,7 @@ class PackedProduct(torch.autograd.Function):
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight (out, in), fp32 or bf16, as the flat `NF4Linear.packed`, in its own type."""
+    """Packs a weight (out, in), fp32 or bf16, into the flat `NF4Linear.packed` of the same dtype."""
     from bitsandbytes.functional import quantize_4bit
 
     codes, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
@@ -108,7 +108,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, sizes: tuple[int, int, int], shape: tuple[int, int]) -> Tensor:
-    """The weight of `shape` (out, in) that `packed` stands for, in its type."""
+    """Unpacks a weight of `shape` (out, in), in the dtype of `packed`."""
     import bitsandbytes  # noqa: F401  (registers torch.ops.bitsandbytes)
 
     floats, scales, codes, _ = packed.view(torch.uint8).split([*sizes, packed.nbytes - sum(sizes)])
@@ -120,7 +120,7 @@ def unpack(packed: Tensor, sizes: tuple[int, int, int], shape: tuple[int, int]) 
 
 
 def fill_packed(layer: NF4Linear, name: str, readers: dict[str, Reader], *, world: World) -> None:
-    """Gives a meta layer rank 0's weight, packed before it is sent: no rank holds more than this one unpacked."""
+    """Fills a meta layer with rank 0's weight, packed before broadcasting: only one weight is ever unpacked."""
     packed = None
     if world.rank == 0:
         weight = readers.pop(f"{name}.weight")().to(world.device, layer.packed.dtype)
@@ -131,7 +131,7 @@ def fill_packed(layer: NF4Linear, name: str, readers: dict[str, Reader], *, worl
 
 @contextmanager
 def whole_weights(model: nn.Module, read: Callable[[str], Tensor] | None, *, world: World) -> Iterator[None]:
-    """Meanwhile each layer multiplies by the weight that rank 0 reads by its name, sent when it is needed."""
+    """Makes each layer use the weight that rank 0 reads by its name, broadcast when needed, inside this block."""
 
     def receive(layer: NF4Linear, name: str) -> Tensor:
         weight = None

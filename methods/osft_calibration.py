@@ -1,6 +1,6 @@
-"""What OSFT has to remember of earlier tasks: the covariance of every layer's inputs on a sample of their data.
+"""OSFT's statistics of earlier tasks: the covariance of every layer's inputs on a sample of their data.
 
-After gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
+Based on gradient projection memory (Saha et al. 2021, arXiv 2103.09762). T tokens.
 """
 
 import json
@@ -32,20 +32,20 @@ from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from sampler import Batch, iterate_batches
 
-NUM_CALIBRATION_SAMPLES = 512  # the most that are drawn from the data, with the run's seed
+NUM_CALIBRATION_SAMPLES = 512  # maximum number drawn from the data, with the run's seed
 
 
 @dataclass
 class Statistics:
-    """What earlier tasks gave the layers to see by their data, each data set weighing the same.
+    """Statistics of the layers' inputs on earlier tasks' data, with equal weight for each data set.
 
-    Rank 0's; the other ranks' are empty. Layers with the same input (query, key and value) share one covariance, kept
-    under the first one's name.
+    Empty except on rank 0. Layers with the same input (query, key and value) share one covariance, stored under the
+    first one's name.
     """
 
     covariances: dict[str, Tensor] = field(default_factory=dict)  # (in, in) fp64: sum over data sets of mean x x^T
-    inputs: dict[str, str] = field(default_factory=dict)  # layer -> the layer whose covariance is its own
-    similarities: dict[str, float] = field(default_factory=dict)  # block -> sum of mean cosine of input and output
+    inputs: dict[str, str] = field(default_factory=dict)  # layer -> layer under whose name its covariance is stored
+    similarities: dict[str, float] = field(default_factory=dict)  # block -> sum of mean cosines of input and output
     data_hashes: list[str] = field(default_factory=list)  # SHA-256 of the data sets' files
 
     def covariance(self, layer: str) -> Tensor:
@@ -57,13 +57,13 @@ class Statistics:
 
 
 def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens_per_gpu: int) -> TokenizedData:
-    """What OSFT has to remember, without what is too long; ValueError if another tokenizer made it."""
+    """Opens the calibration data without overlong samples; ValueError if a different tokenizer made it."""
     data = TokenizedData(path, option="--osft-calibration-data")
     if data.sidecar is None:
-        log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
+        log.warning(f"warning: no {path}.meta.json: cannot check whether this tokenizer made the data")
     elif data.sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
         raise ValueError(
-            f"--osft-calibration-data {path} was made with another tokenizer than --data-path: tokenize both with"
+            f"--osft-calibration-data {path} was made with a different tokenizer than --data-path: tokenize both with"
             " process_data.py and the same one"
         )
     data.fit_to(max_tokens_per_gpu, drop_overlong=True)
@@ -71,36 +71,36 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
 
 
 def find_block(layer: str, blocks: Container[str]) -> str | None:
-    """Which of the `blocks`, by name, a layer is in."""
+    """Name of the block, among `blocks`, that contains a layer."""
     return next((owner for owner in iterate_owners(layer) if owner in blocks), None)
 
 
 def check_statistics(
     statistics: Statistics, targets: dict[str, nn.Linear | Conv1D], *, needs_covariances: bool
 ) -> None:
-    """Refuses statistics of a model with other layers or blocks."""
+    """Refuses statistics of a model with different layers or blocks."""
     for name, module in targets.items():
         in_features = weight_shape(module)[1]
         is_known = name in statistics.inputs and len(statistics.covariance(name)) == in_features
         if needs_covariances and not is_known:
             raise ValueError(
-                f"--osft-statistics: nothing there about the {in_features} inputs of {name}: these are statistics of"
+                f"--osft-statistics: has nothing about the {in_features} inputs of {name}: these are statistics of"
                 " another model, or of fewer layers"
             )
         if find_block(name, statistics.similarities) is None:
             raise ValueError(
-                f"--osft-statistics: nothing there about the block of {name}: these are statistics of another model"
+                f"--osft-statistics: has nothing about the block of {name}: these are statistics of another model"
             )
 
 
 @contextmanager
 def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
-    """The open file, and what it says beside the covariances; ValueError in the block for what is no such file."""
+    """Yields the open file and its contents other than covariances; ValueError, also in the block, if it is invalid."""
     try:
         with safe_open(path, "pt") as file:
             yield file, json.loads(file.metadata()["about"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"--osft-statistics {path}: not a file of statistics: {error!r}") from None
+        raise ValueError(f"--osft-statistics {path}: not a statistics file: {error!r}") from None
 
 
 def read_statistics(path: Path) -> Statistics:
@@ -109,7 +109,7 @@ def read_statistics(path: Path) -> Statistics:
 
 
 def read_data_hashes(path: Path) -> list[str]:
-    """Which data sets the file has seen; its covariances, which are large, are not read."""
+    """Hashes of the data sets in the file; the large covariances are not read."""
     with open_statistics(path) as (_, about):
         return about["data_hashes"]
 
@@ -125,10 +125,10 @@ def write_statistics(statistics: Statistics, path: Path) -> None:
 
 
 def merge_statistics(old: Statistics, new: Statistics) -> Statistics:
-    """Both together; ValueError if they are of models with other layers."""
+    """Sums two statistics; ValueError if they are from models with different layers."""
     shapes = [{name: tuple(s.covariance(name).shape) for name in s.inputs} for s in (old, new)]
     if shapes[0] != shapes[1] or old.inputs != new.inputs:
-        raise ValueError("--osft-statistics: these are statistics of a model with other layers; name another file")
+        raise ValueError("--osft-statistics: these are from a model with different layers; choose another file")
     return Statistics(
         {name: old.covariances[name] + new.covariances[name] for name in old.covariances},
         old.inputs,
@@ -146,12 +146,12 @@ def prepare_statistics(
     objective: Objective,
     world: World,
 ) -> Statistics:
-    """What is known of earlier tasks from the file `path`, from `data`, or from both; rank 0's.
+    """Statistics of earlier tasks from the file `path`, from `data`, or both; empty except on rank 0.
 
-    `data` is added to what the file holds, once: the file knows which data it has seen. `build_plain` gives the
-    model that the data is shown to; of `options` the seed and the cap count.
+    `data` is added to the file only once: the file records the hashes of its data. `build_plain` builds the model that
+    the data is run through; only the seed and the token cap of `options` matter.
     """
-    # What the file knows, and whether it has seen this data.
+    # Read the file, and check whether it includes this data.
     statistics = Statistics()
 
     def read() -> list[str]:
@@ -163,7 +163,7 @@ def prepare_statistics(
     data_hash = None if data is None else call_on_rank0(world, lambda: hash_file(data.path)["sha256"])
     if data_hash is None or data_hash in known_hashes:
         return statistics
-    # What the data adds, and the file with both.
+    # Compute the data's statistics, and add them to the file.
     model = build_plain()
     data.vocab_size = text_config(model.model.config).vocab_size
     batch = next(
@@ -191,11 +191,11 @@ def prepare_statistics(
 
 @torch.no_grad()
 def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str, world: World) -> Statistics:
-    """One forward pass over each rank's micro-batches of `batch`, in which every linear layer and block is watched.
+    """Runs each rank's micro-batches of `batch` forward once, recording every linear layer and block.
 
-    All tokens count, trained or not; those of micro-batches that only keep a rank busy do not. Sums are in fp64.
+    All tokens count, trained or not, except those of filler micro-batches of idle ranks. Sums are in fp64.
     """
-    # Hooks that add up what every layer is given, and how far every block turns it.
+    # Define hooks that accumulate every layer's input covariance and every block's cosine similarity.
     device = world.device
     names = {module: name for name, module in packed_model.model.named_modules()}
     block_modules = find_blocks(packed_model.model)
@@ -224,7 +224,7 @@ def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str
             cosines = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
             similarities[names[module]] += cosines.sum(dtype=torch.float64)
 
-    # One forward pass.
+    # Run one forward pass.
     handles = []
     for module, name in names.items():
         if name in layers:
@@ -240,7 +240,7 @@ def gather_statistics(packed_model: PackedModel, batch: Batch, *, data_hash: str
     for handle in handles:
         handle.remove()
 
-    # The means over all ranks.
+    # Average over all ranks.
     dist.all_reduce(num_tokens)
     statistics = Statistics(data_hashes=[data_hash])
     for name in list(covariances):

@@ -1,6 +1,6 @@
-"""OSFT's directions: which layers have them, how they are found, and the cache of what takes long to find.
+"""OSFT's directions: the layers that have them, their computation, and a cache of the slow decompositions.
 
-Letters as in osft.py: a weight is held as a matrix A of L rows and s columns; k of the s directions are kept.
+Letters as in osft.py: a weight is treated as a matrix A of L rows and s columns; k of the s directions are kept.
 """
 
 import hashlib
@@ -22,31 +22,31 @@ from ranks.ending import log
 from ranks.terminal import show_progress
 from ranks.world import World, call_on_rank0
 
-CACHE_VERSION = 1  # of the form of a cached file
-# Of a Gram matrix, eigenvalues below this share of the largest are computed again without it: fp64 has 16 digits.
+CACHE_VERSION = 1  # version of the cached files' format
+# Eigenvalues of a Gram matrix below this share of the largest are recomputed separately: fp64 has 16 digits.
 RESOLVED = 1e-8
 
 
 def find_targets(
     model: PreTrainedModel, blocks: nn.ModuleList, patterns: tuple[str, ...]
 ) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers inside the blocks whose name contains one of `patterns`, or all where there are none.
+    """The linear layers inside the blocks whose names contain one of `patterns`; all layers without patterns.
 
-    Raises ValueError for a pattern that no layer's name contains.
+    ValueError for a pattern that no layer's name contains.
     """
     layers = find_linear_layers(model, blocks)
     unused = [pattern for pattern in patterns if not any(pattern in name for name in layers)]
     if unused or not layers:
         kinds = sorted({name.rpartition(".")[2] for name in layers})
         raise ValueError(
-            f"--osft-target-patterns {' '.join(unused)}: no linear layer inside the blocks has a name that contains it;"
+            f"--osft-target-patterns {' '.join(unused)}: contained in no name of a linear layer inside the blocks;"
             f" there are {', '.join(kinds) or 'none'}"
         )
     return {name: layer for name, layer in layers.items() if not patterns or any(p in name for p in patterns)}
 
 
 def weight_shape(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    """(out, in)"""
+    """Shape (out, in) of the layer's weight."""
     shape = tuple(module.weight.shape)
     return shape[::-1] if isinstance(module, Conv1D) else shape
 
@@ -67,20 +67,20 @@ def oriented_shape(module: nn.Linear | Conv1D, basis: str) -> tuple[int, int]:
 
 
 def orient(weight: Tensor, *, on_input: bool, is_conv1d: bool) -> Tensor:
-    """A weight as it is stored, as A (L, s); and A as it is stored."""
+    """Converts a weight between its stored layout and A (L, s), in either direction."""
     return (weight if on_input != is_conv1d else weight.T).contiguous()
 
 
 def count_kept(num_directions: int, unfreeze_rank_ratio: float) -> int:
-    """floor(n (1 - R)), with 10 (1 - 0.9) = 1."""
+    """floor(n (1 - R)), robust to rounding: 10 (1 - 0.9) = 1."""
     return math.floor(num_directions * (1 - unfreeze_rank_ratio) + 1e-9)
 
 
 def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Right singular vectors (s, s) and singular values (s,), descending, of a matrix (L, s), L >= s, in fp64.
 
-    By `eigh` of the Gram matrix, which loses what is smaller than 1e-8 of the largest singular value; the directions
-    below `RESOLVED` are therefore decomposed again among themselves.
+    Uses `eigh` of the Gram matrix, which loses singular values below 1e-8 of the largest; directions below `RESOLVED`
+    are therefore decomposed again separately.
     """
     values, basis = torch.linalg.eigh(matrix.T @ matrix)
     values, basis = values.flip(0).clamp_(min=0), basis.flip(1)
@@ -93,10 +93,10 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_subspace(matrix: Tensor, *, device: torch.device) -> dict[str, Tensor]:
-    """The cached tensors of a layer, for any R: `basis` (s, s), `singular_values` (s,), `left` (L, L) if square.
+    """Computes a layer's tensors to cache, for any R: `basis` (s, s), `singular_values` (s,), `left` (L, L) if square.
 
-    `matrix` is A (L, s), or in fp64 the covariance (s, s) of the layer's inputs, which gives the singular values and
-    the basis of these inputs.
+    `matrix` is A (L, s), or, in fp64, the covariance (s, s) of the layer's inputs, whose singular values and basis are
+    then returned.
     """
     is_covariance = matrix.dtype == torch.float64
     matrix = matrix.to(device, torch.float64)
@@ -107,7 +107,7 @@ def make_subspace(matrix: Tensor, *, device: torch.device) -> dict[str, Tensor]:
         basis, singular_values = decompose(matrix)
         subspace = dict(basis=basis, singular_values=singular_values)
         if matrix.shape[0] == matrix.shape[1]:
-            subspace["left"] = torch.linalg.qr(matrix @ basis, mode="complete").Q  # = U, completed where S is 0
+            subspace["left"] = torch.linalg.qr(matrix @ basis, mode="complete").Q  # U, completed where S is 0
     return {
         name: value.to("cpu", torch.float64 if name == "singular_values" else torch.float32).contiguous()
         for name, value in subspace.items()
@@ -123,24 +123,24 @@ def prepare_subspaces(
     world: World,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Path]:
-    """Files with the subspace of every layer, decomposing what is not cached; on rank 0 (empty on the others).
+    """Returns cache files with the subspaces of all layers, computing missing ones; empty except on rank 0.
 
-    `get_matrix` is called on rank 0 alone and returns what `make_subspace` takes, of `shapes[name]` and `dtype`; fp64
-    if they are covariances. Layers are dealt out by size, one to each rank at a time; rank 0 sends each matrix to the
-    rank that decomposes it, receives the result, and writes it.
+    `get_matrix` is called on rank 0 only and returns the argument of `make_subspace`, of shape `shapes[name]` and
+    `dtype`; fp64 means covariances. Layers are distributed by size, one per rank at a time; rank 0 sends each matrix to
+    the rank that decomposes it, receives the result, and writes it.
     """
-    # What is not in the cache.
+    # Find out what is missing in the cache.
     files: dict[str, Path] = {}
 
     def find_missing() -> list[str]:
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--osft-cache-dir {cache_dir}: cannot be made: {error}") from None
+            raise ValueError(f"--osft-cache-dir {cache_dir}: cannot be created: {error}") from None
         for name in show_progress(shapes, "OSFT: hashing", unit="layer"):
             matrix = get_matrix(name)
             if not matrix.isfinite().all():
-                raise ValueError(f"{name}: not finite, so there are no singular vectors")
+                raise ValueError(f"{name}: not finite, so it has no singular vectors")
             files[name] = cache_dir / f"{hash_matrix(matrix)}.safetensors"
         unique = {file: name for name, file in files.items()}
         return [name for file, name in unique.items() if not file.exists()]
@@ -148,9 +148,9 @@ def prepare_subspaces(
     missing = call_on_rank0(world, find_missing)
     missing.sort(key=lambda name: shapes[name][1] ** 2 * sum(shapes[name]), reverse=True)
     log.info(
-        f"OSFT: directions of {len(shapes)} layers: {len(missing)} matrices to decompose, the rest is in {cache_dir}"
+        f"OSFT: directions of {len(shapes)} layers: {len(missing)} matrices to decompose, the rest are in {cache_dir}"
     )
-    # Decompose it, one matrix a rank at a time.
+    # Decompose it, one matrix per rank at a time.
     rounds = range(0, len(missing), world.world_size)
     for start in show_progress(rounds, "OSFT: decomposing", unit="layer of each rank"):
         dealt = missing[start : start + world.world_size]
@@ -174,7 +174,7 @@ def prepare_subspaces(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory, for what knows neither bfloat16 nor more than one dimension."""
+    """Views the tensor as flat bytes, for functions that support neither bfloat16 nor several dimensions."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -186,7 +186,7 @@ def hash_matrix(matrix: Tensor) -> str:
 
 
 def empty_subspace(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Memory for what `make_subspace` returns of a matrix of `shape` and `dtype`, in its order."""
+    """Empty tensors like those that `make_subspace` returns for a matrix of `shape` and `dtype`, in the same order."""
     num_rows, num_columns = shape
     subspace = dict(
         basis=torch.empty(num_columns, num_columns), singular_values=torch.empty(num_columns, dtype=torch.float64)
@@ -197,7 +197,7 @@ def empty_subspace(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tens
 
 
 def write_subspace(file: Path, subspace: dict[str, Tensor]) -> None:
-    """Written aside and renamed, so that runs can share a cache."""
+    """Writes a cache file atomically, so that runs can share a cache."""
     try:
         with written_aside(file) as (aside,):
             save_file(subspace, aside)

@@ -1,1 +1,1 @@
-"""A model directory -> a sharded model that trains."""
+"""Building, checking and sharding a trainable model from a model directory."""

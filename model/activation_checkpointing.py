@@ -1,4 +1,4 @@
-"""What the blocks keep for backward, and what they compute a second time."""
+"""Activation checkpointing: the outputs that blocks keep for backward, and those that they recompute."""
 
 import functools
 from typing import Any
@@ -14,8 +14,8 @@ from model.method import Method
 from objectives.packed_model import PackedModel
 from pretrained.text_tower import text_config
 
-# What --activation-checkpointing selective keeps the outputs of. Not bmm: written-out attention has its scores from it.
-GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # products of all experts of a layer in one
+# Operations whose outputs --activation-checkpointing selective keeps. Not bmm, which computes eager attention's scores.
+GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # matrix products of all experts of a layer at once
 MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"}) | GROUPED_PRODUCTS
 ATTENTION = frozenset({
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -23,29 +23,29 @@ ATTENTION = frozenset({
     "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
 })  # fmt: skip
 
-MODES = ("none", "selective", "full")  # by how much is computed twice
+MODES = ("none", "selective", "full")  # ordered by how much is recomputed
 
 
 def choose_kept_operations(model: PreTrainedModel, method: Method, *, backend: str, compile: bool) -> frozenset[str]:
     """The operations whose outputs --activation-checkpointing selective keeps for backward."""
     if compile and backend in packed_attention.UNCOMPILED:
         raise ValueError(
-            f"--compile with --activation-checkpointing selective needs --attention flash_attn or varlen, this is"
-            f" {backend}: it cannot be compiled, and blocks that keep some of their operations only as a whole;"
+            "--compile with --activation-checkpointing selective needs --attention flash_attn or varlen, not"
+            f" {backend}: it cannot be compiled, and blocks with selective checkpointing are compiled only as a whole;"
             " use --activation-checkpointing none or full"
         )
     kept = method.keep_operations(MATRIX_PRODUCTS | ATTENTION)
     if "dropout" in packed_attention.find_features(model, text_config(model.config)):
-        kept -= ATTENTION  # what is not repeated draws no random numbers, and later dropout would draw other ones
+        kept -= ATTENTION  # without recomputing it, later dropout would draw different random numbers
     if any(param.ndim == 2 and name.endswith("bias") for name, param in model.named_parameters()):
-        kept -= GROUPED_PRODUCTS  # transformers adds the experts' biases in place, and what is kept must not change
+        kept -= GROUPED_PRODUCTS  # transformers adds the experts' biases in place, but kept outputs must not change
     return kept
 
 
 def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] = frozenset()) -> None:
-    """Keeps each block's input and the outputs of the operations `kept` for backward, and recomputes the rest.
+    """Keeps each block's input and the outputs of operations in `kept` for backward, and recomputes the rest.
 
-    Wraps `forward` and not the module, so that parameters keep their names and FSDP's hooks stay outside.
+    Wraps `forward`, not the module, so that parameters keep their names and FSDP's hooks stay outside.
     """
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -58,7 +58,7 @@ def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] =
 
 
 def set_activation_checkpointing(packed_model: PackedModel, method: Method, mode: str) -> None:
-    """Changes what the blocks of a built model keep for backward; none of them may be compiled."""
+    """Changes the checkpointing mode of a built model, whose blocks must not be compiled."""
     model = packed_model.model
     blocks = find_blocks(model)
     for block in blocks:

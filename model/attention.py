@@ -1,7 +1,7 @@
-"""Attention over packed sequences, causal or two-sided: one row of tokens in which no sequence sees another.
+"""Attention over packed sequences, causal or bidirectional: one row of tokens in which no sequence sees another.
 
-T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register_backends` makes the functions known
-to transformers; a model then calls the one that its config names, once a layer, with the row's `micro_batch`.
+T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register_backends` registers the functions with
+transformers; a model then calls the one that its config names, once per layer, with the row's `micro_batch`.
 """
 
 import importlib.util
@@ -17,56 +17,56 @@ from transformers import AttentionInterface, PreTrainedConfig
 from families.micro_batch import MicroBatch, Row
 from model.context_parallel import choose_own, give_heads_back, take_heads
 
-# In the order of preference: what each backend honours beyond causal or two-sided attention with sliding windows.
+# In order of preference: features each backend supports beyond causal or bidirectional attention with sliding windows.
 BACKENDS: dict[str, set[str]] = {
     "flash_attn": {"dropout", "softcap"},  # CUDA, bfloat16, package flash-attn
     "varlen": set(),  # CUDA, bfloat16, ships with torch
     "sdpa": {"dropout", "blocks"},  # any device, one sequence at a time
-    "eager": {"dropout", "softcap", "sinks", "blocks"},  # any device, one sequence at a time, holds its score matrix
+    "eager": {"dropout", "softcap", "sinks", "blocks"},  # any device, one sequence at a time, stores its score matrix
 }
-OWN = "own"  # the model's, one sequence at a time: in the place of a backend, where none can do what the model does
-UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile leaves their loop over sequences out
+OWN = "own"  # the model's own attention, one sequence at a time, if no backend supports its features
+UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile skips their loop over sequences
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
-MAX_HEAD_SIZE = 256  # the largest that FlashAttention's kernels take
+MAX_HEAD_SIZE = 256  # largest head size that FlashAttention's kernels support
 
 
 class Rule(NamedTuple):
-    """What a layer asks of attention, apart from its queries, keys and values."""
+    """A layer's attention settings, apart from its queries, keys and values."""
 
     scaling: float
-    window: int | None = None  # tokens that one sees, itself included; None: all of its sequence
+    window: int | None = None  # tokens that a token sees, itself included; None: all of its sequence
     is_two_sided: bool = False
     dropout: float = 0.0
     softcap: float | None = None
     sinks: Tensor | None = None  # (Hq,) logits that take a share of each softmax
-    blocks: Tensor | None = None  # (T,) the image that each token is of, -1 for none
+    blocks: Tensor | None = None  # (T,) index of each token's image, -1 for none
 
     @property
     def features(self) -> set[str]:
-        """What a backend must honour beyond what all do."""
+        """Features that a backend must support beyond those that all do."""
         asked = {"dropout": self.dropout or None, "softcap": self.softcap, "sinks": self.sinks, "blocks": self.blocks}
         return {name for name, value in asked.items() if value is not None}
 
     @property
     def reach(self) -> tuple[int, int]:
-        """How many tokens before and after it one sees, as FlashAttention's kernels have it; -1: all."""
+        """Window size (left, right) in FlashAttention's convention; -1: unlimited."""
         before = -1 if self.window is None else self.window - 1
         return before, before if self.is_two_sided else 0
 
 
 def registered_name(backend: str) -> str:
-    """The backend's name in transformers, which would take one with "flash" or "sdpa" in it for its own."""
+    """The backend's name in transformers, which treats names containing "flash" or "sdpa" as its own."""
     return f"packed_{list(BACKENDS).index(backend)}"
 
 
 def register_backends() -> None:
-    """Makes every backend available to transformers as an attention implementation."""
+    """Registers every backend with transformers as an attention implementation."""
     for name, attend in zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_sdpa, attend_eager), strict=True):
         AttentionInterface.register(registered_name(name), make_interface(name, attend))
 
 
 def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """`attend` behind the signature that transformers calls; refuses features that the backend would drop."""
+    """Wraps `attend` in the signature that transformers calls; refuses features that the backend would ignore."""
 
     def attention(
         module: nn.Module,
@@ -86,7 +86,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         **_not_about_attention,  # position_ids, cache flags and the like
     ) -> tuple[Tensor, None]:
         if micro_batch is None:
-            raise ValueError(f"{type(module).__name__} does not get the micro-batch: its model passes no arguments on")
+            raise ValueError(f"{type(module).__name__} gets no micro-batch: its model does not forward arguments")
         row = micro_batch.row
         has_blocks = row.blocks is not None and (row.blocks.are_everywhere or sliding_window is not None)
         blocks = row.blocks.of if has_blocks else None
@@ -98,7 +98,7 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
         if attention_mask is not None or position_bias is not None or (is_causal is False and not is_two_sided):
             dropped |= {"attention masks, position biases or attention that is not causal"}
         if dropped:
-            raise ValueError(f"attention backend {name!r} cannot honour this model's {', '.join(sorted(dropped))}")
+            raise ValueError(f"attention backend {name!r} does not support this model's {', '.join(sorted(dropped))}")
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             query = correct_temperature(module, query, row.position_ids)
         if getattr(module, "attends_in_chunks", False):
@@ -115,9 +115,9 @@ def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tu
 
 
 def mark_chunked(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Marks the layers whose attention looks no further than its chunk of a sequence (Llama 4).
+    """Marks the layers whose attention is limited to chunks of a sequence (Llama 4).
 
-    Once, since what attention would ask of its layer's number, torch.compile would compile again for each layer.
+    This is done in advance because torch.compile would recompile for every layer if attention looked at `layer_idx`.
     """
     layer_types = getattr(config, "layer_types", None) or ()
     for module in model.modules() if "chunked_attention" in layer_types else ():
@@ -127,7 +127,7 @@ def mark_chunked(model: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def correct_temperature(module: nn.Module, query: Tensor, position_ids: Tensor) -> Tensor:
-    """The queries (1, Hq, T, D) with the temperature of their positions in sequences, not in the row (Llama 4)."""
+    """Corrects the temperature of queries (1, Hq, T, D) to positions in sequences instead of the row (Llama 4)."""
     in_row = torch.arange(query.shape[2], device=query.device)
     wanted, used = (
         torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
@@ -166,7 +166,7 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rul
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
 def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
-    """torch's scaled_dot_product_attention, one sequence at a time: bitwise what the sequence alone would get."""
+    """torch's scaled_dot_product_attention, one sequence at a time: bitwise equal to the sequence alone."""
     outputs = []
     for (q, k, v), own in zip(
         split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
@@ -184,7 +184,7 @@ def attend_sdpa(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule)
 
 @torch.compiler.disable
 def attend_eager(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:  # (1, T, Hq, D)
-    """Attention written out, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
+    """Eager attention, one sequence at a time: softmax over [softcap(q·k), sink], the sink's share discarded."""
     outputs = []
     for (q, k, v), own in zip(
         split_sequences(query, key, value, row.seq_lengths), split_blocks(rule.blocks, row), strict=True
@@ -202,21 +202,21 @@ def attend_eager(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule
 
 
 def split_sequences(query: Tensor, key: Tensor, value: Tensor, seq_lengths: list[int]) -> zip:
-    """(q, k, v) of one packed sequence after the other, each (1, heads, length, D)."""
+    """Yields (q, k, v) of each packed sequence, each (1, heads, length, D)."""
     return zip(*(t.split(seq_lengths, dim=2) for t in (query, key, value)), strict=True)
 
 
 def split_blocks(blocks: Tensor | None, row: Row) -> list[Tensor | None]:
-    """The images that the tokens of each packed sequence are of."""
+    """Splits `blocks` by packed sequence."""
     if blocks is None:
         return [None] * len(row.seq_lengths)
     return list(blocks.split(row.seq_lengths))
 
 
 def make_mask(length: int, rule: Rule, device: torch.device, blocks: Tensor | None) -> Tensor:
-    """(length, length) bool: True where query i may see key j: 0 <= i - j (< window), or if two-sided |i - j|.
+    """Makes a (length, length) mask, True where query i sees key j: 0 <= i - j (< window), bidirectional: |i - j|.
 
-    Tokens of one block (length,), from 0, see each other both ways, as far as the window reaches back.
+    `blocks` (length,): tokens with the same index >= 0 see each other in both directions; the window limits past keys.
     """
     if blocks is not None:
         is_one = (blocks[:, None] == blocks) & (blocks >= 0)
@@ -229,9 +229,9 @@ def make_mask(length: int, rule: Rule, device: torch.device, blocks: Tensor | No
 def choose_backend(
     requested: str, *, model: nn.Module, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """The backend `requested`, or for "auto" the first in `BACKENDS` that can do what this model needs here.
+    """Returns the backend `requested`, or for "auto" the first in `BACKENDS` that supports this model and device.
 
-    Raises ValueError with the reason for each backend asked for that cannot be used.
+    ValueError, with the reason for each candidate, if none can be used.
     """
     needed = find_features(model, config)
     candidates = list(BACKENDS) if requested == "auto" else [requested]
@@ -243,7 +243,7 @@ def choose_backend(
 
 
 def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
-    """What the model's attention has beyond causal attention with sliding windows."""
+    """Features of the model's attention beyond causal attention with sliding windows."""
     features = set()
     if any(getattr(config, name, 0.0) for name in ATTENTION_DROPOUTS):
         features.add("dropout")
@@ -255,8 +255,8 @@ def find_features(model: nn.Module, config: PreTrainedConfig) -> set[str]:
 
 
 def list_heads(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """How many heads each layer has, and their size; one pair for all layers alike, and none where no layer has any."""
-    # Gemma 4's way is a config for each layer: the model's own has no head_dim to ask for.
+    """(number of heads, head size) of each layer; a single pair if all layers are alike, none without attention."""
+    # Gemma 4 has a config per layer, and its main config has no head_dim.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return [
         (layer.num_attention_heads, getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
@@ -268,24 +268,24 @@ def list_heads(config: PreTrainedConfig) -> list[tuple[int, int]]:
 def find_obstacle(
     name: str, needed: set[str], *, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Why backend `name` cannot be used, or None."""
+    """Why backend `name` cannot be used; None if it can."""
     if missing := needed - BACKENDS[name]:
-        return f"cannot honour this model's attention {', '.join(sorted(missing))}"
+        return f"does not support this model's attention {', '.join(sorted(missing))}"
     if name in ("sdpa", "eager"):
         return None
     if device.type != "cuda":
-        return f"needs a CUDA device, this is {device.type}"
+        return f"needs a CUDA device, not {device.type}"
     if dtype != torch.bfloat16:
-        return f"needs --compute-dtype bfloat16, given {str(dtype).removeprefix('torch.')}"
+        return f"needs --compute-dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name(device)}"
+        return f"needs an Ampere GPU or newer, not {torch.cuda.get_device_name(device)}"
     if getattr(config, "v_head_dim", None) is not None:
-        return "needs one head size for queries, keys and values"
+        return "needs the same head size for queries, keys and values"
     head_sizes = [size for _, size in list_heads(config)]
     if (largest := max([*head_sizes, getattr(config, "global_head_dim", None) or 0])) > MAX_HEAD_SIZE:
-        return f"allows heads of at most {MAX_HEAD_SIZE}, this model's have {largest}"
+        return f"needs a head size of at most {MAX_HEAD_SIZE}, this model has {largest}"
     if name == "varlen" and any(size % 8 != 0 for size in head_sizes):
-        return f"allows heads whose size is a multiple of 8, this model's have {', '.join(map(str, head_sizes))}"
+        return f"needs head sizes that are multiples of 8, this model has {', '.join(map(str, head_sizes))}"
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     return None

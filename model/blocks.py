@@ -1,4 +1,4 @@
-"""A model's transformer blocks, found, and given the micro-batch for their attention."""
+"""Finding a model's transformer blocks, and passing them the micro-batch for their attention."""
 
 import dis
 import functools
@@ -15,10 +15,10 @@ from pretrained.text_tower import find_decoder, text_config
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The transformer blocks: the module list as long as the model is deep.
+    """Finds the transformer blocks: the module list whose length is the config's number of layers.
 
-    Where the config does not say how deep it is (several layers a block, several stacks, those of a decoder): the
-    longest list that is in no other one, and all that hold modules of the same class.
+    If there is none (several layers per block, several stacks, a decoder's own): the longest list that is in no other
+    one, plus all lists of modules of the same class.
     """
     decoder, num_blocks = find_decoder(model), getattr(text_config(model.config), "num_hidden_layers", None)
     for module in decoder.modules():
@@ -35,17 +35,17 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 @dataclass
 class HeldRow:
-    """The micro-batch that a model or a block was given last; plain, since torch.compile follows what is done to it."""
+    """The last micro-batch passed to a model or block; a simple object, which torch.compile can trace."""
 
     micro_batch: Any = None
 
 
 def hand_micro_batch_on(base: nn.Module, blocks: nn.ModuleList, *, makes_masks: bool) -> list[HeldRow]:
-    """Gives each block the micro-batch that its model was called with, and returns where each block holds its own.
+    """Passes the micro-batch that the model is called with to each block; returns each block's holder of it.
 
-    Also where the model hands its blocks nothing (Mamba), and the blocks hand nothing to those inside (StableLM). A
-    block is given it from outside of its forward, so that it gets the same one where it is recomputed. `makes_masks`:
-    the model's attention is its own, with the masks that the model makes.
+    This also works if the model passes its blocks nothing (Mamba), or the blocks pass nothing to their children
+    (StableLM). A block gets it from outside its forward, so that recomputation uses the same one. `makes_masks`: the
+    model uses its own attention, with masks that it makes.
     """
     row = HeldRow()
     base.register_forward_pre_hook(functools.partial(hold_call, row, makes_masks), with_kwargs=True)
@@ -65,10 +65,10 @@ def hand_micro_batch_on(base: nn.Module, blocks: nn.ModuleList, *, makes_masks: 
 def hold_call(
     row: HeldRow, makes_masks: bool, base: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Before a model's forward: holds its micro-batch, and drops arguments that its forward does not take.
+    """Pre-forward hook of a model: stores its micro-batch, and drops arguments that its forward does not accept.
 
-    A model that makes masks gets a padding mask with as many keys as the longest sequence, none of them padding: then
-    its mask (T, longest) begins with that of a sequence alone, for any positions in the row.
+    A model that makes masks gets a padding mask over the longest sequence, without padding: its mask (T, longest) then
+    starts with that of a single sequence, for any positions in the row.
     """
     row.micro_batch = kwargs.get("micro_batch")
     if row.micro_batch is not None:
@@ -79,7 +79,7 @@ def hold_call(
 
 
 def give_row(row: HeldRow, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Before a block's forward: adds what the model holds and may not have handed on."""
+    """Pre-forward hook of a block: adds the model's micro-batch, unless the model passed it."""
     return args, {"micro_batch": row.micro_batch} | kwargs
 
 
@@ -93,12 +93,12 @@ def call_with_row(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) ->
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """Whether the module's forward takes the keyword argument, by its name or among any others."""
+    """Whether the module's forward accepts the keyword argument, by name or through **kwargs."""
     return name in inspect.signature(type(module).forward).parameters or find_keywords(module) is not None
 
 
 def drops_keywords(module: nn.Module) -> bool:
-    """Whether the module's forward takes any keyword arguments, and its code never reads them."""
+    """Whether the module's forward has **kwargs that its code never reads."""
     name = find_keywords(module)
     return name is not None and all(
         name not in (instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,))
@@ -107,13 +107,13 @@ def drops_keywords(module: nn.Module) -> bool:
 
 
 def find_keywords(module: nn.Module) -> str | None:
-    """How the module's forward calls its other keyword arguments (kwargs); None if it takes none."""
+    """Name of the forward's **kwargs parameter; None if it has none."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
 
 
 def iterate_owners(name: str) -> Iterator[str]:
-    """The modules that the module or parameter `name` is in, from the outermost to itself: a, a.b, a.b.c."""
+    """Names of the modules that contain the module or parameter `name`, outermost first, and itself: a, a.b, a.b.c."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
 

@@ -1,4 +1,4 @@
-"""From a model directory to a sharded model that trains: laid out on meta, then `apply_*` in a fixed order."""
+"""Builds a sharded, trainable model from a model directory: on the meta device, then `apply_*` in a fixed order."""
 
 import importlib.util
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from ranks.devices import DTYPES, describe_device
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 
-MIN_FLOAT8_SIZE = 256  # of a layer's input and output: below, casting costs more than fp8 saves
+MIN_FLOAT8_SIZE = 256  # minimum input and output size of a layer: below, casting costs more than fp8 saves
 
 
 def build_model(
@@ -42,10 +42,10 @@ def build_model(
     world: World,
     progress: Callable[[str], None] = lambda where: None,
 ) -> PackedModel:
-    """The model, sharded over `world.mesh`, in train mode, with the layers that `method` puts into it.
+    """Builds the model, sharded over `world.mesh`, in train mode, with the layers that `method` adds.
 
-    Only rank 0 reads the weights, block by block, and sends them to the other ranks. `weights_dtype` is the master
-    weights'. `progress` hears of a long start.
+    Only rank 0 reads the weights, block by block, and broadcasts them. `weights_dtype` is the master weights' dtype.
+    `progress` is called during a long start.
     """
     meta = make_meta_model(source, compute, family=objective.family, method=method, device=world.device)
     if world.row_group is not None:
@@ -75,11 +75,11 @@ def build_model(
 def make_meta_model(
     source: ModelSource, compute: ComputeOptions, *, family: Family, method: Method, device: torch.device
 ) -> MetaModel:
-    """The model without memory, and with all that changes its code; `device` is where it will compute."""
+    """Builds the model on the meta device, with all changes to its code; `device` is where it will compute."""
     compute_dtype, mode = choose_compute_dtype(compute, device), compute.activation_checkpointing
     with torch.device("meta"):
         model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
-    model.to("meta")  # the parameters that a model makes in a way that knows no default device (DiffLlama)
+    model.to("meta")  # for parameters created in a way that ignores the default device (DiffLlama)
     left_out = family.leave_out(model)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     if compute.use_liger_kernels:
@@ -94,7 +94,7 @@ def make_meta_model(
     tiled = find_tiled(model, blocks) if compute.tiled_mlp else ()
     if mode == "selective":
         kept = choose_kept_operations(model, method, backend=backend, compile=compute.compile)
-        apply_activation_checkpointing(blocks, kept)  # inside of what is compiled, whose operations nobody else sees
+        apply_activation_checkpointing(blocks, kept)  # before compiling, which hides operations
     if compute.compile:
         apply_compile(blocks)
     if mode == "full":
@@ -105,22 +105,23 @@ def make_meta_model(
 
 
 def check_divisible(meta: MetaModel, num_sharing: int) -> None:
-    """ValueError for a model whose packed rows cannot be divided over ranks (--context-parallel)."""
+    """ValueError for a model whose packed rows cannot be split over ranks (--context-parallel)."""
     reason = None
     if any(map(find_mixers, meta.blocks)):
-        reason = "layers with a state, which would go on from one rank's tokens to the next one's"
+        reason = "layers with a recurrent state, which would have to pass from rank to rank"
     elif meta.backend not in BACKENDS:
-        reason = "attention of its own, which needs whole sequences"
+        reason = "its own attention code, which needs whole sequences"
     elif find_pad_position(meta.model) is not None:
         reason = "positions that are counted over whole sequences"
     if reason is not None:
         raise ValueError(
-            f"--context-parallel {num_sharing}: model type {meta.model.config.model_type!r} has {reason}; leave it out"
+            f"--context-parallel {num_sharing}: model type {meta.model.config.model_type!r} has {reason}; remove the"
+            " option"
         )
 
 
 def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Makes the master weights of a meta model, which its parameters will be filled with, of this type."""
+    """Sets the dtype of a meta model's master weights."""
     for param in model.parameters():
         param.data = param.data.to(dtype)
 
@@ -131,21 +132,21 @@ def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch
 
 
 def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.device, dtype: torch.dtype) -> str:
-    """Routes the model's attention to a backend of model.attention, and says to which."""
+    """Routes the model's attention to a backend of model.attention; returns its name."""
     config = text_config(model.config)
     missing = [] if getattr(config, "hidden_size", None) else ["hidden_size"]
     if not missing and not list_heads(config) and not any(map(find_mixers, find_blocks(model))):
         missing = ["num_attention_heads"]
     if missing:
         raise ValueError(
-            f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is no stack of"
-            " blocks with attention or a state that is known here, and nothing would keep samples apart"
+            f"model type {model.config.model_type!r} has no {' and no '.join(missing)} in its config: it is not a known"
+            " stack of blocks with attention or a recurrent state, and packed samples could not be kept apart"
         )
     if pad_attention(model):
         if requested != "auto":
             raise ValueError(
-                f"--attention {requested}: model type {model.config.model_type!r} computes attention by code of its"
-                " own, which nothing can replace: leave it out"
+                f"--attention {requested}: model type {model.config.model_type!r} computes attention in its own code,"
+                " which cannot be replaced: remove the option"
             )
         return "padded"
     if needs_own_attention(find_blocks(model), config):
@@ -159,52 +160,52 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
 
 
 def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
-    """Leaves the model its own attention, which then runs one sequence at a time."""
+    """Keeps the model's own attention, which then runs one sequence at a time."""
     if requested != "auto":
         raise ValueError(
-            f"--attention {requested}: model type {model.config.model_type!r} has attention of its own, which runs one"
-            " sequence at a time and cannot be replaced: give --attention auto"
+            f"--attention {requested}: model type {model.config.model_type!r} has its own attention code, which runs"
+            " one sequence at a time and cannot be replaced: use --attention auto"
         )
     set_attention(model, "eager")
     return OWN
 
 
 def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_products: bool) -> None:
-    """Replaces norms, rotary embeddings and MLPs by liger-kernel's.
+    """Replaces norms, rotary embeddings and MLPs with liger-kernel's.
 
-    Not the loss, whose kernel waits for the GPU and cannot weight tokens. With `keeps_products` no rotary embeddings:
-    liger-kernel's turn what they are given in place, and outputs of products that are kept would be turned twice.
+    The loss is not replaced: its kernel syncs with the GPU and cannot weight tokens. With `keeps_products`, rotary
+    embeddings are not replaced either: liger-kernel's work in place, and would rotate kept outputs twice.
     """
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         raise ValueError(
             "--use-liger-kernels needs a CUDA device and the package liger-kernel (pip install liger-kernel);"
-            f" this is {device.type}, liger-kernel is"
+            f" the device is {device.type}, liger-kernel is"
             f" {'not ' if importlib.util.find_spec('liger_kernel') is None else ''}installed"
         )
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
     if is_multimodal(model.config):
-        raise ValueError(f"--use-liger-kernels: not for a model of more than text ({model.config.model_type!r})")
+        raise ValueError(f"--use-liger-kernels: not supported for multimodal models ({model.config.model_type!r})")
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(f"--use-liger-kernels: liger-kernel has none for model type {model.config.model_type!r}")
+        raise ValueError(f"--use-liger-kernels: liger-kernel does not support model type {model.config.model_type!r}")
     if getattr(model.config, "mlp_bias", False):
-        raise ValueError("--use-liger-kernels: liger-kernel's MLPs have no biases, and this model's do (mlp_bias)")
+        raise ValueError("--use-liger-kernels: liger-kernel's MLPs have no biases, but this model's do (mlp_bias)")
     _apply_liger_kernel_to_instance(
         model, rope=not keeps_products, cross_entropy=False, fused_linear_cross_entropy=False
     )
 
 
 def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
-    """Replaces the blocks' large linear layers by torchao's in fp8.
+    """Replaces the blocks' large linear layers with torchao's in fp8.
 
-    With one scale for each row of activations, so that no token's numbers depend on another's, and the weights'
-    gradients in bf16, which any number of tokens allows.
+    Each row of activations has its own scale, so that no token affects another, and weight gradients are computed in
+    bf16, which works for any number of tokens.
     """
     is_installed = importlib.util.find_spec("torchao") is not None
     is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     if not is_able or not is_installed:
         raise ValueError(
-            "--float8 needs a Hopper GPU or newer and the package torchao (pip install torchao); this is"
+            "--float8 needs a Hopper GPU or newer and the package torchao (pip install torchao); the device is"
             f" {describe_device(device)}, torchao is {'' if is_installed else 'not '}installed"
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -215,7 +216,7 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
     num_suited = sum(isinstance(module, nn.Linear) and is_suited(module, "") for module in blocks.modules())
     if num_suited == 0:
         raise ValueError(
-            "--float8 has no effect on this model: no linear layer of its blocks has sizes of at least"
+            "--float8 has no effect on this model: no linear layer in its blocks has sizes of at least"
             f" {MIN_FLOAT8_SIZE} that are multiples of 16"
         )
     log.info(f"float8: {num_suited} linear layers")
@@ -224,10 +225,10 @@ def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
 
 
 def apply_compile(blocks: nn.ModuleList, *, backend: str | Callable = "inductor", dynamic: bool = True) -> None:
-    """Compiles each block by itself, for any number of tokens and sequences; the options are torch.compile's.
+    """Compiles each block separately, for any number of tokens and sequences; the options are torch.compile's.
 
-    All blocks of a kind share one compiled code, and no micro-batch compiles again, since none has a dimension or a
-    longest sequence of 1 (see `Objective.pack`), which would be taken for constants.
+    All blocks of a kind share one compiled graph, and no micro-batch triggers recompilation, since none has a dimension
+    or a longest sequence of 1 (see `Objective.pack`), which torch.compile would specialize on.
     """
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=dynamic, backend=backend)

@@ -1,4 +1,4 @@
-"""A layer run once for each sequence of a packed row, and what it is given of the row's arguments.
+"""Running a layer once per sequence of a packed row, on the matching slices of the row's arguments.
 
 T tokens in the packed row, L in one of its sequences, H hidden size, D head size.
 """
@@ -13,29 +13,29 @@ from torch import Tensor
 
 from model.blocks import HeldRow
 
-# Arguments of the whole row, which a layer that sees one sequence does not get.
+# Arguments that describe the whole row, which are not passed to a layer that runs on one sequence.
 OF_THE_ROW = frozenset({"micro_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
-OF_PAIRS = ("mask", "alibi", "bias")  # in the names of what has a number for each key, or each query and key
+OF_PAIRS = ("mask", "alibi", "bias")  # parts of the names of arguments with a value per key, or per query and key
 
 
 class OfEach(list[Tensor]):
-    """What a layer returned for each sequence, and hands to the next one as it is: indices of chosen keys."""
+    """A layer's output per sequence, passed unchanged to the next layer: indices of selected keys."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where a sequence is in its row."""
+    """A sequence's place in its row."""
 
     index: int
     start: int
     length: int
-    longest: int  # of the row's sequences
+    longest: int  # length of the row's longest sequence
     row_length: int
 
     def cut(self, name: str, value: Any) -> Any:
-        """The part of an argument that belongs to the sequence, or of each in a tuple or dict; what has none as it is.
+        """Slices an argument, or each item of a tuple or dict, to this sequence; returns other values unchanged.
 
-        Masks and biases are the same for every sequence: those of a row's first tokens, however long it is.
+        Masks and biases are the same for every sequence: those of the row's first tokens.
         """
         if isinstance(value, OfEach):
             return value[self.index]
@@ -47,9 +47,7 @@ class Span:
             return value
         if any(word in name for word in OF_PAIRS):
             return self.cut_pairs(value)
-        if (
-            value.ndim == 4 and value.shape[2] == self.row_length
-        ):  # (1, 1, T, D): positions that the model counts itself
+        if value.ndim == 4 and value.shape[2] == self.row_length:  # (1, 1, T, D): positions computed by the model
             return value[:, :, : self.length]
         if value.ndim >= 2 and value.shape[:2] == (1, self.row_length):
             return value[:, self.start : self.start + self.length]
@@ -64,7 +62,7 @@ class Span:
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
 def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) -> Any:
-    """The layer's output for a packed row (1, T, H), each sequence (1, L, H) by itself; of several the first, too."""
+    """Runs a layer on each sequence (1, L, H) of a packed row (1, T, H); joins the outputs, or the first of several."""
     if row.micro_batch is None:  # the model's own forward pass over one sequence
         return forward(*args, **kwargs)
     lengths = row.micro_batch.row.seq_lengths
@@ -82,16 +80,16 @@ def run_by_sequence(forward: Callable, row: HeldRow, *args: Any, **kwargs: Any) 
     return type(outputs[0])((torch.cat(first, dim=1), *map(join_output, others)))
 
 
-@torch.compiler.disable  # what kernels from packages do with their arguments is theirs
+@torch.compiler.disable  # kernels from packages may not be traceable
 def run_with_borders(forward: Callable, row: HeldRow, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """The layer's output for a packed row (1, T, H) in one call; `names` tell its kernels where sequences end."""
+    """Runs a layer on a packed row (1, T, H) in one call; arguments `names` tell its kernels where sequences end."""
     micro_batch = row.micro_batch
     if micro_batch is None:  # the model's own forward pass over one sequence
         return forward(*args, **kwargs)
     cu_seqlens = micro_batch.row.cu_seqlens
     index = torch.arange(micro_batch.row.input_ids.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     borders = {
-        "seq_idx": torch.bucketize(index, cu_seqlens[1:], right=True, out_int32=True)[None],  # (1, T): which sequence
+        "seq_idx": torch.bucketize(index, cu_seqlens[1:], right=True, out_int32=True)[None],  # (1, T) sequence index
         "cu_seqlens": cu_seqlens,
         "cu_seq_lens_q": cu_seqlens,
     }
@@ -100,7 +98,7 @@ def run_with_borders(forward: Callable, row: HeldRow, names: tuple[str, ...], *a
 
 
 def join_output(values: tuple) -> Any:
-    """What stands for the further outputs of all sequences; None for weights of attention, which nobody asks for."""
+    """Combines an additional output of all sequences; None for attention weights, which are not used."""
     if all(value is values[0] for value in values):  # such as a bias
         return values[0]
     is_index = all(isinstance(value, Tensor) and not value.dtype.is_floating_point for value in values)

@@ -1,4 +1,4 @@
-"""The start-up check: a model whose packed sequences see each other, or whose loss is not its own, is refused.
+"""The start-up check refuses a model whose packed sequences see each other, or whose loss here differs from its own.
 
 L tokens of one sequence, T of a packed row, H hidden size.
 """
@@ -25,10 +25,10 @@ from ranks.world import World
 
 
 def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, world: World) -> None:
-    """Refuses a model whose packed sequences see each other or whose loss is not the model's own.
+    """Refuses a model whose packed sequences see each other or whose loss here differs from the model's own.
 
-    Layers with a state whose kernels take a row's borders are tried as they train and as they validate, since
-    transformers calls other kernels then. Where they do not keep to the borders, these layers run once a sequence.
+    Layers with a recurrent state whose kernels take a row's sequence borders are checked in train and in eval mode, in
+    which transformers calls different kernels. If they leak across borders, these layers run once per sequence instead.
     """
     blocks = find_blocks(packed_model.model)
     if mixers := list_with_kernels(blocks):
@@ -38,12 +38,12 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
             return
         except ValueError as error:
             use_loop(blocks)
-            log.warning(f"layers with a state run once a sequence, since with their kernels: {error}")
+            log.warning(f"layers with a recurrent state run once per sequence, since with their kernels: {error}")
     check_packing(packed_model, objective, method, world=world)
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # blocks compiled for all that is tried here would not compile again
+@torch.compiler.set_stance("force_eager")  # compiling for these inputs would use up the limit on recompilations
 def check_packing(
     packed_model: PackedModel,
     objective: Objective,
@@ -54,13 +54,13 @@ def check_packing(
 ) -> None:
     """Compares, on three short random sequences: each one's hidden states before and after the others change; packed
     hidden states and loss with the model's own forward pass over one sequence at a time; and the sliding windows that
-    reach the attention backend with those that the config declares. Then the method looks at it.
+    reach the attention backend with those that the config declares. Then runs the method's own check.
 
-    The modules in `training` compute as they train, all others as they validate.
+    The modules in `training` are in train mode, all others in eval mode.
     """
     model = packed_model.model
-    # Other kernels round otherwise. In bf16 that adds up over layers (4 % was seen after 80) and sends some tokens to
-    # another expert, so there the middle token tells: wrong attention or positions move nearly all.
+    # Different kernels round differently. In bf16 this accumulates over layers (4 % was seen after 80) and routes some
+    # tokens to other experts, so the median token decides there: wrong attention or positions move nearly all tokens.
     exact = packed_model.compute_dtype == torch.float32
     tolerance, rounding, loss_tolerance = (1e-4, 1e-4, 1e-5) if exact else (3e-2, 1e-1, 3e-2)
     random = np.random.default_rng(0)
@@ -75,11 +75,11 @@ def check_packing(
         samples = [objective.make_check_sample(ids) for ids in token_ids]
         return objective.pack(samples, row_group=world.row_group).to(world.device)
 
-    # No sequence moves when the others change.
+    # No sequence changes when the others do.
     try:
         packed = pack(sequences)
         hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
-    except Exception as error:  # other people's models may raise anything where they make masks and positions
+    except Exception as error:  # models may raise anything when they make masks and positions
         words = str(error) or type(error).__name__
         raise ValueError(f"{refused}its forward pass fails on a packed row: {words}") from error
     for i in range(len(sequences)):
@@ -89,11 +89,11 @@ def check_packing(
         leak = token_errors(moved, hidden[i]).max().item()
         if not leak <= tolerance:
             raise ValueError(
-                f"{refused}packed sequences see each other; changing the others of a row moved one by {leak:.1e}"
+                f"{refused}packed sequences see each other; changing the others in a row changed one by {leak:.1e}"
                 f" (allowed: {tolerance:.0e})"
             )
     # The windows that the config declares reach the backend.
-    if packed_model.backend != OWN:  # whose windows are the model's, too
+    if packed_model.backend != OWN:  # the model's own attention applies its own windows
         check_windows(packed_model, pack(sequences))
     method.check_start(packed_model, pack(sequences))
     loss = packed_model(pack(sequences))
@@ -117,7 +117,7 @@ def check_packing(
         )
     if not abs(loss - own_loss) <= loss_tolerance * abs(own_loss):
         raise ValueError(
-            f"{refused}its head does something to the logits that is not known here; our loss over {len(sequences)}"
+            f"{refused}its head changes the logits in an unknown way; our loss over {len(sequences)}"
             f" sequences is {loss:.6f}, the model's own {own_loss:.6f}"
         )
     reshard(packed_model)
@@ -125,28 +125,28 @@ def check_packing(
 
 
 def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[np.ndarray]:
-    """Three short sequences of random tokens, of those that stand for text."""
+    """Draws three short sequences of random text tokens (no image placeholders)."""
     vocab_size = text_config(model.config).vocab_size
     texts = np.setdiff1d(np.arange(vocab_size), list(find_placeholders(model.config)))
     return [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
 
 
 def split_rows(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-    """Each sequence's part of a packed row's hidden states (1, T, H)."""
+    """Splits a packed row's hidden states (1, T, H) by sequence."""
     return hidden[0].float().split(micro_batch.row.seq_lengths)
 
 
 def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)
-    """How far each token's hidden state (L, H) is from the expected one, relative to it; 0 where both are zeros."""
-    tiny = torch.finfo(torch.float32).tiny  # of a padding token that nothing has been added to, nothing remains
+    """Relative distance of each token's hidden state (L, H) from the expected one; 0 if both are zero."""
+    tiny = torch.finfo(torch.float32).tiny  # a padding token's state may be exactly zero
     return (value.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(tiny)
 
 
 def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
-    """Refuses a model whose config declares sliding windows that its layers do not hand to the attention backend."""
+    """Refuses a model whose config declares sliding windows that its layers do not pass to the attention backend."""
     model, config = packed_model.model, text_config(packed_model.model.config)
     backend = find_decoder(model).config._attn_implementation
-    if backend not in AttentionInterface():  # the model's own code, which is given no windows
+    if backend not in AttentionInterface():  # the model's own code, which gets no windows
         return
     attend, windows = AttentionInterface()[backend], []
 
@@ -165,6 +165,6 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
         num_declared = len(windows) if getattr(config, "sliding_window", None) else 0
     if num_declared != num_seen:
         raise ValueError(
-            f"model type {model.config.model_type!r} declares {num_declared} layers with a sliding window, but"
-            f" {num_seen} use one here; it cannot be trained here"
+            f"model type {model.config.model_type!r} cannot be trained here: its config declares {num_declared} layers"
+            f" with a sliding window, but {num_seen} use one"
         )

@@ -1,4 +1,4 @@
-"""What a model's directory and the data say of the model: its config, its tokenizer, and what it cannot be used for."""
+"""A model's config and tokenizer, checked against its directory and the data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,15 @@ from ranks.ending import log
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that has been looked for and found: nothing of its weights has been read."""
+    """A model that has been found, but whose weights have not been read."""
 
     directory: str
     config: PreTrainedConfig
     trust_remote_code: bool = False
-    name: str = ""  # as it was given
+    name: str = ""  # as given by the user
 
     def describe(self) -> dict[str, str | None]:
-        """Its name and revision, by which others find it: a whole path, or a repository of the hub and a commit."""
+        """Its name and revision, by which others can find it: an absolute path, or a hub repository and a commit."""
         directory = Path(self.directory)
         if not self.name or Path(self.name).is_dir():
             return {"name": str(directory.absolute()), "revision": None}
@@ -33,25 +33,25 @@ class ModelSource:
 
 
 def load_config(model_dir: str, family: Family, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config; ValueError if there is none, or it is none of the family."""
+    """Loads the model's config; ValueError if there is none, or the family does not support it."""
     try:
         settings = find_quantization(model_dir)
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model-name-or-path {model_dir}: no usable config: {error}") from None
     if not trust_remote_code:
-        vars(config).pop("auto_map", None)  # exports would ask for code that they do not have
+        vars(config).pop("auto_map", None)  # exports would refer to code that they do not contain
     if (obstacle := family.check_config(config, trust_remote_code=trust_remote_code)) is not None:
         raise ValueError(f"--model-name-or-path {model_dir}: {obstacle}")
     if settings is not None:
         kind, dtype = check_quantization(settings, model_dir), str(choose_dtype(config)).removeprefix("torch.")
-        log.info(f"model: quantized ({kind}); its weights are read as {dtype}, and trained and exported unquantized")
+        log.info(f"model: quantized ({kind}); weights are dequantized to {dtype}, then trained and exported as such")
         forget_quantization(config)
     return config
 
 
 def load_generation_config(model_dir: str, config: PreTrainedConfig) -> GenerationConfig:
-    """How the model is to generate, which every export carries on; from the config where there is no such file."""
+    """The model's generation config, which every export contains; made from the config if there is no such file."""
     try:
         return GenerationConfig.from_pretrained(model_dir)
     except OSError:
@@ -66,16 +66,16 @@ def choose_tokenizer(
     vocabulary_multiple: int,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedTokenizerBase, int]:
-    """The tokenizer that made the data, and how many embeddings the model needs for it.
+    """Returns the tokenizer that made the data, and the number of embeddings that the model needs for it.
 
-    `sidecars`: of each data set, by its path. The tokenizer is the model's, or one saved beside the data that extends
-    the model's; ValueError if it is any other, or not the same for all. Every export carries it. Embeddings grow to a
+    `sidecars`: those of all data sets, by path. The tokenizer is the model's, or an extension of it saved next to the
+    data; ValueError if it is any other, or differs between data sets. Every export contains it. Embeddings grow to a
     multiple of `vocabulary_multiple`.
     """
-    # The tokenizer that made the data: the model's, or its extension beside the data.
+    # Find the tokenizer that made the data: the model's, or its extension next to the data.
     model_tokenizer = tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
     for path in (path for path, sidecar in sidecars.items() if sidecar is None):
-        log.warning(f"warning: no {path}.meta.json: cannot tell whether the data fits this tokenizer")
+        log.warning(f"warning: no {path}.meta.json: cannot check whether this tokenizer made the data")
     known = {path: sidecar for path, sidecar in sidecars.items() if sidecar is not None}
     if not known:
         return tokenizer, vocab_size
@@ -85,45 +85,45 @@ def choose_tokenizer(
         if not tokenizer_dir.is_dir():
             raise ValueError(
                 f"--data-path {data_path}: the directory {tokenizer_dir} with its tokenizer is missing: copy it"
-                " beside the data, or tokenize the data again with process_data.py"
+                " next to the data, or tokenize the data again with process_data.py"
             )
         check_model_dir(tokenizer_dir, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code)
         if len(tokenizer) > vocab_size:
             grown = -(-len(tokenizer) // vocabulary_multiple) * vocabulary_multiple
             log.info(
-                f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens, each new one the mean"
+                f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens; new ones are the mean"
             )
             vocab_size = grown
-    # It has to be the one that the sidecar names, and the model has to have an embedding for every token.
+    # It must match the sidecar, and the model needs an embedding for every token.
     extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
     if not extends or sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
         raise ValueError(
-            f"--data-path {data_path} was made with another tokenizer than --model-name-or-path's:"
+            f"--data-path {data_path} was made with a different tokenizer than --model-name-or-path's:"
             " tokenize the data again with process_data.py and this model"
         )
     for path, other in known.items():
         if other.get("tokenizer_fingerprint") != sidecar.get("tokenizer_fingerprint"):
             raise ValueError(
-                f"{path} was made with another tokenizer than {data_path}: tokenize both with process_data.py and this"
-                " model, with the same --chat-template and --add-special-tokens"
+                f"{path} was made with a different tokenizer than {data_path}: tokenize both with process_data.py and"
+                " this model, with the same --chat-template and --add-special-tokens"
             )
         if other["max_token_id"] >= vocab_size:
             raise ValueError(
-                f"{path} holds token id {other['max_token_id']}, beyond the {vocab_size} rows of the model's embedding"
+                f"{path} contains token id {other['max_token_id']}, but the model's embedding has {vocab_size} rows"
             )
     return tokenizer, vocab_size
 
 
 def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
-    """Refuses rotary embeddings that look at the longest sequence of a row, where that would change its neighbours.
+    """Refuses rotary embeddings that depend on a row's longest sequence, if that would change the other sequences.
 
     `longest`: tokens of the longest sample. transformers switches "dynamic" and "longrope" to other frequencies for a
-    whole row as soon as one position is beyond the length that the model was first trained with.
+    whole row as soon as one position exceeds the length that the model was originally trained with.
     """
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [entry for entry in rope.values() if isinstance(entry, dict)]  # Gemma 3's way
+    by_layer_type = [entry for entry in rope.values() if isinstance(entry, dict)]  # as in Gemma 3
     for entry in by_layer_type or [rope]:
         if entry.get("rope_type") not in ("dynamic", "longrope"):
             continue
@@ -132,6 +132,6 @@ def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
         if longest > limit:
             raise ValueError(
                 f"model type {config.model_type!r} has {entry['rope_type']} rotary embeddings, which change for a whole"
-                f" packed row when one sequence is longer than {limit}; the longest sample has {longest} tokens: leave"
-                f" out those longer than {limit} (--max-tokens-per-gpu {limit} --drop-overlong)"
+                f" packed row when one sequence is longer than {limit}; the longest sample has {longest} tokens: drop"
+                f" samples longer than {limit} (--max-tokens-per-gpu {limit} --drop-overlong)"
             )

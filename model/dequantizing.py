@@ -1,8 +1,8 @@
-"""How each kind of quantized weights is opened: from the tensors that are stored to functions that read whole weights.
+"""Dequantization: for each kind of quantized weights, turns the stored tensors into functions that read whole weights.
 
-The numbers are the libraries' own: transformers' for MXFP4, bitsandbytes' and compressed-tensors' for theirs. Blocks of
-fp8 are multiplied here, since transformers takes no matrix whose last block is cut off, as some of DeepSeek V3's are.
-Every `open_*` takes all tensors of the files, checks names and shapes, and reads nothing large.
+The libraries do the arithmetic: transformers for MXFP4, bitsandbytes and compressed-tensors for their own formats. fp8
+blocks are multiplied here, since transformers rejects matrices whose last block is incomplete, as some of DeepSeek V3's
+are. Every `open_*` takes all tensors of the files, checks names and shapes, and reads nothing large.
 """
 
 import functools
@@ -19,12 +19,12 @@ from torch import Tensor
 from pretrained.stored import Stored
 
 FP8 = ("F8_E4M3", "F8_E5M2")
-EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # types of scales that are powers of two, stored as their exponents
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of power-of-two scales, stored as exponents
 EXPONENT_BIAS = 127
-MXFP4_BYTES = 16  # of the 32 weights that share a scale
-ROWS_AT_A_TIME = 1024  # of a matrix in fp8, which bounds what is held in fp32
-ROW_LAYOUT = 0  # bitsandbytes' number for 8-bit weights that are stored row by row
-BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # of types that 4-bit weights are stored as
+MXFP4_BYTES = 16  # bytes of the 32 weights that share a scale
+ROWS_AT_A_TIME = 1024  # rows of an fp8 matrix converted at once, which limits memory in fp32
+ROW_LAYOUT = 0  # bitsandbytes' code for row-major 8-bit weights
+BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # sizes of dtypes that 4-bit weights are stored in
 COMPRESSED_PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
                     "weight_global_scale")  # fmt: skip
 
@@ -34,21 +34,21 @@ Settings = dict[str, Any]  # `quantization_config` of a config.json
 def take_part(parts: dict[str, Stored], key: str, *, of: str) -> Stored:
     """Removes and returns a part of the quantized weight `of`."""
     if key not in parts:
-        raise ValueError(f"{of} is quantized, and {key} is missing")
+        raise ValueError(f"{of} is quantized, but {key} is missing")
     return parts.pop(key)
 
 
 def refuse_leftovers(keys: Iterable[str]) -> None:
-    """ValueError if there are any: parts that belong to no weight."""
+    """ValueError if any parts are left that belong to no weight."""
     if keys := sorted(keys):
-        raise ValueError(f"{', '.join(keys[:3])} ({len(keys)} in all): the weights that they belong to are missing")
+        raise ValueError(f"{', '.join(keys[:3])} ({len(keys)} in total): the weights that they belong to are missing")
 
 
 # MXFP4
 
 
 def open_mxfp4(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
-    """gpt-oss' experts: of each, 32 inputs of an output share a scale; a weight is (experts, inputs, outputs)."""
+    """Opens gpt-oss' experts: every 32 inputs of an output share a scale; weights are (experts, inputs, outputs)."""
     for key in [key for key in parts if key.endswith("_blocks")]:
         name = key.removesuffix("_blocks")
         blocks, scales = take_part(parts, key, of=name), take_part(parts, f"{name}_scales", of=name)
@@ -56,7 +56,7 @@ def open_mxfp4(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype)
         if not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
             raise ValueError(
                 f"{key} {list(blocks.shape)} {blocks.dtype} and {name}_scales {list(scales.shape)} {scales.dtype}:"
-                f" MXFP4 needs U8, [experts, outputs, inputs / 32, {MXFP4_BYTES}] and the same without the last"
+                f" MXFP4 needs U8, [experts, outputs, inputs / 32, {MXFP4_BYTES}] and the same without the last size"
             )
         num_experts, num_outputs, num_groups, _ = blocks.shape
         shape = (num_experts, num_groups * 2 * MXFP4_BYTES, num_outputs)
@@ -66,7 +66,7 @@ def open_mxfp4(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype)
 
 
 def read_mxfp4(blocks: Stored, scales: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Expert by expert, since transformers' function holds several copies of what it converts."""
+    """Converts expert by expert, since transformers' function needs several copies of its input."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     weight = torch.empty(shape, dtype=dtype)
@@ -79,11 +79,11 @@ def read_mxfp4(blocks: Stored, scales: Stored, shape: tuple[int, ...], dtype: to
 
 
 def open_fp8(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
-    """Weights in fp8 with a scale for each block of `weight_block_size`, or with one for all."""
+    """Opens fp8 weights with a scale per block of `weight_block_size`, or a single scale."""
     size = settings.get("weight_block_size")
     is_size = isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     if size is not None and not is_size:
-        raise ValueError(f"quantization_config: weight_block_size is {size!r}, not null and no two numbers of rows")
+        raise ValueError(f"quantization_config: weight_block_size is {size!r}, expected null or two positive integers")
     for key in [key for key, tensor in parts.items() if tensor.dtype in FP8]:
         scale = take_part(parts, f"{key}_scale_inv", of=key)
         shape = parts[key].shape
@@ -92,8 +92,7 @@ def open_fp8(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -
         is_one = math.prod(scale.shape) == math.prod(shape[:-2]) and grid == (1, 1)
         if len(shape) < 2 or (scale.shape != (*shape[:-2], *grid) and not is_one):
             raise ValueError(
-                f"{key} {list(shape)} has scales {list(scale.shape)}; blocks of {size} would be"
-                f" {[*shape[:-2], *grid]} of them"
+                f"{key} {list(shape)} has scales {list(scale.shape)}; blocks of {size} need {[*shape[:-2], *grid]}"
             )
         parts[key] = Stored(functools.partial(read_fp8, parts[key], scale, block, dtype), shape, "")
     refuse_leftovers(key for key in parts if key.endswith("_scale_inv"))
@@ -101,7 +100,7 @@ def open_fp8(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -
 
 
 def read_fp8(quantized: Stored, scale: Stored, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight, multiplied in fp32; the last block of a row or column may be cut off."""
+    """Dequantizes a weight in fp32; the last block of a row or column may be incomplete."""
     scales = scale.read()
     scales = (scales.view(torch.uint8).float() - EXPONENT_BIAS).exp2() if scales.dtype in EXPONENTS else scales.float()
     rows, columns = quantized.shape[-2:]
@@ -122,7 +121,7 @@ def read_fp8(quantized: Stored, scale: Stored, block: tuple[int, int], dtype: to
 
 
 def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
-    """nf4 and fp4, also with scales that are quantized themselves, and 8 bit with a scale a row."""
+    """Opens nf4 and fp4 weights, also with quantized scales, and 8-bit weights with a scale per row."""
     names = {key.partition(".quant_state.")[0] for key in parts if ".quant_state.bitsandbytes__" in key}
     states: dict[str, dict[str, Stored]] = {name: {} for name in sorted(names)}
     for key in list(parts):
@@ -136,25 +135,27 @@ def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch
         scale, layout = take_part(parts, key, of=name), parts.pop(f"{name}_format", None)
         weight = take_part(parts, name, of=key)
         if weight.dtype != "I8" or len(weight.shape) != 2 or scale.shape != weight.shape[:1]:
-            raise ValueError(f"{name} {list(weight.shape)} {weight.dtype} has scales {list(scale.shape)}, not 1 a row")
+            raise ValueError(
+                f"{name} {list(weight.shape)} {weight.dtype} has scales {list(scale.shape)}, not one per row"
+            )
         if layout is not None and int(layout.read()) != ROW_LAYOUT:
-            raise ValueError(f"{name} is not stored row by row: save the model once more with today's bitsandbytes")
+            raise ValueError(f"{name} is not row-major: save the model again with a current version of bitsandbytes")
         parts[name] = Stored(functools.partial(read_8bit, weight, scale, dtype), weight.shape, "")
     refuse_leftovers(key for key in parts if key.endswith((".absmax", ".quant_map")))
     for key, tensor in parts.items():
         if tensor.dtype in ("U8", "I8"):
-            raise ValueError(f"{key} is quantized, and {key}.quant_state or its SCB is missing")
+            raise ValueError(f"{key} is quantized, but {key}.quant_state or its SCB is missing")
     return parts
 
 
 def split_state(key: str) -> tuple[str, str]:
-    """The weight that a tensor of bitsandbytes' state belongs to, and what it is: (layer.weight, quant_state.x)."""
+    """Splits the key of bitsandbytes' state into the weight's name and the part: (layer.weight, quant_state.x)."""
     name, _, kind = key.partition(".quant_state.") if ".quant_state." in key else key.rpartition(".")
     return name, f"quant_state.{kind}" if ".quant_state." in key else kind
 
 
 def open_4bit(parts: dict[str, Stored], name: str, own: dict[str, Stored], dtype: torch.dtype) -> None:
-    """Puts the weight `name` into `parts`; `own` are its state's tensors, of which the small one is read here."""
+    """Adds the weight `name` to `parts`; `own` are its state's tensors, of which the small one is read here."""
     packed = take_part(parts, name, of=f"{name}.quant_state")
     (state_key,) = [key for key in own if key.startswith("quant_state.")] or [""]
     state = json.loads(bytes(own[state_key].read().tolist()))
@@ -162,13 +163,13 @@ def open_4bit(parts: dict[str, Stored], name: str, own: dict[str, Stored], dtype
     needed = ["absmax", "quant_map"] + (["nested_absmax", "nested_quant_map"] if "nested_offset" in state else [])
     for part in needed:
         if part not in own:
-            raise ValueError(f"{name} is quantized, and {name}.{part} is missing")
+            raise ValueError(f"{name} is quantized, but {name}.{part} is missing")
     num_scales = -(-math.prod(shape) // blocksize)
     num_bytes = math.prod(packed.shape) * BYTES.get(packed.dtype, 0)
     if num_bytes != -(-math.prod(shape) // 2) or math.prod(own["absmax"].shape) != num_scales:
         raise ValueError(
-            f"{name} {list(shape)} has {num_bytes} bytes and {math.prod(own['absmax'].shape)} scales; in 4 bits and"
-            f" blocks of {blocksize} it needs {-(-math.prod(shape) // 2)} and {num_scales}"
+            f"{name} {list(shape)} has {num_bytes} bytes and {math.prod(own['absmax'].shape)} scales; 4 bits and"
+            f" blocks of {blocksize} need {-(-math.prod(shape) // 2)} and {num_scales}"
         )
     parts[name] = Stored(functools.partial(read_4bit, packed, own, dtype), shape, "")
 
@@ -190,7 +191,7 @@ def read_8bit(weight: Stored, scale: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def read_compression(settings: Settings) -> Any:
-    """The package's own form of the settings."""
+    """Converts the settings to the package's own class."""
     from compressed_tensors.quantization import QuantizationConfig
 
     known = {key: value for key, value in settings.items() if key in QuantizationConfig.model_fields}
@@ -198,11 +199,11 @@ def read_compression(settings: Settings) -> Any:
         return QuantizationConfig.model_validate(known)
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"quantization_config: not one of compressed-tensors: {reason:.300}") from None
+        raise ValueError(f"quantization_config: not valid for compressed-tensors: {reason:.300}") from None
 
 
 def open_compressed(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
-    """Weights in fp8, int8, packed integers and fp4, each dequantized by the scheme of its layer."""
+    """Opens weights in fp8, int8, packed integers and fp4, each dequantized by its layer's scheme."""
     config = read_compression(settings)
     for key in [key for key in parts if key.endswith(".weight_scale")]:
         layer = key.removesuffix(".weight_scale")
@@ -210,11 +211,11 @@ def open_compressed(parts: dict[str, Stored], settings: Settings, dtype: torch.d
         kind = name_format(scheme, config)
         own = {name: parts.pop(f"{layer}.{name}") for name in COMPRESSED_PARTS if f"{layer}.{name}" in parts}
         if "weight_g_idx" in own:
-            raise ValueError(f"{layer}.weight_g_idx: its columns are quantized in another order: give the bf16 release")
+            raise ValueError(f"{layer}.weight_g_idx: its columns are quantized out of order: use the bf16 release")
         packed = "weight_packed" if kind.endswith("pack-quantized") else "weight"
         for part in (packed, *(["weight_shape"] if kind == "pack-quantized" else [])):
             if part not in own:
-                raise ValueError(f"{layer} is quantized ({kind}), and {layer}.{part} is missing")
+                raise ValueError(f"{layer} is quantized ({kind}), but {layer}.{part} is missing")
         shape = find_compressed_shape(own, packed)
         check_scales(layer, scheme.weights, shape, own["weight_scale"].shape)
         parts[f"{layer}.weight"] = Stored(
@@ -223,30 +224,30 @@ def open_compressed(parts: dict[str, Stored], settings: Settings, dtype: torch.d
     refuse_leftovers(key for key in parts if key.endswith((".weight_packed", ".weight_shape", ".weight_zero_point")))
     for key, tensor in parts.items():
         if tensor.dtype in (*FP8, "I8"):
-            raise ValueError(f"{key} is quantized, and {key}_scale is missing")
+            raise ValueError(f"{key} is quantized, but {key}_scale is missing")
     return parts
 
 
 def find_scheme(layer: str, config: Any) -> Any:
-    """The scheme of a layer: whose targets name it, else the first one for a whole class of layers."""
+    """Finds a layer's scheme: one whose targets name it, else the first one for a whole class of layers."""
     from compressed_tensors.utils.match import match_name
 
     schemes = [scheme for scheme in config.config_groups.values() if scheme.weights is not None]
     named = [scheme for scheme in schemes if any(match_name(layer, target) for target in scheme.targets)]
     of_class = [scheme for scheme in schemes if any(re.fullmatch(r"[A-Z]\w*", target) for target in scheme.targets)]
     if not named and not of_class:
-        raise ValueError(f"{layer} is quantized, and no group of quantization_config names it")
+        raise ValueError(f"{layer} is quantized, but no group of quantization_config matches it")
     return (named or of_class)[0]
 
 
 def name_format(scheme: Any, config: Any) -> str:
-    """How the weights of a scheme are stored, by the package's name."""
+    """The package's name for the storage format of a scheme's weights."""
     chosen = scheme.format or config.format
     return chosen.value if isinstance(chosen, Enum) else str(chosen)
 
 
 def find_compressed_shape(own: dict[str, Stored], packed: str) -> tuple[int, ...]:
-    """The weight's, before packing; reads two numbers where they are stored."""
+    """The weight's shape before packing; reads the stored shape if there is one."""
     if "weight_shape" in own:
         return tuple(own["weight_shape"].read().tolist())
     *rows, columns = own[packed].shape
@@ -254,7 +255,7 @@ def find_compressed_shape(own: dict[str, Stored], packed: str) -> tuple[int, ...
 
 
 def check_scales(layer: str, weights: Any, shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> None:
-    """ValueError unless there is a scale for each tensor, row, group or block."""
+    """ValueError unless there is a scale per tensor, row, group or block."""
     if len(shape) != 2:
         raise ValueError(f"{layer}.weight {list(shape)}: not a matrix")
     from compressed_tensors.quantization import QuantizationStrategy
@@ -274,5 +275,5 @@ def read_compressed(
 
     state = {name: stored.read() for name, stored in own.items()}
     weight = BaseCompressor.get_value_from_registry(kind).decompress(state, scheme)["weight"].to(dtype)
-    assert weight.shape == shape, f"{tuple(weight.shape)} in place of {shape}"
+    assert weight.shape == shape, f"{tuple(weight.shape)} instead of {shape}"
     return weight

@@ -1,4 +1,4 @@
-"""Short digests of what a run is made from, so that a resumed run can tell whether it is still the same."""
+"""Digests of a run's inputs, so that a resumed run can check that they are unchanged."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from transformers.utils import cached_file
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
 from disk import hash_json
 
-# Files beside the weights and the tokenizer that decide what a model computes, or how its images are prepared.
+# Files, besides weights and tokenizer, that affect a model's computation or the preparation of its images.
 CONFIG_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 BLOCK_BYTES = 4096
-NUM_BLOCKS = 1024  # read of every large file
+NUM_BLOCKS = 1024  # blocks read from every large file
 
 
 def fingerprint_file(path: Path) -> str:
-    """SHA-256 of a file's size and content; of a large file, 1,024 evenly spaced blocks of 4 KiB are its content."""
+    """SHA-256 of a file's size and content; for large files, of 1,024 evenly spaced blocks of 4 KiB."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     num_blocks = -(-size // BLOCK_BYTES)
@@ -32,7 +32,7 @@ def fingerprint_file(path: Path) -> str:
 
 
 def fingerprint_model(model_name_or_path: str) -> str:
-    """SHA-256 of a model's config and of its weights' files (`fingerprint_file`), wherever they lie."""
+    """SHA-256 of a model's config and weight files (`fingerprint_file`), independent of their location."""
     config_path = Path(cached_file(model_name_or_path, "config.json"))
     config = json.loads(config_path.read_text())
     config.pop("transformers_version", None)
@@ -41,14 +41,14 @@ def fingerprint_model(model_name_or_path: str) -> str:
 
 
 def fingerprint_config_files(model_dir: Path, *, with_code: bool) -> dict[str, str]:
-    """`fingerprint_file` of each of `CONFIG_FILES` that is there, by name, and of the model's code."""
+    """`fingerprint_file` of each existing file in `CONFIG_FILES`, and of the model's code, by name."""
     paths = [path for name in CONFIG_FILES if (path := model_dir / name).is_file()]
     paths += sorted(model_dir.rglob("*.py")) if with_code else []
     return {str(path.relative_to(model_dir)): fingerprint_file(path) for path in paths}
 
 
 def fingerprint_tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of vocabulary, splitting, chat template and special tokens."""
+    """SHA-256 of vocabulary, pre-tokenization, chat template and special tokens."""
     return hash_json(
         [
             fingerprint_tokenizer(tokenizer),
@@ -59,9 +59,9 @@ def fingerprint_tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fingerprint_data(path: Path, *, source: Any, lengths: np.ndarray, kept: np.ndarray) -> str:
-    """SHA-256 of a tokenized data set: its file (`fingerprint_file`), its rows' `lengths` (samples,), those `kept`.
+    """SHA-256 of a tokenized data set: its file (`fingerprint_file`), its samples' `lengths` (samples,), those `kept`.
 
-    `source` is what the sidecar says of the file that it was made from.
+    `source` is the sidecar's record of the file that it was made from.
     """
     arrays = [hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for array in (lengths, kept)]
     return hash_json([source, *arrays, fingerprint_file(path)])

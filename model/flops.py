@@ -15,35 +15,35 @@ from objectives.objective import Objective
 from pretrained.parts import list_parts
 from pretrained.text_tower import is_multimodal, text_config
 
-NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # kinds of config.layer_types
+NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # values of config.layer_types
 
 
 @dataclass(frozen=True)
 class TowerFlops:
-    """FLOPs of what sees, forward and backward: a frozen part with nothing that trains before it runs forward only."""
+    """FLOPs of vision tower and projector, forward and backward; forward only for frozen parts before a trained one."""
 
     per_patch: float  # the vision tower's matrices, and attention within windows
-    per_pair: float  # of patches of one image, or one tile of it: attention over all of it
-    per_token: float  # the projector's matrices, over what the language model gets
+    per_pair: float  # a pair of patches in one image or tile: full attention
+    per_token: float  # the projector's matrices, per token for the language model
 
 
 @dataclass(frozen=True)
 class FlopCount:
     """FLOPs of forward and backward, counted as 6 per matrix weight and token (4 if frozen), without recomputation.
 
-    The head counts for trained tokens only, since only they reach it; the embedding table not at all. Attention counts
-    scores and values of the pairs that a causal (and windowed) layer sees in each real sequence. (Kaplan et al. 2020,
-    arXiv 2001.08361, 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B.) Layers with a state count its products
-    token by token, however their kernels group them (see `count_state_products`).
+    The head counts for trained tokens only, since only they reach it; the embedding table does not count. Attention
+    counts scores and values for the pairs that a causal (and windowed) layer sees in each sequence. (Kaplan et al.
+    2020, arXiv 2001.08361, 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B.) Layers with a recurrent state
+    count its products token by token, however their kernels group them (see `count_state_products`).
     """
 
     per_token: float
     per_loss_token: float
-    per_pair: tuple[float, ...]  # a query and a key that it sees, in each layer
-    windows: tuple[int | None, ...]  # of each layer's attention; None: no window
+    per_pair: tuple[float, ...]  # per visible pair of query and key, in each layer
+    windows: tuple[int | None, ...]  # each layer's attention window; None: no window
     forward_per_token: float  # of a forward pass alone: 2 per matrix weight
     forward_per_loss_token: float
-    tower: TowerFlops | None = None  # None: the model sees nothing
+    tower: TowerFlops | None = None  # None: a text-only model
 
     def of_images(self, images: SampleImages) -> np.ndarray:  # (samples,)
         """FLOPs of tower and projector over each sample's images."""
@@ -85,21 +85,21 @@ class FlopCount:
         return flops
 
     def sum_per_pair(self, window: int | None) -> float:
-        """FLOPs of a query and a key that it sees, over all layers with this window."""
+        """FLOPs per visible pair of query and key, over all layers with this window."""
         return sum(cost for cost, of_layer in zip(self.per_pair, self.windows, strict=True) if of_layer == window)
 
     @property
     def attention_cost(self) -> float:
-        """c in a sequence's cost L + c·L², for the packer; layers with a window grow with L alone."""
+        """c in a sequence's cost L + c·L², for the packer; windowed layers are linear in L."""
         return self.sum_per_pair(None) / 2 / self.per_token
 
 
 def count_state_products(module: nn.Module) -> float:
-    """The numbers in a layer's state, each of which a token changes and reads: 4 FLOPs forward, 8 backward.
+    """Size of a layer's recurrent state; each token updates and reads every element: 4 FLOPs forward, 8 backward.
 
-    A state space's state has a vector for each channel (Dao and Gu 2024, arXiv 2405.21060), that of linear attention a
-    matrix for each head. The delta rule reads its state once more, to correct it: they count 1.5 times (Yang et al.
-    2024, arXiv 2412.06464).
+    A state space model has a vector per channel (Dao and Gu 2024, arXiv 2405.21060), linear attention a matrix per
+    head. The delta rule reads its state once more, to correct it, and counts 1.5 times (Yang et al. 2024,
+    arXiv 2412.06464).
     """
     if hasattr(module, "ssm_state_size"):  # Mamba 1 and 2
         return module.intermediate_size * module.ssm_state_size
@@ -115,16 +115,16 @@ def count_state_products(module: nn.Module) -> float:
 
 
 def count_tower(model: nn.Module, config: PreTrainedConfig) -> TowerFlops | None:
-    """`TowerFlops` of a model that sees, None of others; matrices are counted as in `count_flops`.
+    """`TowerFlops` of a vision-language model, None for others; matrices are counted as in `count_flops`.
 
-    A projector's matrices are counted once for each token that leaves it, which is what most do (LLaVA's, Qwen-VL's).
+    A projector's matrices count once per output token, which is right for most (LLaVA's, Qwen-VL's).
     """
     vision = getattr(config, "vision_config", None)
     parts = list_parts(model) if vision is not None and is_multimodal(config) else {"vision": []}
     if not parts["vision"]:
         return None
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    passes, flops = 2, {}  # of 2 FLOPs a weight: forward, and what of backward is behind something that trains
+    passes, flops = 2, {}  # FLOPs per frozen weight: 2 forward, 2 more for backward once an earlier part trains
     for part in ("vision", "projector"):
         params = [
             param for param in map(model.get_parameter, parts[part]) if param.ndim > 1 and id(param) not in tables
@@ -133,7 +133,7 @@ def count_tower(model: nn.Module, config: PreTrainedConfig) -> TowerFlops | None
         passes = 4 if trains else passes
         flops[part] = float(sum(param.numel() * (6 if param.requires_grad else passes) for param in params))
         if part == "vision":
-            per_product = 12 if trains else 4  # a patch, one that it sees, and a number of their product
+            per_product = 12 if trains else 4  # FLOPs per pair of patches and dimension
     depth = find_number(vision, "depth", "num_hidden_layers", "num_layers")
     width = find_number(vision, "embed_dim", "hidden_size") if not hasattr(vision, "intermediate_size") else 0
     width = width or find_number(vision, "hidden_size", "embed_dim")
@@ -148,14 +148,14 @@ def count_tower(model: nn.Module, config: PreTrainedConfig) -> TowerFlops | None
 
 
 def find_number(config: PreTrainedConfig, *names: str) -> int:
-    """The first of these that the config has."""
+    """The first of these integers that the config has; 0 if none."""
     return next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
 
 
 def count_flops(model: PreTrainedModel) -> FlopCount:
     """`FlopCount` of a model; a mixture of experts counts its active experts.
 
-    A classifier's head counts for every token, too: it is small, and its attention counts as if it were causal.
+    A classifier's head counts for every token (it is small), and its attention as if it were causal.
     """
     whole, config, head = model.config, text_config(model.config), model.get_output_embeddings()
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
@@ -163,13 +163,13 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     num_active = find_number(config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k") or 1
     active = num_active / num_experts
     tower = count_tower(model, whole)
-    if tower is not None:  # whose matrices see patches, not tokens
+    if tower is not None:  # its matrices process patches, not tokens
         parts = list_parts(model)
         outside |= {id(model.get_parameter(name)) for name in (*parts["vision"], *parts["projector"])}
     matrices = forward = 0.0  # FLOPs per token
     for _, module in model.named_modules(remove_duplicate=False):  # a layer that is used twice computes twice (Zamba)
         for name, param in module.named_parameters(recurse=False):
-            is_state = name == "A_log"  # Mamba 1's has two dimensions, and is no matrix
+            is_state = name == "A_log"  # two-dimensional in Mamba 1, but not a matrix product
             if param.ndim < 2 or id(param) in outside or is_state:
                 continue
             is_grouped = param.ndim == 3 and not isinstance(module, nn.Conv1d)  # experts are stored as one 3-D tensor
@@ -179,9 +179,9 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     blocks = find_blocks(model)
     mixers = [module for block in blocks for mixer in find_mixers(block) for module in mixer.modules()]
     states = sum(count_state_products(module) for module in mixers)
-    packed = sum(getattr(module, "weight_numel", 0) for module in model.modules())  # frozen ones, of methods
+    packed = sum(getattr(module, "weight_numel", 0) for module in model.modules())  # packed weights of methods
     matrices, forward = matrices + 12 * states + 4 * packed, forward + 4 * states + 2 * packed
-    # A chunk is seen by half on average, where a window that long is seen as a whole.
+    # On average a token sees half a chunk, but a full window.
     windows = {
         "sliding_attention": getattr(config, "sliding_window", None),
         "chunked_attention": (getattr(config, "attention_chunk_size", None) or 0) // 2 or None,

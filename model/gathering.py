@@ -1,4 +1,4 @@
-"""A sharded model's tensors, gathered one after the other on rank 0."""
+"""Gathering a sharded model's tensors on rank 0, one at a time."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,17 +14,16 @@ from ranks.world import World
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Tensors of an export that come together: what they will be, and a function that gives them."""
+    """Tensors of an export that are gathered together: their shapes, and a function that gathers them."""
 
-    shapes: dict[str, Tensor]  # without memory (on the meta device), by name
-    gather: Callable[[], dict[str, Tensor]]  # whole, on rank 0's CPU; nothing on the other ranks. All ranks call it
+    shapes: dict[str, Tensor]  # on the meta device, by name
+    gather: Callable[[], dict[str, Tensor]]  # unsharded, on rank 0's CPU; empty on other ranks. All ranks call it.
 
 
 def gather_parameters(
     model: PreTrainedModel, dtype: torch.dtype, *, world: World, leave_out: Collection[str] = ()
 ) -> list[WeightGroup]:
-    """Each parameter, whole and in `dtype`; tied parameters once. So do the buffers that belong to a checkpoint, as
-    they are."""
+    """A group for each parameter, unsharded and in `dtype` (tied ones once), and each persistent buffer, unchanged."""
     saved = model.state_dict().keys()
     params = [(name, param.detach(), dtype) for name, param in model.named_parameters()]
     buffers = [(name, buffer, buffer.dtype) for name, buffer in model.named_buffers() if name in saved]
@@ -36,12 +35,12 @@ def gather_parameters(
 
 
 def gather_all(groups: Iterable[WeightGroup]) -> dict[str, Tensor]:
-    """What all of them give, at once. All ranks call this."""
+    """Gathers the tensors of all groups at once. All ranks call this."""
     return {name: tensor for group in groups for name, tensor in group.gather().items()}
 
 
 def gather_one(name: str, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor | None]) -> WeightGroup:
-    """A group of one tensor, from a function that gives None on the other ranks."""
+    """Makes a group of one tensor from a function that returns None on other ranks."""
 
     def gather_named() -> dict[str, Tensor]:
         tensor = gather()
@@ -51,7 +50,7 @@ def gather_one(name: str, shape: Sequence[int], dtype: torch.dtype, gather: Call
 
 
 def gather_tensor(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor | None:
-    """A parameter or buffer, whole, on rank 0's CPU; None on the other ranks. All ranks call this."""
+    """The unsharded parameter or buffer on rank 0's CPU; None on other ranks. All ranks call this."""
     whole = tensor.to(world.device, dtype)
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
     return whole.cpu() if world.rank == 0 else None

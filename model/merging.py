@@ -1,7 +1,7 @@
-"""Models of one architecture mixed tensor by tensor, from file to file: nobody ever holds a whole model.
+"""Merging models of one architecture tensor by tensor, from file to file, without a whole model in memory.
 
-A weighted mean of models (model soups, Wortsman et al. 2022, arXiv 2203.05482), or a base plus a weighted sum of what
-others have learned beyond it (task arithmetic, Ilharco et al. 2023, arXiv 2212.04089).
+A weighted mean of models (model soups, Wortsman et al. 2022, arXiv 2203.05482), or a base plus a weighted sum of task
+vectors (task arithmetic, Ilharco et al. 2023, arXiv 2212.04089).
 """
 
 import json
@@ -26,17 +26,17 @@ from pretrained.stored import Stored, find_stored
 from ranks.ending import log
 from ranks.terminal import show_progress
 
-SHARD_BYTES = 2 << 30  # of a file of weights that is written; one tensor may be larger
-ROW_BYTES = 256 << 20  # in fp32, of the rows that are computed at once
-# What a config says of how it was saved and not of the model.
+SHARD_BYTES = 2 << 30  # target size of a written weight file; a single tensor may be larger
+ROW_BYTES = 256 << 20  # fp32 bytes of the rows computed at once
+# Keys of a config that do not affect the model's architecture.
 OF_NO_MATTER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "eos_token_id",
                 "bos_token_id", "pad_token_id"}  # fmt: skip
-NOTE = "merge.json"  # in the new directory: what it was made of
+NOTE = "merge.json"  # in the new directory: the models and weights used
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model's directory, and the tensors of its files."""
+    """A model's directory and the tensors in its files."""
 
     name: str
     directory: Path
@@ -44,7 +44,7 @@ class StoredModel:
 
 
 def open_models(names: Sequence[str], base: str | None) -> tuple[list[StoredModel], StoredModel | None]:
-    """The models; ValueError if they are not of one kind, with the first thing that differs."""
+    """Opens the models; ValueError, with the first difference, if they are not of one architecture."""
     models = [open_model(name, flag="--model") for name in names]
     base_model = None if base is None else open_model(base, flag="--base")
     first, others = models[0], [*models[1:], *([] if base_model is None else [base_model])]
@@ -56,47 +56,47 @@ def open_models(names: Sequence[str], base: str | None) -> tuple[list[StoredMode
 
 def open_model(name: str, *, flag: str) -> StoredModel:
     if not Path(name).is_dir():
-        raise ValueError(f"{flag} {name}: is no directory; give a model's directory")
+        raise ValueError(f"{flag} {name}: is not a directory; give a model's directory")
     directory = Path(find_model(name, revision=None, trust_remote_code=False, flag=flag))
     check_weights(directory)
     if find_quantization(directory) is not None:
-        raise ValueError(f"{flag} {name}: is quantized, and its numbers cannot be mixed: give the model in bf16")
+        raise ValueError(f"{flag} {name}: is quantized, and quantized weights cannot be merged: use the bf16 model")
     return StoredModel(name, directory, find_stored(directory))
 
 
 def check_same_model(first: StoredModel, other: StoredModel) -> None:
-    """ValueError for another architecture, other tensors, or other shapes."""
+    """ValueError if architecture, tensors or shapes differ."""
     configs = [read_object(model.directory / "config.json") for model in (first, other)]
     mine, its = ({key: value for key, value in config.items() if key not in OF_NO_MATTER} for config in configs)
     changed = sorted(key for key in mine.keys() | its.keys() if mine.get(key) != its.get(key))
     if changed:
         shown = ", ".join(f"{key} {mine.get(key)} and {its.get(key)}" for key in changed[:3])
-        raise ValueError(f"{other.name}: cannot be mixed with {first.name}: their configs differ: {shown}")
+        raise ValueError(f"{other.name}: cannot be merged with {first.name}: their configs differ: {shown}")
     for a, b in ((first, other), (other, first)):
         missing = sorted(a.tensors.keys() - b.tensors.keys())
         if missing:
             raise ValueError(
-                f"{b.name}: cannot be mixed with {a.name}: it has no {missing[0]} ({len(missing)} missing)"
+                f"{b.name}: cannot be merged with {a.name}: it has no {missing[0]} ({len(missing)} missing)"
             )
     for name, tensor in first.tensors.items():
         mine, its = list(tensor.shape), list(other.tensors[name].shape)
         if its != mine:
-            raise ValueError(f"{other.name}: cannot be mixed with {first.name}: {name} is {its}, there {mine}")
+            raise ValueError(f"{other.name}: cannot be merged with {first.name}: {name} is {its}, not {mine}")
 
 
 def check_same_tokenizer(first: StoredModel, other: StoredModel, *, is_base: bool) -> None:
-    """ValueError for other tokens; warns of a chat template that differs, unless it is the base's."""
+    """ValueError if tokenizers differ; warns if chat templates differ, except for the base's."""
     mine, its = (load_tokenizer(str(model.directory), flag="--model") for model in (first, other))
     if fingerprint_tokenizer(mine) != fingerprint_tokenizer(its):
-        raise ValueError(f"{other.name}: cannot be mixed with {first.name}: their tokenizers differ")
+        raise ValueError(f"{other.name}: cannot be merged with {first.name}: their tokenizers differ")
     if not is_base and fingerprint_chat_template(mine) != fingerprint_chat_template(its):
-        log.warning(f"warning: {other.name} has another chat template than {first.name}, whose is kept")
+        log.warning(f"warning: chat templates differ: keeping {first.name}'s, not {other.name}'s")
 
 
 def merge_into(
     output_dir: Path, models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None
 ) -> None:
-    """Writes the mixed model beside `output_dir`, then renames it."""
+    """Writes the merged model next to `output_dir`, then renames it."""
     first = models[0]
     shards = plan_shards(first)
     needed_bytes = sum(size for shard in shards for size in shard.values())
@@ -105,7 +105,7 @@ def merge_into(
     try:
         copy_companions(first.directory, aside)
         names = {}
-        for number, shard in enumerate(show_progress(shards, "mixing", unit="file"), start=1):
+        for number, shard in enumerate(show_progress(shards, "merging", unit="file"), start=1):
             file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             write_shard(aside / file, shard, models, weights, base)
             names |= dict.fromkeys(shard, file)
@@ -126,15 +126,15 @@ def merge_into(
 def write_shard(
     path: Path, names: Iterable[str], models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None
 ) -> None:
-    """Mixes these tensors and writes them; no memory of a file is left when the next one begins."""
+    """Merges these tensors and writes them; their memory is freed before the next file."""
     tensors = {name: mix_tensor(name, models, weights, base) for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 def plan_shards(model: StoredModel) -> list[dict[str, int]]:
-    """The bytes of each tensor by its name, for each file that is written; in the order of the model's own files."""
+    """Sizes in bytes of each written file's tensors, by name, in the order of the model's own files."""
     shards: list[dict[str, int]] = [{}]
-    num_bytes = 0  # of the last one
+    num_bytes = 0  # size of the last shard
     for name, size in list_sizes(model):
         if shards[-1] and num_bytes + size > SHARD_BYTES:
             shards.append({})
@@ -145,7 +145,7 @@ def plan_shards(model: StoredModel) -> list[dict[str, int]]:
 
 
 def list_sizes(model: StoredModel) -> Iterator[tuple[str, int]]:
-    """Every tensor's name and bytes, as the headers of its files say."""
+    """Every tensor's name and size in bytes, from the files' headers."""
     for file in list_weights(model.directory):
         with open(model.directory / file, "rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -156,7 +156,7 @@ def list_sizes(model: StoredModel) -> Iterator[tuple[str, int]]:
 
 
 def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None) -> Tensor:
-    """One tensor of the new model, in the first model's type, from a few rows of all models at a time."""
+    """Computes one tensor of the new model, in the first model's dtype, a few rows at a time."""
     rows = read_rows(models[0], name, 0, 1)
     shape = models[0].tensors[name].shape
     if not rows.is_floating_point():
@@ -176,22 +176,22 @@ def mix_tensor(name: str, models: Sequence[StoredModel], weights: Sequence[float
 
 
 def read_rows(model: StoredModel, name: str, start: int, end: int) -> Tensor:
-    """Some rows of a tensor, as they are stored; a number is a row."""
+    """Reads rows of a tensor in its stored dtype; a scalar counts as one row."""
     tensor = model.tensors[name].read()
     return check_finite(tensor[start:end] if tensor.ndim else tensor, name, where=model.name)
 
 
 def copy_equal(name: str, models: Sequence[StoredModel]) -> Tensor:
-    """A tensor of whole numbers, which cannot be mixed: all models must have the same."""
+    """Returns an integer tensor, which cannot be merged; ValueError unless all models have the same."""
     tensors = [model.tensors[name].read() for model in models]
     different = [model.name for model, own in zip(models, tensors, strict=True) if not torch.equal(own, tensors[0])]
     if different:
-        raise ValueError(f"{different[0]}: {name} holds whole numbers, and others than {models[0].name}'s")
+        raise ValueError(f"{different[0]}: the integer tensor {name} differs from {models[0].name}'s")
     return tensors[0]
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Config, tokenizer and all else that is beside the weights, but for a run's notes and manifest."""
+    """Copies config, tokenizer and all other files besides the weights, except a run's notes and manifest."""
     left_out = {INDEX, NOTE, "manifest.json", "README.md"}
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in left_out:
@@ -199,7 +199,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def describe(models: Sequence[StoredModel], weights: Sequence[float], base: StoredModel | None) -> dict[str, Any]:
-    """What the new model was made of."""
+    """Contents of `NOTE`: the merged models, their weights and a digest."""
 
     def identify(model: StoredModel) -> dict[str, str]:
         return {"name": model.name, "fingerprint": fingerprint_model(str(model.directory))}

@@ -1,7 +1,7 @@
-"""Which layers of a block run once for each sequence of a packed row (see model/by_sequence.py).
+"""Finding and wrapping layers that run once per sequence of a packed row (see model/by_sequence.py).
 
-Layers with a state (Mamba, gated delta nets, short convolutions), which would leak from one sequence into the next, and
-attention that no backend of model/attention.py can replace.
+These are layers with a recurrent state (Mamba, gated delta nets, short convolutions), which would leak from one
+sequence into the next, and attention that no backend of model/attention.py can replace.
 """
 
 import functools
@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig
 from model.blocks import HeldRow
 from model.by_sequence import run_by_sequence, run_with_borders
 
-# Parameters, buffers and parts that only such layers have; the last one is xLSTM's.
+# Parameters, buffers and modules that only layers with a recurrent state have; the last one is xLSTM's.
 STATEFUL = frozenset({"A_log", "A", "dt_bias", "slope_rate", "igate_preact"})
-STATELESS_KINDS = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"})  # of config.layer_types
+STATELESS_KINDS = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"})  # in config.layer_types
 
-# The functions of transformers' mixers that keep a row's sequences apart where this package is installed.
+# Functions in transformers' mixers that keep a row's sequences apart if the package is installed.
 KERNELS = {
     "causal_conv1d_fn": "causal_conv1d",
     "mamba2_chunk_scan": "mamba_ssm",
@@ -32,7 +32,7 @@ WITHOUT_BORDERS = frozenset({"mamba_selective_scan", "mamba_inner_fn"})  # Mamba
 
 
 def find_mixers(block: nn.Module) -> list[nn.Module]:
-    """The layers of a block that have a state: those with a convolution, or with parameters that tell."""
+    """A block's layers with a recurrent state, recognized by a convolution or by `STATEFUL` attributes."""
 
     def has_state(module: nn.Module) -> bool:
         return isinstance(module, nn.Conv1d) or any(hasattr(module, name) for name in STATEFUL)
@@ -41,7 +41,7 @@ def find_mixers(block: nn.Module) -> list[nn.Module]:
 
 
 def find_masked(block: nn.Module) -> list[nn.Module]:
-    """The layers of a block that are given a mask: its attention."""
+    """A block's layers that take a mask: its attention."""
     return [
         child
         for child in block.children()
@@ -50,7 +50,7 @@ def find_masked(block: nn.Module) -> list[nn.Module]:
 
 
 def needs_own_attention(blocks: nn.ModuleList, config: PreTrainedConfig) -> bool:
-    """Whether attention does what no backend does: it has a state (Zaya), or chooses among the keys (DeepSeek V3.2)."""
+    """Whether attention has a feature that no backend supports: a state (Zaya), or key selection (DeepSeek V3.2)."""
     kinds = getattr(config, "layer_types", None) or ()
     known = STATELESS_KINDS | ({"chunked_attention"} if getattr(config, "attention_chunk_size", None) else set())
     return any(
@@ -61,9 +61,9 @@ def needs_own_attention(blocks: nn.ModuleList, config: PreTrainedConfig) -> bool
 
 
 def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attention: bool) -> None:
-    """Makes every mixer run once a sequence; all attention, too, where it is the model's own.
+    """Makes every mixer run once per sequence, and also all attention if it is the model's own.
 
-    `held`: where each block holds its row.
+    `held`: each block's holder of its micro-batch.
     """
     for block, row in zip(blocks, held, strict=True):
         layers = find_mixers(block)
@@ -74,10 +74,10 @@ def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attentio
 
 
 def use_kernels(blocks: nn.ModuleList, device: torch.device) -> bool:
-    """Lets mixers take whole rows if their kernels take the ends of sequences; returns whether.
+    """Runs mixers on whole rows if their kernels take sequence borders; returns whether they do.
 
-    The start check tries them, and `use_loop` takes it back. A mixer reads either cu_seq_lens_q (gated delta nets) or
-    hands cu_seqlens on (KDA); all hand seq_idx on, and kernels are given what they take.
+    The start-up check tests them, and `use_loop` reverts this. A mixer either reads cu_seq_lens_q (gated delta nets) or
+    forwards cu_seqlens (KDA); all forward seq_idx, and each kernel gets the arguments that it accepts.
     """
     mixers = [mixer for block in blocks for mixer in find_mixers(block)]
     if not mixers or device.type != "cuda" or not all(map(has_kernels, mixers)):
@@ -91,20 +91,20 @@ def use_kernels(blocks: nn.ModuleList, device: torch.device) -> bool:
 
 
 def use_loop(blocks: nn.ModuleList) -> None:
-    """Makes the mixers that take whole rows run once a sequence again."""
+    """Makes mixers that run on whole rows run once per sequence again."""
     for mixer in list_with_kernels(blocks):
         forward, row, _ = mixer.forward.args
         mixer.forward = functools.partial(run_by_sequence, forward, row)
 
 
 def list_with_kernels(blocks: nn.ModuleList) -> list[nn.Module]:
-    """The mixers that take whole rows."""
+    """The mixers that run on whole rows."""
     forwards = {mixer: mixer.forward for block in blocks for mixer in find_mixers(block)}
     return [mixer for mixer, forward in forwards.items() if getattr(forward, "func", None) is run_with_borders]
 
 
 def has_kernels(mixer: nn.Module) -> bool:
-    """Whether all kernels that the mixer calls know borders, and their packages are installed."""
+    """Whether all kernels that the mixer calls support sequence borders, and their packages are installed."""
     names = {name for code in list_code(mixer) for name in code.co_names}
     packages = {package for name, package in KERNELS.items() if name in names}
     if not packages or not WITHOUT_BORDERS.isdisjoint(names):
@@ -113,6 +113,6 @@ def has_kernels(mixer: nn.Module) -> bool:
 
 
 def list_code(module: nn.Module) -> list[CodeType]:
-    """The code of the functions that the module's class defines."""
+    """Code objects of the functions that the module's class defines."""
     functions = [inspect.unwrap(value) for value in vars(type(module)).values() if inspect.isroutine(value)]
     return [function.__code__ for function in functions if inspect.isfunction(function)]

@@ -1,4 +1,4 @@
-"""Inputs of recomputed blocks, in CPU memory from forward to backward, moved while the GPU computes."""
+"""Activation offloading: recomputed blocks' inputs stay in CPU memory until backward, copied while the GPU computes."""
 
 import functools
 import weakref
@@ -13,7 +13,7 @@ from ranks.memory import OFFLOADED, memory_kind
 
 
 class Waiting:
-    """A tensor in CPU memory. `arriving` is its copy on the device once that is under way."""
+    """A tensor in CPU memory. `arriving` is its copy on the device, once that has started."""
 
     def __init__(self, host: Tensor, previous: "Waiting | None"):
         self.host = host
@@ -23,23 +23,23 @@ class Waiting:
 
 
 class Offloader:
-    """Moves what the blocks keep, on a stream of its own.
+    """Copies the blocks' inputs between device and CPU on a separate stream.
 
-    Memory on the device is allocated and freed in the order of the stream that computes, which waits for a copy before
-    it frees what was copied or reads what has arrived: the allocator needs to know of no other stream. One tensor is
-    leaving at a time while the next block computes, and one arrives ahead of backward.
+    Device memory is allocated and freed in the order of the compute stream, which waits for a copy before it frees the
+    source or reads the result, so the allocator needs to know about no other stream. At any time one tensor is being
+    copied to the CPU while the next block computes, and in backward one is prefetched.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.hidden_storage = 0  # address of what the block that runs was given
-        self.leaving: Tensor | None = None  # held until its copy is whole
+        self.hidden_storage = 0  # address of the running block's input
+        self.leaving: Tensor | None = None  # kept until its copy is complete
         self.left: torch.cuda.Event | None = None
         self.last: Callable[[], Waiting | None] = lambda: None
 
     def pack(self, tensor: Tensor) -> Waiting | Tensor:
-        """Forward: the block's hidden states leave; what all blocks share, such as masks, stays."""
+        """Forward: offloads the block's hidden states; tensors shared by all blocks, such as masks, stay."""
         if tensor.untyped_storage()._cdata != self.hidden_storage:
             return tensor
         self.release()
@@ -52,7 +52,7 @@ class Offloader:
         return waiting
 
     def unpack(self, kept: Waiting | Tensor) -> Tensor:
-        """Backward, last block first: what the block needs, while what the one before it needs begins to arrive."""
+        """Backward, last block first: returns the block's input, and starts to fetch that of the block before it."""
         if isinstance(kept, Tensor):
             return kept
         self.release()
@@ -66,7 +66,7 @@ class Offloader:
         return arrived
 
     def copy(self, target: Tensor, source: Tensor) -> "torch.cuda.Event | None":
-        """Begins once all is computed that the stream has been given so far; returns what says that it is done."""
+        """Starts a copy once all work queued so far is computed; returns the event that marks its completion."""
         if self.stream is None:
             target.copy_(source.detach())
             return None
@@ -76,23 +76,23 @@ class Offloader:
         return self.stream.record_event()
 
     def release(self) -> None:
-        """Lets go of the tensor that was leaving."""
+        """Releases the tensor that was being offloaded."""
         if self.left is not None:
             torch.cuda.current_stream(self.device).wait_event(self.left)
         self.leaving = self.left = None
 
 
 def check_offloading(device: torch.device) -> None:
-    """ValueError for a device whose memory is the CPU's."""
+    """ValueError on the CPU, where there is nothing to offload from."""
     if device.type == "cpu":
         raise ValueError(
-            "--offload-activations moves what a GPU keeps to CPU memory, and this run is on CPUs, where it is already:"
-            " leave it out"
+            "--offload-activations moves activations from GPU to CPU memory, but this run is on the CPU: remove the"
+            " option"
         )
 
 
 def apply_offloading(blocks: nn.ModuleList, device: torch.device) -> None:
-    """Moves the inputs that checkpointed blocks keep; the blocks' hooks, FSDP's among them, stay outside."""
+    """Offloads the inputs of checkpointed blocks; the blocks' hooks, including FSDP's, stay outside."""
     offloader = Offloader(device)
     for block in blocks:
         block.forward = functools.partial(run_offloaded, offloader, block.forward)

@@ -1,7 +1,7 @@
-"""Attention that is its model's own code and takes a batch (DeBERTa): the packed row's sequences, padded for it alone.
+"""Attention in a model's own code that needs a padded batch (DeBERTa): sequences are padded for attention only.
 
-Everything else of a block sees the packed row. Sequences whose lengths are alike are padded together, so that less than
-half of a batch is padding. T tokens in the packed row, n sequences of at most L tokens in a bucket, H hidden size.
+The rest of a block sees the packed row. Sequences of similar length are padded together, so that less than half of a
+batch is padding. T tokens in the packed row, n sequences of at most L tokens in a bucket, H hidden size.
 """
 
 import functools
@@ -21,22 +21,22 @@ from families.micro_batch import MicroBatch
 class Bucket:
     """Sequences that are padded together."""
 
-    index: Tensor  # (n, L): each token's place in the row; of padding any
-    mask: Tensor  # (n, 1, 1, L) bool: what is no padding
-    positions: Tensor | None  # how far apart its tokens are, as the model has it
+    index: Tensor  # (n, L): each token's index in the row; arbitrary for padding
+    mask: Tensor  # (n, 1, 1, L) bool: False for padding
+    positions: Tensor | None  # relative positions, as the model computes them
 
 
 @dataclass
 class BucketedRow:
-    """The row that the model was given last; without buckets where it was given an ordinary batch."""
+    """The model's last row; without buckets for an ordinary batch."""
 
     micro_batch: MicroBatch | None = None
     buckets: list[Bucket] = field(default_factory=list)
-    order: Tensor | None = None  # (T,): where each token of the row is among all buckets' tokens
+    order: Tensor | None = None  # (T,): index of each token of the row among all buckets' tokens
 
 
 def pad_attention(model: PreTrainedModel) -> bool:
-    """Makes the attention of a model that has this kind run on buckets; whether it has."""
+    """Makes attention of this kind run on buckets; returns whether the model has it."""
     if model.config.model_type != "deberta-v2":
         return False
     from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
@@ -58,14 +58,14 @@ def hold_row(forward: Callable, row: BucketedRow, *args: Any, micro_batch: Micro
 
 
 def skip_mask(make_mask: Callable, row: BucketedRow, attention_mask: Tensor) -> Tensor:
-    """For a packed row no (T, T) mask, which nothing would look at."""
+    """Skips the (T, T) mask for a packed row, which does not use it."""
     return make_mask(attention_mask) if row.micro_batch is None else attention_mask
 
 
 def fill_buckets(
     find_positions: Callable, row: BucketedRow, hidden: Tensor, query_states: Any = None, relative_pos: Any = None
 ) -> Tensor | None:
-    """Once a forward pass, before the first block: the buckets; no (T, T) positions for a packed row."""
+    """Makes the buckets, once per forward pass before the first block; skips (T, T) positions for a packed row."""
     if row.micro_batch is None:
         return find_positions(hidden, query_states, relative_pos)
     places, lengths = [], row.micro_batch.row.seq_lengths
@@ -84,11 +84,11 @@ def fill_buckets(
     return None
 
 
-@torch.compiler.disable  # buckets differ in every micro-batch, and each would be compiled
+@torch.compiler.disable  # buckets differ in every micro-batch and would cause recompilation
 def attend_in_buckets(
     forward: Callable, row: BucketedRow, hidden: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:  # (1, T, H)
-    """The attention's output for the packed row, one bucket after the other."""
+    """Attention output for the packed row, computed bucket by bucket."""
     if row.micro_batch is None:  # the model's own forward pass
         return forward(hidden, attention_mask, *args, **kwargs)
     outputs = []

@@ -1,4 +1,4 @@
-"""FSDP2 on a finished model, filled unit by unit; and when gradients are summed over ranks."""
+"""Applies FSDP2 to a finished model, filling it unit by unit, and sets when gradients are reduced over ranks."""
 
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -35,16 +35,16 @@ def apply_fsdp(
     readers: dict[str, Reader],
     world: World,
 ) -> None:
-    """Fills the meta model by rank 0's `readers` and shards it: each block, an untied embedding, and all the rest.
+    """Fills the meta model from rank 0's `readers` and shards it: each block, an untied embedding, and the rest.
 
-    One after the other, so that no rank ever holds more than one of them unsharded. Weights keep the types that they
-    have on meta, compute is in the model's `compute_dtype`, gradients are reduced in fp32 and then have the weights'
-    type.
+    Units are processed one at a time, so that no rank ever holds more than one of them unsharded. Weights keep their
+    dtypes on meta, compute is in the model's `compute_dtype`, and gradients are reduced in fp32, then cast to the
+    weights' dtype.
     """
     reshard = RESHARDING[sharding.reshard_after_forward]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
-    root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's weights of tokens stay in fp32
+    root_policy = replace(policy, cast_forward_inputs=False)  # a micro-batch's token weights stay in fp32
     names = {module: name for name, module in packed_model.model.named_modules()}
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = head is not None and embedding.weight is head.weight  # classifiers have no such head
@@ -67,13 +67,13 @@ def apply_fsdp(
             offload_policy=offload,
         )
     assert not readers, f"the model has no place for {', '.join(readers)}"
-    # What FSDP does with gradients, and when it gathers.
+    # Configure gradient reduction and prefetching.
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed over ranks, not averaged: the loss is divided by the global number of tokens.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if (count := sharding.prefetch_blocks) > 1:  # one ahead is what FSDP2 does by itself
+    if (count := sharding.prefetch_blocks) > 1:  # FSDP2 prefetches one block by default
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + count]))
             block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - count) : i])))
@@ -82,17 +82,17 @@ def apply_fsdp(
 
 
 def reshard(packed_model: PackedModel) -> None:
-    """After forward passes without a backward, which leave parameters gathered: the root's, or all."""
+    """Frees the parameters that forward passes without a backward leave gathered: the root's, or all."""
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def set_gradient_sync(packed_model: PackedModel, when: str, *, is_last: bool) -> None:
-    """Says whether the next backward sums gradients over ranks: `when` is every or last micro-batch of a step.
+    """Sets whether the next backward reduces gradients over ranks: in "every" micro-batch, or the "last" of a step.
 
-    Over the copies of a model that is sharded in each node, once a step in any case: until then their sums wait as
-    shards, which takes no memory.
+    Over the replicas of hybrid sharding, gradients are reduced once per step in any case: until then they accumulate as
+    shards, which takes no extra memory.
     """
     match when:
         case "last":
@@ -121,7 +121,7 @@ def fill_module(
     tied: Container[str],
     device: torch.device,
 ) -> None:
-    """Gives the meta parameters and buffers that `module` itself holds rank 0's values, on `device`.
+    """Fills `module`'s own meta parameters and buffers with rank 0's values, on `device`.
 
     Those named in `tied` are left to `tie_weights`.
     """

@@ -1,8 +1,8 @@
-"""MLPs, experts and norms, a tile of the row at a time: what they hold between their first and last operation is the
-most that a long row needs.
+"""Tiling of MLPs, experts and norms: they run on a tile of the row at a time, since their intermediate activations
+dominate the memory of long rows.
 
-Each tile is a checkpoint of torch's: it keeps its part of the input and is computed again in backward. Routers are
-outside of the tiles, so that what is known of them is the same.
+Each tile is a torch checkpoint: it keeps its part of the input and is recomputed in backward. Routers are not tiled, so
+their statistics are unchanged.
 """
 
 import functools
@@ -18,28 +18,28 @@ from transformers.pytorch_utils import Conv1D
 
 from model.method import MetaModel
 
-MOST_TILES = 16  # of a row: each tile's part of a weight's gradient is rounded to the type that is computed in
-LEAST_TOKENS = 1024  # of a tile: a GPU is busy with the product of this many rows
+MOST_TILES = 16  # tiles per row: each tile's contribution to a weight gradient is rounded to the compute dtype
+LEAST_TOKENS = 1024  # tokens per tile: enough rows to keep a GPU busy
 LINEAR = (nn.Linear, Conv1D)
 
 
 def find_tiled(model: PreTrainedModel, blocks: nn.ModuleList) -> tuple[str, ...]:
-    """Names of the modules in the blocks that take each token by itself. ValueError if no MLP is among them.
+    """Names of the blocks' modules that process each token separately. ValueError if no MLP is among them.
 
-    To be called before a method puts its layers in, which may hide what a module is.
+    Call this before a method inserts its layers, which may disguise a module.
     """
     modules = [module for block in blocks for module in list_tiled(block)]
     if all(map(is_norm, modules)):
         raise ValueError(
-            f"--tiled-mlp: model type {model.config.model_type!r} has no module for its MLPs that takes hidden states"
-            " alone, and nothing else can be cut into tiles: leave it out"
+            f"--tiled-mlp: model type {model.config.model_type!r} has no MLP modules that take only hidden states, so"
+            " nothing can be tiled: remove the option"
         )
     names = {module: name for name, module in model.named_modules()}
     return tuple(names[module] for module in modules)
 
 
 def list_tiled(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost ones inside of `module`."""
+    """Yields the outermost modules inside `module` that can be tiled."""
     for child in module.children():
         if is_mlp(child) or holds_experts(child) or is_norm(child):
             yield child
@@ -48,35 +48,35 @@ def list_tiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether the module takes hidden states alone, and all its parameters are those of linear layers."""
+    """Whether the module takes only hidden states, and all its parameters belong to linear layers."""
     parts = list(module.modules())
     linear = [part for part in parts if isinstance(part, LINEAR)]
     num_held = sum(len(list(layer.parameters())) for layer in linear)
-    has_choice = any(isinstance(part, nn.ModuleList) for part in parts)  # experts, one by one, beside their router
+    has_choice = any(isinstance(part, nn.ModuleList) for part in parts)  # a list of experts, with their router
     is_whole = num_held == len(list(module.parameters())) and not has_choice
     return count_inputs(module) == 1 and len(linear) > 1 and is_whole
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether the module takes hidden states, each token's experts and their weights, and holds the experts as one."""
+    """Whether the module takes hidden states, each token's experts and their weights, and fuses all experts."""
     return count_inputs(module) == 3 and any(param.ndim == 3 for param in module.parameters(recurse=False))
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module takes hidden states alone, and has one number for each of their columns, if any."""
+    """Whether the module is a norm that takes only hidden states and has at most one-dimensional parameters."""
     is_named = "norm" in type(module).__name__.lower()
     return is_named and count_inputs(module) == 1 and all(param.ndim == 1 for param in module.parameters())
 
 
 def count_inputs(module: nn.Module) -> int | None:
-    """The parameters of the module's forward; None if it takes any number of them."""
+    """Number of parameters of the module's forward; None if that is variable."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     has_any = any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters)
     return None if has_any else len(parameters)
 
 
 def apply_tiling(meta: MetaModel) -> None:
-    """Makes modules, with the layers that a method has put into or around them, take a tile at a time."""
+    """Makes modules run a tile at a time, including layers that a method has put in or around them."""
     for name in meta.tiled:
         module = meta.model.get_submodule(name)
         module.forward = functools.partial(run_in_tiles, module.forward)
@@ -93,7 +93,7 @@ def run_in_tiles(forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:  # 
         return torch.cat([checkpoint(forward, *tile, use_reentrant=False) for tile in tiles], dim)
 
 
-is_inside_tiles = False  # where nothing is kept for backward, unlike in the rest of a block
+is_inside_tiles = False  # inside tiles, selective checkpointing keeps nothing
 
 
 @contextmanager

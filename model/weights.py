@@ -1,7 +1,7 @@
-"""A model's weights, read from its safetensors files one tensor at a time: nobody ever holds the whole model.
+"""Reads a model's weights from its safetensors files one tensor at a time: no process ever holds the whole model.
 
-Which tensors of the files make which of the model's is transformers' business: keys that were renamed, prefixes,
-experts that are stored apart and held as one. Its own loader is run once over stand-ins without data, and tells.
+transformers decides which stored tensors make up which parameters (renamed keys, prefixes, experts that are stored
+separately and fused in the model): its own loader runs once on placeholders without data, which yields the mapping.
 """
 
 import copy
@@ -26,20 +26,20 @@ from pretrained.text_tower import text_config
 from ranks.ending import log
 from ranks.terminal import without_library_bars
 
-# transformers' conversions that change no number: what is stored in bf16 stays so, at half the memory of fp32.
+# transformers' conversions that change no number: tensors stored in bf16 stay in bf16, at half the memory of fp32.
 MOVING_OPERATIONS = {
     "Chunk", "Split", "Concatenate", "Interleave", "MergeModulelist", "SplitModulelist", "Transpose", "PermuteForRope",
 }  # fmt: skip
 
-# What transformers' internals, which change from version to version, and torch on stand-ins without data may raise.
+# Errors that transformers' internals, which change between versions, and torch on placeholders may raise.
 NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
 
 
 def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
-    """A function for every parameter and buffer by name, which reads it; of tied parameters the source alone.
+    """Returns a function by name that reads each parameter and buffer; for tied parameters, only the source's.
 
-    Where the files hold fewer embeddings (and rows of the head) than the config's vocab_size, the new ones are the mean
-    of the old. ValueError if the weights do not fit the config.
+    If the files hold fewer embeddings (and rows of the head) than the config's vocab_size, the new ones are the mean of
+    the old. ValueError if the weights do not match the config.
     """
     model_dir = source.directory
     try:
@@ -49,12 +49,12 @@ def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
     except NOT_PLANNABLE as error:
         if find_quantization(model_dir) is not None:
             raise ValueError(
-                f"--model-name-or-path {model_dir}: the quantized weights cannot be read one by one: give the release"
-                f" in bf16 ({type(error).__name__}: {error})"
+                f"--model-name-or-path {model_dir}: the quantized weights cannot be read one by one: use the bf16"
+                f" release ({type(error).__name__}: {error})"
             ) from None
         log.warning(
-            f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 reads them as a whole, in fp32,"
-            f" and exports hold none that the model in transformers has no place for ({type(error).__name__}: {error})"
+            f"warning: {model_dir}: the weights cannot be read one by one, so rank 0 loads the whole model in fp32, and"
+            f" exports omit tensors that transformers' model does not use ({type(error).__name__}: {error})"
         )
         model, readers, report = read_whole(source, family)
     if report.get("unused"):
@@ -68,7 +68,7 @@ def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
         if is_twice and not torch.equal(readers[target](), readers[origin]()):
             raise ValueError(
                 f"--model-name-or-path {model_dir}: the config ties the head to the embedding, but the weights"
-                " hold two different ones: set tie_word_embeddings to false in config.json to train both"
+                " contain two different ones: set tie_word_embeddings to false in config.json to train both"
             )
         if target in readers:
             readers.setdefault(origin, readers[target])
@@ -93,8 +93,8 @@ def read_finite(read: Reader, name: str, model_dir: str) -> Tensor:
 
 
 def begin_anew(model: PreTrainedModel, readers: dict[str, Reader], report: dict[str, Any], family: Family) -> None:
-    """Gives what the family begins anew, such as a classifier's head, its values; takes it out of the report."""
-    others = {key[0] for key in report["mismatched_keys"]}  # of another shape: a head for other labels
+    """Adds readers for parameters that the family initializes, such as a classifier's head; updates the report."""
+    others = {key[0] for key in report["mismatched_keys"]}  # of a different shape: a head for other labels
     absent = {*report["missing_keys"], *others}
     made = family.make_missing(model, sorted(absent))
     if not made:
@@ -103,24 +103,24 @@ def begin_anew(model: PreTrainedModel, readers: dict[str, Reader], report: dict[
     report["missing_keys"] = [key for key in report["missing_keys"] if key not in made]
     report["mismatched_keys"] = [key for key in report["mismatched_keys"] if key[0] not in made]
     replaced = (
-        f" ({', '.join(sorted(others & made.keys()))} of other labels are left out)" if others & made.keys() else ""
+        f" ({', '.join(sorted(others & made.keys()))} for other labels are discarded)" if others & made.keys() else ""
     )
-    log.info(f"new in the model, since its files do not have them: {', '.join(sorted(made))}{replaced}")
+    log.info(f"newly initialized, since the model's files do not have them: {', '.join(sorted(made))}{replaced}")
 
 
 def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
-    """The model without data, a function for each of its tensors, and transformers' report on what is there.
+    """Returns the model without data, a reader for each of its tensors, and transformers' loading report.
 
-    What the model computes and no file holds, such as rotary frequencies, is computed here, in fp32.
+    Buffers that the model computes and no file holds, such as rotary frequencies, are computed here, in fp32.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    # The model as its files describe it, and what they hold.
+    # Make the model that its files describe, and list their tensors.
     model_dir, trust_remote_code = source.directory, source.trust_remote_code
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-    own_dtype = choose_dtype(config)  # which the model made of it overwrites
+    own_dtype = choose_dtype(config)  # making the model overwrites the config's dtype
     with torch.device("meta"):
         model = family.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     files = StoredFiles(Path(model_dir))
@@ -132,7 +132,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     wanted = model.state_dict()
 
-    sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or the first of a conversion's -> keys and patterns
+    sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or a conversion's first -> stored keys and patterns
     named = name_stored(model, stored)
     for key, (name, pattern) in named.items():
         sources.setdefault(name, []).append((key, pattern))
@@ -140,15 +140,15 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     raw = [key for keys in sources.values() for key, _ in keys if stored[key].dtype in QUANTIZED_TYPES]
     if raw:
         raise ValueError(
-            f"{raw[0]} is stored as {stored[raw[0]].dtype}, and the config has no quantization_config that says what"
-            " its numbers stand for: give the release in bf16"
+            f"{raw[0]} is stored as {stored[raw[0]].dtype}, but the config has no quantization_config that says how to"
+            " dequantize it: use the bf16 release"
         )
 
-    # What transformers would do, on stand-ins: everything that from_pretrained checks, and the computed buffers.
+    # Run transformers' loader on placeholders: everything that from_pretrained checks, and the computed buffers.
     computed = [name for name, _ in model.named_non_persistent_buffers()]
     loading = LoadStateDictConfig(
         pretrained_model_name_or_path=model_dir,
-        ignore_mismatched_sizes=True,  # refused by the caller
+        ignore_mismatched_sizes=True,  # the caller refuses them
         dtype=torch.float32,
         weight_mapping=conversions,
         device_map={"": "meta", **dict.fromkeys(computed, "cpu")},
@@ -158,7 +158,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
         info, _ = convert_and_load_state_dict_in_model(model, stand_ins, loading)
     info = model._finalize_model_loading(model, loading, info)
 
-    # A function for every tensor: read as it is, or converted from several that are stored apart.
+    # Make a reader for every tensor: read directly, or converted from several stored ones.
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -197,9 +197,9 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
 
 
 def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """For each stored tensor that goes into the model: which of its own, and by which conversion's pattern, if by any.
+    """Maps each stored tensor that the model uses to the parameter's name and its conversion's pattern, if any.
 
-    By transformers' own rules.
+    Applies transformers' own rules.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -218,13 +218,13 @@ def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tupl
 
 
 def list_left_out(source: ModelSource, family: Family) -> dict[str, Stored]:
-    """What a model's files hold beside the weights that train, for an export of the whole model.
+    """Stored tensors other than the trained weights, dequantized, for an export of the whole model.
 
-    That is other towers, and where the family keeps them the tensors that transformers' model has no place for, such
-    as the layers of multi-token prediction; of quantized weights what they stand for.
+    These are other towers and, if the family keeps them, tensors that transformers' model does not use, such as layers
+    for multi-token prediction.
     """
     if not list_weights(Path(source.directory)):
-        log.warning(f"warning: {source.directory}: its weights are gone; the export holds only what was trained")
+        log.warning(f"warning: {source.directory}: its weights are gone; the export holds only the trained weights")
         return {}
     with torch.device("meta"):
         model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
@@ -234,7 +234,7 @@ def list_left_out(source: ModelSource, family: Family) -> dict[str, Stored]:
         stored = open_dequantized(stored, settings, choose_dtype(own))
     try:
         named = name_stored(model, stored)
-    except NOT_PLANNABLE:  # `read_weights` has said so
+    except NOT_PLANNABLE:  # `read_weights` has warned about it
         return {}
     family.leave_out(model)
     kept = model.state_dict().keys()
@@ -245,7 +245,7 @@ def list_left_out(source: ModelSource, family: Family) -> dict[str, Stored]:
 
 
 def fit_vocabulary(tensor: Stored, old: int, new: int) -> Stored:
-    """An embedding or a head that is not used, with as many rows as those that are."""
+    """Extends an unused embedding or head to as many rows as the used ones have."""
     if new <= old or len(tensor.shape) != 2 or tensor.shape[0] != old:
         return tensor
     return Stored(
@@ -254,21 +254,21 @@ def fit_vocabulary(tensor: Stored, old: int, new: int) -> Stored:
 
 
 def describe_unused(unused: dict[str, Stored], *, are_kept: bool) -> str:
-    """For the start's report: tensors of the model's files that the model in transformers has no place for."""
+    """Line of the start report about stored tensors that transformers' model does not use."""
     kinds = list(dict.fromkeys(".".join(name.split(".")[:3]) for name in sorted(unused)))
-    what = "exports of the whole model hold them as they are" if are_kept else "exports leave them out"
+    what = "exports of the whole model contain them unchanged" if are_kept else "exports omit them"
     num_params = sum(math.prod(tensor.shape) for tensor in unused.values())
     return (
-        f"the model's files hold {len(unused)} tensors ({num_params:,} numbers) that the model in transformers has no"
-        f" place for, such as multi-token prediction: {', '.join(kinds[:3])}{', ...' if len(kinds) > 3 else ''};"
+        f"the model's files hold {len(unused)} tensors ({num_params:,} numbers) that transformers' model does not use,"
+        f" such as multi-token prediction: {', '.join(kinds[:3])}{', ...' if len(kinds) > 3 else ''};"
         f" they do not train, and {what}"
     )
 
 
 def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
-    """Does the work of `plan_reading` for any model that transformers can load, with all of it in memory.
+    """Does what `plan_reading` does for any model that transformers can load, with the whole model in memory.
 
-    In fp32, since transformers would round what it computes, such as an embedding's scale, to a narrower type.
+    Loads in fp32, since transformers would round computed values, such as an embedding's scale, to a narrower dtype.
     """
     try:
         model, report = family.load_model(
@@ -287,8 +287,8 @@ def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_si
     old = text_config(model.config).vocab_size
     if any(len(module.weight) != old for module in modules if module is not None):
         raise ValueError(
-            f"model type {model.config.model_type!r} has embeddings beyond the {old} of its vocabulary, so it cannot"
-            f" grow to {vocab_size}: add no special tokens when you tokenize the data"
+            f"model type {model.config.model_type!r} has more embeddings than its vocabulary of {old}, so it cannot"
+            f" grow to {vocab_size}: do not add special tokens when tokenizing the data"
         )
     for prefix in [prefix for prefix, module in model.named_modules() if module in modules]:
         for name in (f"{prefix}.weight", f"{prefix}.bias"):
@@ -297,7 +297,7 @@ def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_si
 
 
 def grow_rows(read: Reader, num_rows: int, *, keeps_type: bool = False) -> Tensor:
-    """The rows that `read` gives, and others up to `num_rows`, each their mean; in fp32 unless `keeps_type`."""
+    """Extends the rows from `read` to `num_rows` with their mean; in fp32 unless `keeps_type`."""
     rows = read()
     grown = torch.empty(num_rows, *rows.shape[1:])
     grown[: len(rows)] = rows

@@ -1,1 +1,1 @@
-"""Gradients -> new weights."""
+"""Optimization: gradient reduction, learning-rate schedules, optimizers."""

@@ -1,14 +1,14 @@
-"""AdamW that needs less memory: moments in 8 bits, weights in bfloat16 with stochastic rounding, or both.
+"""Memory-efficient AdamW: moments in 8 bits, weights in bfloat16 with stochastic rounding, or both.
 
-Everything is computed in fp32, one parameter's shard after the other. A block is `BLOCK_SIZE` neighbours, or fewer, in
-the last dimension, which FSDP never divides: the moments are the same for any number of ranks, and so is all that is
-saved but for the random rounding of bf16 weights.
+Computes in fp32, one parameter's shard at a time. A block is at most `BLOCK_SIZE` neighbours in the last dimension,
+which FSDP never splits: moments are the same for any number of ranks, and so is everything saved except for the
+stochastic rounding of bf16 weights.
 
-Not torchao's AdamW8bit (0.18): its blocks are cut from each rank's flat shard, if that divides into them, so that a
-(90, 128) matrix had 8-bit moments on one rank and fp32 ones on two, and a (101, 128) one both at once on two ranks, on
-which gathering them hung; where gradients differ much within a block it rounds second moments to zero (three steps of
-AdamW at 1e-3 moved a weight by 0.47); it compiles for every shape; and its random rounding draws from torch's default
-generator, whose seed is another on every rank, so that copies of a shard would part.
+Not torchao's AdamW8bit (0.18): it cuts blocks from each rank's flat shard, if the shard's size is divisible, so that a
+(90, 128) matrix had 8-bit moments on one rank and fp32 ones on two, and a (101, 128) matrix had both at once on two
+ranks, on which gathering them hung; if gradients vary widely within a block, it rounds second moments to zero (three
+steps at a learning rate of 1e-3 moved a weight by 0.47); it compiles for every shape; and its stochastic rounding
+draws from torch's default generator, whose seed differs between ranks, so that replicas of a shard would diverge.
 """
 
 import functools
@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BLOCK_SIZE = 256
-MIN_BLOCK_SIZE = 32  # smaller blocks would cost more for their scales than the codes save: their moments stay in fp32
-ROUNDING_STREAM = 1  # tells these random numbers from dropout's of the same seed, step and rank
+MIN_BLOCK_SIZE = 32  # below this, scales would cost more memory than 8-bit codes save: moments stay in fp32
+ROUNDING_STREAM = 1  # separates these random numbers from dropout's for the same seed, step and rank
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW over DTensors. Each group's "lr", and "step", counted from 0, are set from outside before every step.
+    """AdamW over DTensors. The caller sets each group's "lr" and "step" (0-based) before every step.
 
-    With `is_8bit` the moments of every parameter of at least two dimensions are kept as blocks of 8-bit codes with one
-    fp32 scale each (Dettmers et al. 2021, arXiv 2110.02861); of the second moment the root, so that what is too small
-    for the map is too small in both. bfloat16 parameters are rounded up or down with the probability that makes the
-    expected value right; the random numbers follow from `seed`, the step and the shard.
+    With `is_8bit`, the moments of parameters with at least two dimensions are stored as blocks of 8-bit codes with one
+    fp32 scale each (Dettmers et al. 2021, arXiv 2110.02861); the second moment as its square root, so that both moments
+    underflow together. bfloat16 parameters are rounded stochastically, without bias; the random numbers depend on
+    `seed`, the step and the shard.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class CompactAdamW(torch.optim.Optimizer):
         self.is_8bit, self.seed = is_8bit, seed
 
     def choose_block_size(self, param: DTensor) -> int | None:
-        """None: the parameter's moments stay in fp32."""
+        """Block size for a parameter's moments; None if they stay in fp32."""
         size = math.gcd(param.shape[-1], BLOCK_SIZE) if self.is_8bit and param.ndim >= 2 else 0
         return size if size >= MIN_BLOCK_SIZE else None
 
     def state_keys(self, param: DTensor) -> set[str]:
-        """What the optimizer keeps of a parameter."""
+        """Names of the optimizer's state tensors for a parameter."""
         if self.choose_block_size(param) is None:
             return {"exp_avg", "exp_avg_sq"}
         return {"exp_avg_codes", "exp_avg_scales", "exp_avg_root_codes", "exp_avg_root_scales"}
@@ -91,7 +91,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def make_generator(seed: int, step: int, param: DTensor) -> torch.Generator:
-    """Random numbers of one step, others on every shard and the same on every copy of it."""
+    """A generator for one step; it differs between shards and is the same on all replicas of a shard."""
     dims = [i for i, placement in enumerate(param.placements) if placement.is_shard()]
     shards = [param.device_mesh.get_local_rank(i) for i in dims]
     state = np.random.SeedSequence([seed, step, *shards, ROUNDING_STREAM]).generate_state(1)
@@ -99,9 +99,9 @@ def make_generator(seed: int, step: int, param: DTensor) -> torch.Generator:
 
 
 def round_to_bf16(value: Tensor, generator: torch.Generator) -> Tensor:
-    """fp32 numbers, changed in place to neighbours that bf16 can hold; their expectation is what they were.
+    """Rounds fp32 numbers stochastically, in place, to values representable in bf16, without bias.
 
-    bf16 is the upper half of fp32's bits: random bits are added to the lower half, which is then cut off.
+    bf16 is the upper half of fp32's bits: random bits are added to the lower half, which is then truncated.
     """
     bits = value.view(torch.int32)
     bits.add_(torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator))
@@ -110,14 +110,14 @@ def round_to_bf16(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def decode(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
-    """(..., n) uint8 codes with (..., n / block size) scales -> (..., n) fp32."""
+    """Decodes (..., n) uint8 codes with (..., n / block size) scales to (..., n) fp32."""
     values, _ = load_map(is_signed, codes.device)
     blocks = values[codes.int()].unflatten(-1, (scales.shape[-1], -1))
     return blocks.mul_(scales[..., None]).flatten(-2)
 
 
 def encode(value: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool) -> None:
-    """Writes (..., n) fp32 numbers as codes and scales; what is not zero never becomes zero in an unsigned map."""
+    """Encodes (..., n) fp32 numbers as codes and scales; nonzero values never become zero in the unsigned map."""
     _, borders = load_map(is_signed, codes.device)
     blocks = value.unflatten(-1, (scales.shape[-1], -1))
     torch.amax(blocks.abs(), dim=-1, out=scales)
@@ -130,9 +130,9 @@ def encode(value: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool) -> 
 
 @functools.lru_cache
 def load_map(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 256 numbers that codes stand for, ascending, and the 255 borders half-way between them.
+    """The 256 values of the code book, ascending, and the 255 midpoints between them.
 
-    Dettmers 2015 (arXiv 1511.04561): seven decades below 1, each with twice the numbers of the one below it.
+    Dettmers 2015 (arXiv 1511.04561): seven decades below 1, each with twice as many values as the one below it.
     """
     values = [0.0, 1.0]
     for decade in range(7):

@@ -1,4 +1,4 @@
-"""The optimizer: built, set to each step, and given clipped gradients."""
+"""The optimizer: construction, per-step settings, state sizes and gradient clipping."""
 
 import torch
 from torch import nn
@@ -7,15 +7,15 @@ from torch.distributed.tensor import DTensor
 from optim.compact_adamw import BLOCK_SIZE, CompactAdamW
 from options import OptimizationOptions
 
-OPTIMIZERS = {"adamw": False, "adamw8bit": True}  # whether moments are held in 8 bits
+OPTIMIZERS = {"adamw": False, "adamw8bit": True}  # whether moments are stored in 8 bits
 
 
 def build_optimizer(
     model: nn.Module, options: OptimizationOptions, *, seed: int = 0
 ) -> torch.optim.AdamW | CompactAdamW:
-    """AdamW over the trainable parameters; norms and biases (fewer than 2 dimensions) are not decayed.
+    """Builds AdamW over the trainable parameters; norms and biases (fewer than 2 dimensions) get no weight decay.
 
-    torch's fused one where moments and weights are fp32, else `CompactAdamW`, for which `seed` rounds.
+    This is torch's fused AdamW if moments and weights are fp32, else `CompactAdamW`, whose rounding `seed` seeds.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     assert all(isinstance(p, DTensor) for p in params), "gathered parameters: the optimizer would train dead copies"
@@ -31,7 +31,7 @@ def build_optimizer(
 
 
 def set_step(optimizer: torch.optim.Optimizer, *, step: int, learning_rate: float) -> None:
-    """What the optimizer has to know of the step (0-based) that it takes next."""
+    """Sets the learning rate and, for `CompactAdamW`, the number (0-based) of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
         if isinstance(optimizer, CompactAdamW):
@@ -39,14 +39,14 @@ def set_step(optimizer: torch.optim.Optimizer, *, step: int, learning_rate: floa
 
 
 def moment_bytes(param: torch.Tensor, optimizer: str) -> int:
-    """Bytes of what `build_optimizer`'s optimizer will keep of a parameter, or of a shard of it."""
+    """Bytes of optimizer state for a parameter or a shard of it."""
     if OPTIMIZERS[optimizer] and param.ndim >= 2:
         return 2 * (param.numel() + 4 * param.numel() // BLOCK_SIZE)  # codes, and fp32 scales
     return 2 * 4 * param.numel()
 
 
 def state_keys(optimizer: torch.optim.Optimizer, param: DTensor) -> set[str]:
-    """The names of what the optimizer keeps of a parameter."""
+    """Names of the optimizer's state tensors for a parameter."""
     return optimizer.state_keys(param) if isinstance(optimizer, CompactAdamW) else {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -56,6 +56,6 @@ def local_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def clip_gradients(gradients: list[torch.Tensor], *, grad_norm: float, max_grad_norm: float | None) -> None:
-    """Scales the gradients in place so that their global norm `grad_norm` becomes at most `max_grad_norm`."""
+    """Scales the gradients in place so that their global norm, now `grad_norm`, is at most `max_grad_norm`."""
     if max_grad_norm is not None and grad_norm > max_grad_norm:
         torch._foreach_mul_(gradients, max_grad_norm / grad_norm)

@@ -1,4 +1,4 @@
-"""What the ranks know of a step only together: one collective, one host sync."""
+"""Reduction of a step's results over ranks: one collective, one host sync."""
 
 import functools
 import math
@@ -16,15 +16,15 @@ from ranks.devices import peak_memory
 
 @dataclass(frozen=True)
 class StepSums:
-    """What the ranks know only together, after one all-gather."""
+    """A step's results over all ranks, after one all-gather."""
 
     loss_sum: float
     grad_norm: float
     peak_memory_bytes: float
     data_wait_seconds: float
-    bad_micro_batches: list[tuple[int, int]]  # (k, rank) whose loss is not finite
-    flags: int  # of every rank, OR-ed: ranks.monitor.Flag
-    reports: dict[str, np.ndarray]  # of the model, summed over micro-batches and ranks; fp64
+    bad_micro_batches: list[tuple[int, int]]  # (k, rank) of each micro-batch whose loss is not finite
+    flags: int  # ranks.monitor.Flag, OR-ed over ranks
+    reports: dict[str, np.ndarray]  # the model's reports, summed over micro-batches and ranks; fp64
 
     @property
     def finite(self) -> bool:
@@ -41,15 +41,15 @@ def reduce_step(
     flags: int = 0,
     reports: Sequence[dict[str, Tensor]] = ({},),
 ) -> StepSums:
-    """The step's one collective and one host sync: each rank's losses, gradient norm, memory, wait, flags, reports.
+    """Combines all ranks' losses, gradient norms, memory, waiting times, flags and reports: one collective, one sync.
 
-    The first `num_shards` ranks hold the whole gradient; what others hold are copies. `reports`: of each micro-batch,
-    by name, of the same shapes everywhere.
+    The first `num_shards` ranks hold the whole gradient; the others hold copies. `reports` has a dictionary per
+    micro-batch, with the same names and shapes everywhere.
     """
     totals = {name: sum(report[name].double() for report in reports) for name in reports[0]}
     squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square()  # fp32 sums lose 1e-5 on CPU
     own = [
-        squares.sum().to(device, non_blocking=True),  # from the CPU with --cpu-offload
+        squares.sum().to(device, non_blocking=True),  # on the CPU with --cpu-offload
         torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync
         torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
         torch.full((), flags, dtype=torch.float64, device=device),

@@ -1,21 +1,21 @@
-"""Learning rates as pure functions of the step."""
+"""Learning-rate schedules as pure functions of the step."""
 
 import math
 from collections.abc import Callable
 
 from options import OptimizationOptions
 
-INVERSE_SQRT_STEPS = 10_000  # its time scale where there is no warm-up, as in transformers
+INVERSE_SQRT_STEPS = 10_000  # time scale of inverse_sqrt without warm-up, as in transformers
 
 
 def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int | None) -> float:
     """Learning rate of optimizer step `step` (0-based) of `num_steps`.
 
     Warm-up rises linearly and reaches the peak at step `num_warmup_steps`; step 0 already trains, with
-    peak / (num_warmup_steps + 1). What falls towards the end (`SCHEDULES_WITH_END`; wsd in its last `num_decay_steps`)
-    reaches `min_lr_ratio` * peak one step after the last, so that the last step still trains when the ratio is 0. After
-    warm-up, shapes are those of transformers.optimization; inverse_sqrt's time scale is the warm-up, or
-    `INVERSE_SQRT_STEPS`.
+    peak / (num_warmup_steps + 1). Schedules that decay towards the end (`SCHEDULES_WITH_END`; wsd in its last
+    `num_decay_steps`) reach `min_lr_ratio` * peak one step after the last, so that the last step still trains when the
+    ratio is 0. After warm-up, schedules have the shapes of transformers.optimization; inverse_sqrt's time scale is the
+    warm-up, or `INVERSE_SQRT_STEPS`.
     """
     scheduler, peak, num_warmup_steps = (
         options.lr_scheduler,
@@ -41,7 +41,7 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
 
 
 def count_warmup_steps(options: OptimizationOptions, *, num_steps: int | None) -> int:
-    """Warm-up steps of a run of `num_steps`; a share is rounded up, as transformers does."""
+    """Warm-up steps of a run of `num_steps`; a ratio is rounded up, as in transformers."""
     if options.warmup_ratio is None:
         return options.num_warmup_steps
     return math.ceil(options.warmup_ratio * num_steps)
@@ -64,7 +64,7 @@ def decay_in_cycles(progress: float, options: OptimizationOptions) -> float:
     return decay_by_cosine(in_cycle, options)
 
 
-# The share of the peak that is left, from 1 to 0, when `progress`, from 0 to 1, of the decay is done.
+# Fraction of the peak, from 1 to 0, as a function of the decay's `progress`, from 0 to 1.
 DECAYS: dict[str, Callable[[float, OptimizationOptions], float]] = {
     "linear": decay_linearly,
     "wsd": decay_linearly,

@@ -1,7 +1,7 @@
-"""The options of every script, in groups: one frozen dataclass for each concern, each option declared once.
+"""The options of every script, in groups: one frozen dataclass per concern, each option declared once.
 
-An option's name is its flag and its YAML key, in any group; no two groups have one of the same name. A
-function takes the group that it needs. Imports nothing heavy, so that `--help` and a mistyped flag answer at once.
+An option's name is both its flag and its YAML key; names are unique across groups. A function takes the group that it
+needs. Imports nothing heavy, so that `--help` and mistyped flags respond at once.
 """
 
 from .data import DataOptions, ProcessDataOptions, RowOptions, ValidationOptions

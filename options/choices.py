@@ -1,4 +1,4 @@
-"""Options with a fixed set of values, each of which the program must implement."""
+"""Check that the program implements the chosen values of options with a fixed set of values."""
 
 from collections.abc import Collection, Iterator, Mapping
 from types import UnionType
@@ -6,11 +6,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from options.fields import flag_name, flatten_options, list_types
 
-Implemented = Mapping[str, Collection[str]]  # the values that have code, by option
+Implemented = Mapping[str, Collection[str]]  # implemented values by option
 
 
 def list_choices(options_class: type) -> dict[str, tuple[str, ...]]:
-    """The values that an option may have, for each that has a fixed set."""
+    """Allowed values of each option that has a fixed set of them."""
     found = {name: tuple(iterate_literals(kind)) for name, kind in list_types(options_class).items()}
     return {name: values for name, values in found.items() if values}
 
@@ -24,8 +24,8 @@ def iterate_literals(kind: Any) -> Iterator[str]:
 
 
 def check_choices(options: Any, implemented: Implemented) -> None:
-    """ValueError for a value without code, which no `else` may take for another one; KeyError for an option without
-    an entry in `implemented`."""
+    """ValueError for a value that is not implemented, so that no `else` branch can mistake it for another; KeyError for
+    an option without an entry in `implemented`."""
     values = flatten_options(options)
     for name in list_choices(type(options)):
         given = values[name] if isinstance(values[name], tuple) else (values[name],)

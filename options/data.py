@@ -7,21 +7,21 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Training data, and how much of it each step takes."""
+    """Training data, and how much of it each step uses."""
 
     data_path: tuple[str, ...] = ()
     """Tokenized data sets written by process_data.py: .arrow, .parquet or .jsonl. For raw rows use --input-file,
     --input-dataset or --mock-data."""
     data_weights: tuple[float, ...] = ()
-    """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch has every sample
+    """Relative weights of several data sets, such as 7 3. Default: their sizes, so that an epoch contains every sample
     once."""
     data_weights_by: Literal["samples", "tokens"] = "samples"
     """Unit of the weights: samples drawn, or their tokens."""
     batch_size: int = 128
     """Samples per optimizer step, over all ranks."""
     max_tokens_per_gpu: int | Literal["auto"] = 8192
-    """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: measured at the start,
-    the largest value that leaves a margin."""
+    """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: the largest value that
+    fits with a margin, measured at the start."""
     drop_overlong: bool = False
     """Drop and count samples longer than --max-tokens-per-gpu, instead of refusing to start."""
     seed: int = 42
@@ -32,7 +32,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """Rows to tokenize: location, content, and how they become samples (docs/data.md)."""
+    """Rows to tokenize: location, format, and conversion to samples (docs/data.md)."""
 
     input_file: tuple[str, ...] = ()
     """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst)."""
@@ -52,9 +52,9 @@ class RowOptions:
         Literal["messages", "sharegpt", "alpaca", "completion", "document", "classification", "preference", "feedback"]
         | None
     ) = None
-    """Format of the rows. Default: detected from each file's first row, except the last three."""
+    """Format of the rows. Default: detected from each file's first row; the last three are never detected."""
     messages_field: str | None = None
-    """Column or key of the messages; dots reach into nested ones (chat.turns). Default: messages."""
+    """Column or key of the messages; dots select nested ones (chat.turns). Default: messages."""
     prompt_field: str | None = None
     """Column or key of the prompt. Default: prompt."""
     completion_field: str | None = None
@@ -72,7 +72,7 @@ class RowOptions:
     score, label or rejected. A file with such a column is refused if its format does not read the column."""
     images: bool = False
     """Rows may have images; the model's own processor determines the tokens of each (docs/vision.md). Needs the package
-    pillow; transformers' processors import torch where it is installed."""
+    pillow; transformers' processors import torch if it is installed."""
     allow_downloads: bool = False
     """With --images: download images given by URL and store them in the data set."""
     chat_template: str | None = None
@@ -87,9 +87,9 @@ class RowOptions:
     """If the chat template writes no stop token after a conversation's last turn, append and train the one that ends
     earlier turns, or else the tokenizer's eos_token."""
     thinking_prefix: Literal["as-rendered", "train-as-prompted"] = "as-rendered"
-    """If the template's generation prompt has words that rows lack, such as <think>: as-rendered trains answers as the
-    template renders rows; train-as-prompted trains the last answer of each row after the prompt's own words, beginning
-    with the text that closes the reasoning."""
+    """If the template's generation prompt has text that rendered rows lack, such as <think>: as-rendered trains answers
+    as the template renders rows; train-as-prompted trains the last answer of each row after the prompt's own text,
+    starting with the text that closes the reasoning."""
     strict_reasoning: bool = False
     """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
     max_sample_num_tokens: int | None = None
@@ -113,8 +113,8 @@ class RowOptions:
     block_size: int | None = None
     """Documents: cut their stream into blocks of this many tokens."""
     validation_share: float | None = None
-    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. A row's side depends on its
-    content alone."""
+    """Write about this share of the rows to a second data set, OUTPUT.validation.ENDING. Which rows depends only on
+    their content."""
     skip_invalid: bool = False
     """Skip rows that cannot be used and write them next to the output, instead of stopping."""
     num_proc: int = os.cpu_count() or 1
@@ -123,16 +123,16 @@ class RowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOptions:
-    """Validation on held-out data, early stopping (docs/validation.md)."""
+    """Validation on held-out data, and early stopping (docs/validation.md)."""
 
     validation_data_path: tuple[str, ...] = ()
-    """Tokenized validation sets, scored before the first step, after the last, and as the next two options say."""
+    """Tokenized validation sets, scored before the first step, after the last, and as set by the next two options."""
     validate_every_steps: int | None = None
     """Validate every this many steps."""
     validate_at_epoch: bool = False
     """Validate at the end of each epoch."""
     validate_training_data: bool = False
-    """Validate on the training data, too."""
+    """Also validate on the training data."""
     export_best: bool = True
     """Export the model to hf_format/best whenever a validation is the best so far by --best-metric."""
     best_metric: str = "loss"
@@ -146,13 +146,13 @@ class ValidationOptions:
 
     @property
     def is_asked(self) -> bool:
-        """Whether there is anything to validate on."""
+        """Whether there is validation data."""
         return bool(self.validation_data_path) or self.validate_training_data
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessDataOptions:
-    """Tokenize chats, completions, documents or labelled texts; in chats only the assistant's tokens are trained."""
+    """Tokenize chats, completions, documents or labelled texts; in chats, only the assistant's tokens are trained."""
 
     output_file: str
     """Tokenized data set to write: .arrow, .parquet or .jsonl."""
@@ -163,12 +163,12 @@ class ProcessDataOptions:
     trust_remote_code: bool = False
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
     config: tuple[str, ...] = ()
-    """YAML files with any of these options; later files win over earlier ones, and flags over all. ${NAME} in a value
-    is read from the environment."""
+    """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
+    value is read from the environment."""
     preview: int = 2
-    """Number of samples to print at the end, trained tokens in colour, or in brackets without a terminal."""
+    """Number of samples to print at the end, with trained tokens in colour, or in brackets without a terminal."""
     preview_html: str | None = None
-    """HTML page to write: the report, and samples to browse."""
+    """HTML page to write, with the report and samples to browse."""
     string_for_printing_masks: str | None = None
     """Text to print for each run of masked tokens, instead of the tokens."""
     rows: RowOptions = field(default_factory=RowOptions)

@@ -1,4 +1,4 @@
-"""Options by name, in any group; and values that are written as text."""
+"""Access to options by name, in any group, and parsing of values given as text."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ Options = TypeVar("Options")
 
 
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
-    """Every option's field, in the order of --help, with the name of its group; None for those in no group."""
+    """Yields every option's field, in the order of --help, with the name of its group, if any."""
     for entry in dataclasses.fields(options_class):
         if dataclasses.is_dataclass(entry.type):
             yield from ((option, entry.name) for option in dataclasses.fields(entry.type))
@@ -19,12 +19,12 @@ def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str
 
 
 def list_types(options_class: type) -> dict[str, Any]:
-    """The type of every option by its name."""
+    """Types of all options by name."""
     return {option.name: option.type for option, _ in iterate_fields(options_class)}
 
 
 def flatten_options(options: Any) -> dict[str, Any]:
-    """The value of every option by its name."""
+    """Values of all options by name."""
     return {
         option.name: getattr(options if group is None else getattr(options, group), option.name)
         for option, group in iterate_fields(type(options))
@@ -32,9 +32,9 @@ def flatten_options(options: Any) -> dict[str, Any]:
 
 
 def group_options(options_class: type[Options], **values: Any) -> Options:
-    """Options from values by name, the others at their defaults. TypeError for a name that no option has.
+    """Makes options from values by name, with defaults for the others. TypeError for an unknown name.
 
-    Of an option that takes several values, one that stands alone is taken for a tuple of it.
+    For an option that takes several values, a single value is wrapped in a tuple.
     """
     groups: dict[str, dict[str, Any]] = {}
     for option, group in iterate_fields(options_class):
@@ -43,14 +43,14 @@ def group_options(options_class: type[Options], **values: Any) -> Options:
             is_alone = get_origin(option.type) is tuple and not isinstance(value, (tuple, list))
             groups.setdefault(group, {})[option.name] = (value,) if is_alone else value
     if values:
-        raise TypeError(f"no options: {', '.join(values)}")
+        raise TypeError(f"unknown options: {', '.join(values)}")
     types = {entry.name: entry.type for entry in dataclasses.fields(options_class)}
     grouped = {group: types[group](**chosen) for group, chosen in groups.items() if group is not None}
     return options_class(**groups.get(None, {}), **grouped)
 
 
 def replace_options(options: Options, **changes: Any) -> Options:
-    """The same options with some values changed, by name."""
+    """Returns the options with some values changed, by name."""
     return group_options(type(options), **(flatten_options(options) | changes))
 
 
@@ -59,7 +59,7 @@ def flag_name(field_name: str) -> str:
 
 
 def parse_duration(text: str | None) -> float | None:
-    """Seconds in '90' or '0.5' (minutes) or '1:30:00' (hours, minutes, seconds); None where there is no limit."""
+    """Seconds in '90' or '0.5' (minutes) or '1:30:00' (hours, minutes, seconds); None if `text` is None."""
     if text is None:
         return None
     try:
@@ -71,7 +71,7 @@ def parse_duration(text: str | None) -> float | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{text}: must be minutes (90) above 0, or hours, minutes and seconds (1:30:00)")
+        raise ValueError(f"{text}: must be a positive number of minutes (90), or hours, minutes and seconds (1:30:00)")
     return seconds
 
 
@@ -80,12 +80,12 @@ def parse_steps(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{text}: must be a step (10), or the first and the last one (10:13), counted from 1")
+        raise ValueError(f"{text}: must be a step (10), or a first and last step (10:13), counted from 1")
     return first, last
 
 
 def parse_subset(text: str) -> int | float:
-    """A number of samples in '10', a share of them in '1%'; ValueError if it is neither."""
+    """The number of samples in '10', or the share of samples in '1%'; ValueError if it is neither."""
     try:
         if not text.endswith("%"):
             if (count := int(text)) >= 1:
@@ -94,4 +94,4 @@ def parse_subset(text: str) -> int | float:
             return share
     except ValueError:
         pass
-    raise ValueError(f"{text}: must be a number of samples (10), or a share of them above 0 and up to 100% (1%)")
+    raise ValueError(f"{text}: must be a number of samples (10), or a share of samples above 0 and up to 100% (1%)")

@@ -1,4 +1,4 @@
-"""Run options: its end, its outputs, and its use of the machine."""
+"""Options of a run: its end, its outputs, and its use of the machine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,23 +11,22 @@ class EndOptions:
     max_steps: int | None = None
     """Stop after this many optimizer steps. Without any --max-* option the run has no end."""
     max_epochs: int | None = None
-    """Stop at the first step by which every sample has been drawn this many times."""
+    """Stop after the step in which every sample has been drawn this many times."""
     max_samples: int | None = None
-    """Stop at the first step by which this many samples have been trained."""
+    """Stop after the step in which this many samples have been trained on."""
     max_tokens: int | None = None
-    """Stop at the first step by which this many tokens (trained or masked) have been read."""
+    """Stop after the step in which this many tokens (trained or masked) have been processed."""
     max_time: str | None = None
-    """Stop, to be resumed, after the step in which this time limit is reached: minutes, or H:MM:SS."""
+    """Stop with a checkpoint after the step in which this time limit is reached: minutes, or H:MM:SS."""
     start_timeout: int = 600
-    """End the run if not all ranks have arrived after this many seconds. Missing ranks are reported every 30
-    seconds."""
+    """End the run if not all ranks have joined after this many seconds. Missing ranks are reported every 30 seconds."""
     hang_timeout: int = 600
-    """End the run, with every rank's stacks in OUTPUT_DIR/errors, if a rank is silent or makes no progress for this
-    many seconds. Must exceed the longest step; the first step, loading and saving have an hour."""
+    """End the run, with every rank's stack traces in OUTPUT_DIR/errors, if a rank is silent or makes no progress for
+    this many seconds. Must exceed the longest step; the first step, loading and saving have an hour."""
 
     @property
     def is_given(self) -> bool:
-        """Whether the run ends by itself."""
+        """Whether the options set an end of the run."""
         return any(end is not None for end in (self.max_steps, self.max_epochs, self.max_samples, self.max_tokens))
 
 
@@ -38,16 +37,16 @@ class CheckpointOptions:
     checkpoint_every_steps: int | None = None
     """Write a checkpoint every this many steps, and after the last one."""
     checkpoint_every_minutes: float | None = 30.0
-    """Write a checkpoint every this many minutes; None: never by the clock."""
+    """Write a checkpoint every this many minutes; None turns it off."""
     keep_checkpoints: int = 2
-    """Number of checkpoints to keep, the newest ones."""
+    """Number of newest checkpoints to keep."""
     async_checkpoint: bool = False
-    """Continue training while a copy of the state in CPU memory is written."""
+    """Write checkpoints from a copy of the state in CPU memory while training continues."""
     resume: str = "auto"
     """Checkpoint to resume from. auto: the newest valid one in OUTPUT_DIR, if any; strict: the newest, which must be
-    valid; none: start anew, in a new directory; or a checkpoint's directory."""
+    valid; none: start from scratch, in a new directory; or a checkpoint's directory."""
     allow_changed_options: bool = False
-    """Resume from a checkpoint although data, model or options have changed since; recorded."""
+    """Resume from a checkpoint even if data, model or options have changed since; the changes are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +62,12 @@ class ExportOptions:
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of exported weights."""
     keep_exports: int | None = None
-    """Number of exports to keep, the newest ones, in addition to hf_format/best; None: all."""
+    """Number of newest exports to keep, in addition to hf_format/best; None: all."""
     export_name: str | None = None
     """Fixed name in hf_format, such as last, under which each export replaces the previous one. Default: samples_N."""
 
     check_export: bool = False
-    """Load each export back as a user would, and end the run if its loss is not the trained model's."""
+    """Load each export back as a user would, and end the run if its loss differs from the trained model's."""
 
     @property
     def on_the_way(self) -> bool:
@@ -86,7 +85,7 @@ class TrackingOptions:
     track_project: str | None = None
     """Project, or MLflow experiment. Default: from the tracker's environment, else mini_trainer."""
     track_name: str | None = None
-    """Name of the run. Default: that of OUTPUT_DIR."""
+    """Name of the run. Default: the name of OUTPUT_DIR."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,32 +100,32 @@ class HubOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
-    """Computation on a rank: data type, attention, kernels, memory."""
+    """Computation on each rank: data type, attention, kernels, memory."""
 
     compute_dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights. float16 is
     refused: it needs loss scaling."""
     attention: Literal["auto", "flash_attn", "varlen", "sdpa", "eager"] = "auto"
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), or SDPA or plain matrix products,
-    one sequence at a time. auto: the fastest one that machine and model support."""
+    one sequence at a time. auto: the fastest one that the machine and the model support."""
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "full"
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: also keep the outputs of matrix products and attention. auto: the mode with the least recomputation that
     fits micro-batches of --max-tokens-per-gpu, measured at the start."""
     tiled_mlp: bool = False
     """Compute MLPs, experts and norms in tiles of the row, and recompute them in backward: for rows so long that a
-    single block's activations dominate. Costs one more forward pass of them. Not with --compile."""
+    single block's activations dominate memory. Costs another forward pass of these layers. Not with --compile."""
     offload_activations: bool = False
     """Offload the block inputs kept by full activation checkpointing to CPU memory until backward, overlapped with
     computation: tokens x hidden size x blocks numbers in compute-dtype on each rank. Needs a GPU."""
     memory_budget_gb: float | None = None
-    """Memory in GiB of one GPU, or for one process on CPU, for auto and --dry-run. Default: the machine's. On CPU, a
-    run with a budget returns freed memory at once to stay within it, which takes time."""
+    """Memory in GiB of one GPU, or of one process on CPU, for auto and --dry-run. Default: the machine's. On CPU, a run
+    with a budget returns freed memory at once to stay within it, which takes time."""
     compile: bool = False
     """torch.compile each block, once for all sequence lengths; the first step takes a minute or more longer."""
     float8: bool = False
-    """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install torchao): faster, less exact. Gains little
-    without --compile, which fuses the casts."""
+    """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install torchao): faster, less accurate. Gains
+    little without --compile, which fuses the casts."""
     use_liger_kernels: bool = False
     """Use liger-kernel's Triton kernels for norms, MLPs and rotary embeddings (CUDA; pip install liger-kernel)."""
 
@@ -137,21 +136,21 @@ class ShardingOptions:
 
     sharding: Literal["full", "hybrid"] = "full"
     """full: shard weights, gradients and optimizer state over all ranks. hybrid: shard within a node and replicate over
-    nodes: more memory, and nodes exchange only gradients, once a step."""
+    nodes: more memory, but nodes exchange only gradients, once per step."""
     shard_size: int | None = None
-    """hybrid only: number of ranks that share one copy of the model. Default: those of a node."""
+    """hybrid only: number of ranks that share one copy of the model. Default: the ranks of a node."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free a layer's gathered weights after forward and gather them again for backward. auto: all layers but the last;
-    never: less communication, but memory for the whole model in compute-dtype."""
+    """Free a layer's gathered weights after forward and gather them again for backward. auto: all layers except the
+    last; never: less communication, but memory for the whole model in compute-dtype."""
     prefetch_blocks: int = 1
-    """Number of blocks whose weights are gathered ahead, forward and backward. More hide a slower network, and take
+    """Number of blocks whose weights are prefetched, in forward and backward. More hide a slower network, but take
     memory for their weights in compute-dtype."""
     micro_batch_grad_sync: Literal["every", "last"] = "every"
     """Reduce gradients over ranks after every micro-batch, or only after the last of a step: less communication, but
     memory for the whole model's gradients in float32 on every rank."""
     context_parallel: int | None = None
-    """Divide each packed row over this many consecutive ranks, each of which attends for a part of the heads, so that
-    rows and samples may be this many times --max-tokens-per-gpu long."""
+    """Split each packed row over this many consecutive ranks, which each compute attention for part of the heads, so
+    that rows and samples can be this many times --max-tokens-per-gpu long."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory and run the optimizer there; weights are copied to the
     GPU layer by layer. Slow: for models that do not fit otherwise."""
@@ -162,13 +161,13 @@ class ProfilingOptions:
     """Profiling (docs/performance.md)."""
 
     profile_steps: str | None = None
-    """First and last step to record with torch.profiler (10:13): a Chrome trace for each rank and a table of the
-    slowest operations in OUTPUT_DIR/profile. Other steps are not slowed down."""
+    """First and last step to profile with torch.profiler (10:13): a Chrome trace per rank and a table of the slowest
+    operations in OUTPUT_DIR/profile. Other steps are not slowed down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Dry runs: estimates before a run is started."""
+    """Dry runs: estimates before starting a run."""
 
     dry_run: bool = False
     """Dry run: estimate memory, time and disk, and report all problems; trains and writes nothing."""

@@ -9,10 +9,10 @@ class EngineOptions:
     """Inference engine."""
 
     engine: Literal["hf", "vllm", "openai"] = "hf"
-    """hf: transformers; vllm: the package (pip install vllm); openai: a server with OpenAI's protocol, such as those of
-    vLLM, SGLang or llama.cpp."""
+    """hf: transformers; vllm: the package (pip install vllm); openai: a server with an OpenAI-compatible API, such as
+    those of vLLM, SGLang or llama.cpp."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Data type of computation; auto: that of the stored weights."""
+    """Data type of computation; auto: the stored weights' data type."""
     batch_size: int = 32
     """hf: maximum number of prompts in a batch."""
     base_url: str | None = None
@@ -32,13 +32,13 @@ class SamplingOptions:
     temperature: float = 0.0
     """Sampling temperature; 0: greedy decoding."""
     top_p: float | None = None
-    """Nucleus sampling: draw from the most probable tokens with this total probability."""
+    """Nucleus sampling: sample from the most probable tokens with this total probability."""
     top_k: int | None = None
-    """Draw from this many of the most probable tokens."""
+    """Sample from this many of the most probable tokens."""
     num_samples: int = 1
-    """Number of answers to each prompt."""
+    """Number of answers per prompt."""
     seed: int = 0
-    """Random seed. An answer depends on it, on the prompt's place and on its own number, not on the rest of its
+    """Random seed. An answer depends on it, on the prompt's index and on its own number, not on the rest of its
     batch."""
 
 
@@ -62,7 +62,7 @@ class GenerateOptions:
     format: Literal["messages", "sharegpt", "alpaca", "completion", "document"] | None = None
     """Format of the rows. Default: detected for each row."""
     config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    """YAML file with any of these options; flags override it."""
     engines: EngineOptions = field(default_factory=EngineOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
@@ -81,8 +81,8 @@ class EvaluateOptions:
     """Tokenized data sets written by process_data.py: loss, perplexity and token accuracy; for classifiers macro F1,
     accuracy and loss."""
     task: tuple[str, ...] = ()
-    """Files of prompts with references: the last answer of a chat, a completion, an answer, or choices with the number
-    of the right one."""
+    """Files of prompts with references: the last answer of a chat, a completion, an answer, or choices with the index
+    of the correct one."""
     lm_eval: tuple[str, ...] = ()
     """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
     metrics: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class EvaluateOptions:
     num_resamples: int = 10_000
     """Number of resamples of bootstrap intervals and permutation tests."""
     config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    """YAML file with any of these options; flags override it."""
     engines: EngineOptions = field(default_factory=EngineOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
@@ -144,21 +144,21 @@ class ScoreDataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeAdapterOptions:
-    """Merge a LoRA adapter into the weights of its model."""
+    """Merge a LoRA adapter into its base model's weights."""
 
     adapter: str
     """Directory of the adapter, in peft's format."""
     output_dir: str
     """Output directory, which must not exist."""
     model_name_or_path: str | None = None
-    """Base model of the adapter. Default: the one that the adapter names."""
+    """The adapter's base model. Default: the one named in its config."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: the adapter's, or the main branch."""
     trust_remote_code: bool = False
     """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
     config: tuple[str, ...] = ()
-    """YAML files with any of these options; later files win over earlier ones, and flags over all. ${NAME} in a value
-    is read from the environment."""
+    """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
+    value is read from the environment."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the merged weights."""
 
@@ -168,7 +168,7 @@ class MergeModelsOptions:
     """Merge models of one architecture, tensor by tensor, in fp32."""
 
     model: tuple[str, ...]
-    """Directories of two or more models; config, tokenizer and data types are the first one's."""
+    """Directories of two or more models; config, tokenizer and data types come from the first one."""
     output_dir: str
     """Output directory, which must not exist."""
     weights: tuple[float, ...] = ()
@@ -177,7 +177,7 @@ class MergeModelsOptions:
     """Directory of the common base model: the result is the base plus the weighted sum of the models' differences from
     it (task vectors)."""
     config: str | None = None
-    """YAML file with any of these options; flags win over it."""
+    """YAML file with any of these options; flags override it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +191,8 @@ class ImportConfigOptions:
     num_gpus: int = 1
     """Number of GPUs, to convert samples per GPU to samples per step."""
     tokenized_data: tuple[str, ...] = ()
-    """Your data sets, written by process_data.py. Their lengths convert batches of packs to batches of samples, and
-    fractional epochs to samples."""
+    """Your data sets, written by process_data.py. Their lengths are used to convert batches of packs to batches of
+    samples, and fractional epochs to samples."""
     trainer: (
         Literal["axolotl", "llama-factory", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward"] | None
     ) = None
@@ -201,16 +201,16 @@ class ImportConfigOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """Plot the curves of training runs together: an HTML page, or a picture for papers."""
+    """Plot the curves of several training runs: an HTML page, or a figure for papers."""
 
     runs: tuple[str, ...]
-    """Output directories of train.py; the runs may have ended or still be running."""
+    """Output directories of train.py, of finished or running runs."""
     output: str | None = None
-    """File to write: .html, a self-contained page; .png, .svg or .pdf, a picture."""
+    """File to write: .html, a self-contained page; .png, .svg or .pdf, a figure."""
     follow: bool = False
     """Serve the page on this machine until Ctrl-C, updated while runs continue."""
     port: int | None = None
     """Port of --follow. Default: 8765."""
     smoothing: int | None = None
-    """Number of steps over which noisy curves are averaged, 1 for none; on the page the slider's initial value.
-    Default: suits the longest run."""
+    """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
+    Default: depends on the longest run."""

@@ -1,4 +1,4 @@
-"""All options of train.py, presets, and which options identify a run."""
+"""All options of train.py, presets, and the options that identify a run."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -36,15 +36,15 @@ class TrainOptions:
     output_dir: str
     """Directory for metrics, options, checkpoints and exports: new, empty, or this run's own, to resume it."""
     config: tuple[str, ...] = ()
-    """YAML files with any of these options; later files win over earlier ones, and flags over all. ${NAME} in a value
-    is read from the environment."""
+    """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
+    value is read from the environment."""
     logging_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Log level of rank 0; WARNING leaves out the step lines."""
+    """Log level of rank 0; WARNING suppresses the step lines."""
     preset: Literal["sanity", "toy", "full"] | None = None
     """Defaults for other options. sanity: 10 samples, 2 steps, a validation, an export that is loaded back; toy: 1 % of
     the data, at most 100 steps; full: no changes."""
     data_cache_dir: str = "~/.cache/mini_trainer/data"
-    """Cache directory for tokenized rows, by their content; every node must see it."""
+    """Cache directory for tokenized rows, by their content; must be visible to every node."""
     model: ModelOptions
     data: DataOptions = field(default_factory=DataOptions)
     rows: RowOptions = field(default_factory=RowOptions)
@@ -67,7 +67,7 @@ class TrainOptions:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
-# By preset, the values of options that neither flags nor YAML give.
+# Values that presets set for options not given by flags or YAML.
 PRESETS: dict[str, dict[str, Any]] = {
     "sanity": {
         "subset": "10",
@@ -82,7 +82,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# What decides the numbers of a run: single options and whole groups, but for the places of files.
+# Options that determine a run's numbers: single ones and whole groups, except for paths.
 IDENTIFYING_OPTIONS = ("batch_size", "seed", "float8", "data_weights", "data_weights_by", "freeze")
 
 IDENTIFYING_GROUPS = (
@@ -99,8 +99,8 @@ PLACES = (
 WITHOUT_NUMBERS = ("lora_export", "reuse_reference_only")
 
 
-# Options that may differ between the ranks of a run: places, whose contents are compared instead or which rank 0 alone
-# reads, and options that do not change the numbers. (--resume may name different places.)
+# Options that may differ between the ranks of a run: paths, whose contents are compared instead or which only rank 0
+# reads, and options that do not change the numbers. (--resume may name different paths.)
 MAY_DIFFER = (
     *PLACES,
     *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
@@ -108,12 +108,12 @@ MAY_DIFFER = (
 )
 
 
-# Of a group like these a checkpoint holds what was made by its options: they cannot change with the run half done.
+# Checkpoints contain results of these groups' options, which therefore cannot change during a run.
 UNCHANGEABLE_GROUPS = (OSFTOptions, LoRAOptions)
 
 
 def list_identifying_options() -> list[str]:
-    """The options that decide what a run computes; the others may change from start to start."""
+    """Options that determine what a run computes; the others may change between starts."""
     return [*IDENTIFYING_OPTIONS, *list_group_options(IDENTIFYING_GROUPS)]
 
 
@@ -123,12 +123,12 @@ def list_unchangeable_options() -> list[str]:
 
 
 def list_group_options(groups: tuple[type, ...]) -> list[str]:
-    """The options of `groups`, but for places of files and options that decide no numbers."""
+    """The options of `groups`, except for paths and those that decide no numbers."""
     names = [option.name for group in groups for option in dataclasses.fields(group)]
     return [name for name in names if name not in (*PLACES, *WITHOUT_NUMBERS)]
 
 
 def list_defaults() -> dict[str, Any]:
-    """The default of every identifying option that has one."""
+    """Defaults of all identifying options."""
     defaults = {option.name: option.default for option, _ in iterate_fields(TrainOptions)}
     return {name: defaults[name] for name in list_identifying_options()}

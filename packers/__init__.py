@@ -1,1 +1,1 @@
-"""The compiled searches of `batch_packer.pack_batch`."""
+"""Compiled search algorithms of `batch_packer.pack_batch`."""

@@ -1,7 +1,7 @@
 """Packs samples with images under two caps, tokens and patches: `batch_packer.pack_batch` calls it if both apply.
 
-As there, fewest steps first, then the least sum over steps of the costliest micro-batch. With two sizes per sample
-there is no descending order, which the search for texts relies on. This search is simpler, in time O(n * bins):
+As in packers/texts.py, it minimizes the number of steps, then the sum over steps of the costliest micro-batch. With two
+sizes per sample there is no descending order, which that search relies on. This one is simpler, in time O(n * bins):
 first-fit over three orders, level plans (each sample to the cheapest bin that has room) with fewer steps by bisection,
 then moves and swaps between bins of a step. Source: first-fit decreasing for vectors (Panigrahy, Talwar, Uyeda and
 Wieder 2011, "Heuristics for vector bin packing").
@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 NUM_ROUNDS = 8  # rounds of exchanges between the bins of each step
-LEAST_GAIN = 2.0**-30  # least gain of an exchange, as a share of the load
+LEAST_GAIN = 2.0**-30  # minimum gain of an exchange, as a share of the load
 
 compiled = njit(nogil=True)
 
@@ -130,9 +130,9 @@ def _level_steps(sizes, costs, caps, num_steps, num_ranks, bin_of):
     return total
 
 
-@njit(nogil=True, cache=True)  # the one entry, so the one cache file
+@njit(nogil=True, cache=True)  # the only entry point, so there is one cache file
 def _assign(sizes, costs, caps, orders, num_ranks):
-    # Fewest steps of first-fit or a level plan.
+    # Find the fewest steps with first-fit or a level plan.
     best, plan = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
     steps, least = len(sizes) + 1, 1
     for order in orders:
@@ -152,7 +152,7 @@ def _assign(sizes, costs, caps, orders, num_ranks):
         else:
             least = middle + 1
 
-    # Cheapest plan with that many steps.
+    # Choose the cheapest plan with that many steps.
     best_cost = _level_steps(sizes, costs, caps, steps, num_ranks, best)
     for order in orders:
         if _fill_level(sizes, costs, caps, order, steps * num_ranks, plan):

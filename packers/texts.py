@@ -4,16 +4,16 @@ A heuristic in time O(n log n) per plan and memory O(n + K * num_ranks):
 
 1. Count steps: first-fit decreasing, then a wider search per bin, then longest-processing-time-first (LPT)
    over the cap, repaired by exchanges between bins, with K by bisection between those and total / capacity.
-2. At that K make up to three level plans (dense ones if none fits), let pairs of bins exchange samples until
-   they cost the same, sort bins by cost, let each `num_ranks` neighbours be one step, keep the best plan.
+2. For that K, make up to three level plans (dense ones if none fits), let pairs of bins exchange samples until
+   their costs are equal, sort bins by cost, group each `num_ranks` neighbours into a step, keep the best plan.
 
 Sources: first-fit decreasing needs at most 11/9 OPT + 6/9 bins (Dosa 2007); LPT is Graham 1969; the search
-per bin is a short form of minimum bin slack (Gupta and Ho 1999).
+per bin is a simplified minimum bin slack (Gupta and Ho 1999).
 
 Terms: a bin is the micro-batch of one rank in one step; bins and samples are numbers, samples counted in
 descending order of length (so position 0 is the longest); `weights` are the quantity that a plan levels, costs
 or tokens, and never increase with position. Compiled code adds floats in a fixed order, without fast-math, and
-has no product that a compiler could fuse with a sum: the same table on every machine.
+has no product that a compiler could fuse with a sum: the result is the same on every machine.
 """
 
 from typing import NamedTuple
@@ -22,16 +22,16 @@ import numpy as np
 from numba import njit
 
 NUM_ROUNDS = 8  # rounds of exchanges between pairs of bins; later ones gain less than 0.02 %
-MAX_EXCHANGES = 4  # most exchanges of a pair of bins in one round
+MAX_EXCHANGES = 4  # maximum number of exchanges of a pair of bins in one round
 SEARCH_WIDTH = 32  # second samples to try in a bin when first-fit decreasing needs too many bins
-LEAST_GAP = 2.0**-30  # share of a load below which a gap stays; a power of two, so the product is exact
+LEAST_GAP = 2.0**-30  # gaps below this share of a load are ignored; a power of two, so the product is exact
 CLOSE_ENOUGH = 1 + 1e-5  # no further plan is tried below this multiple of the cost's lower bound
 
 compiled = njit(nogil=True)  # nogil: a prefetch thread runs it
 
 
 # --- Filling bins -----------------------------------------------------------------------------------------
-# `next_free` (n + 1,) leads from any position to the first sample at or after it that is not in a bin yet.
+# `next_free` (n + 1,) links any position to the first sample at or after it that is not yet in a bin.
 
 
 @compiled
@@ -58,7 +58,7 @@ def _find_fitting(lengths, weights, next_free, room, budget, low):
 
 @compiled
 def _take_greedily(lengths, weights, next_free, position, room, budget, bin_of, bin_index):
-    """Takes `position`, then the longest that fits, and so on; only tries if `bin_index` is -1."""
+    """Takes `position`, then the longest that fits, and so on; a dry run if `bin_index` is -1."""
     while position < len(lengths):
         room -= lengths[position]
         budget -= weights[position]
@@ -71,7 +71,7 @@ def _take_greedily(lengths, weights, next_free, position, room, budget, bin_of, 
 
 @compiled
 def _fill_bin(lengths, weights, next_free, cap, budget, width, bin_of, bin_index):
-    """Fills a bin, beginning with the longest free sample, and returns the rest of the budget.
+    """Fills a bin, starting with the longest free sample, and returns the remaining budget.
 
     With width 1, successive bins are those of first-fit decreasing; otherwise `width` second samples of
     different lengths are tried, and the one that leaves the least room wins.
@@ -95,7 +95,7 @@ def _fill_bin(lengths, weights, next_free, cap, budget, width, bin_of, bin_index
 
 @compiled
 def _fill_densely(lengths, cap, width, bin_of):
-    """Fills each bin as far as it goes and returns the number of bins."""
+    """Fills each bin as far as possible and returns the number of bins."""
     weightless, next_free = np.zeros(len(lengths)), np.arange(len(lengths) + 1)
     num_bins = 0
     while _find_free(next_free, 0) < len(lengths):
@@ -122,9 +122,9 @@ def _sift_down(heap, keys, size):
 def _fill_level(lengths, weights, cap, num_steps, num_ranks, bin_of):
     """LPT under the cap, after whole steps for outliers; returns whether every sample found a bin.
 
-    A sample heavier than the mean of the open bins fixes the cost of its step, so that step's bins are
+    A sample heavier than the mean of the open bins determines the cost of its step, so that step's bins are
     filled up to it first; spreading the rest over all bins would leave them idle next to the outlier. The
-    last step takes the rest, so a cap that never binds always succeeds.
+    last step takes the rest, so this always succeeds if the cap never binds.
     """
     num_samples, num_bins = len(lengths), num_steps * num_ranks
     next_free = np.arange(num_samples + 1)
@@ -208,7 +208,7 @@ def _move(lengths, weights, bins, position, source, target):
 def _find_exchange(lengths, weights, cap, bins, heavy, light):
     """Returns the samples that `heavy` gives and `light` gives back (-1: none) to bring their loads closest.
 
-    The wanted difference is half the gap. Both lists descend, so one walk over the two finds it.
+    The desired difference is half the gap. Both lists are descending, so a single pass over both finds it.
     """
     wanted = (bins.load[heavy] - bins.load[light]) / 2
     least_error = wanted - LEAST_GAP * bins.load[heavy]
@@ -230,7 +230,7 @@ def _find_exchange(lengths, weights, cap, bins, heavy, light):
 
 @compiled
 def _level_pair(lengths, weights, cap, bins, one, other):
-    """Exchanges samples between two bins while that brings their loads closer; returns whether any."""
+    """Exchanges samples between two bins while that brings their loads closer; returns whether it exchanged any."""
     for exchange in range(MAX_EXCHANGES):
         heavy, light = (one, other) if bins.load[one] >= bins.load[other] else (other, one)
         give, take = _find_exchange(lengths, weights, cap, bins, heavy, light)
@@ -262,8 +262,8 @@ def _sort_descending(bins, keys):
 def _level_bins(lengths, weights, cap, num_bins, group, bin_of):
     """Levels each group of bins neighbouring in load, renumbers bins from the heaviest, returns the loads.
 
-    Round after round the heaviest of a group meets the lightest, then the second lightest, and so on.
-    The greatest load of no group ever grows.
+    Over the rounds, the heaviest bin of a group is paired with the lightest, then the second lightest, and so on.
+    No group's largest load ever grows.
     """
     bins = _link_bins(lengths, weights, num_bins, bin_of)
     order, idle_rounds = np.arange(num_bins), 0
@@ -293,7 +293,7 @@ def _level_bins(lengths, weights, cap, num_bins, group, bin_of):
 
 @compiled
 def _level_tokens(lengths, cap, num_steps, num_ranks, bin_of):
-    """LPT over the cap, then exchanges between all bins; returns whether they brought all under the cap."""
+    """LPT over the cap, then exchanges between all bins; returns whether all bins end up under the cap."""
     weights, num_bins = lengths.astype(np.float64), num_steps * num_ranks
     no_cap = lengths.sum()
     fits = _fill_level(lengths, weights, no_cap, num_steps, num_ranks, bin_of)
@@ -321,7 +321,7 @@ def _count_steps(lengths, cap, num_ranks, bin_of):
 
 @compiled
 def _fill_evenly(kind, lengths, costs, cap, num_steps, num_ranks, bin_of):
-    """Makes one of three level plans; returns whether it keeps the cap.
+    """Makes one of three level plans; returns whether it respects the cap.
 
     0 levels cost over all bins, 1 leaves that to each step (better with outliers), 2 levels tokens
     (which still fits where samples nearly fill the bins).
@@ -334,7 +334,7 @@ def _fill_evenly(kind, lengths, costs, cap, num_steps, num_ranks, bin_of):
     return fits
 
 
-@njit(nogil=True, cache=True)  # the one entry, so the one cache file: compiling it all takes seconds
+@njit(nogil=True, cache=True)  # the only entry point, so there is one cache file: compiling takes seconds
 def assign_bins(lengths, costs, cap, num_ranks):
     """Returns the bin of each sample, int64 (n,), and the number of steps; step k is bins k*R to k*R + R-1.
 

@@ -1,4 +1,4 @@
-"""Selects the curves of runs for a page or a picture, and thins long ones, keeping extremes."""
+"""Selects the curves of runs for a page or a figure, and thins long ones, keeping extremes."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ import numpy as np
 
 from plots.run_files import SET, SOURCE, Column, MetricsReader, Run
 
-# Colours that are distinct with any colour vision (tests/test_plots.py measures it): on white, on black.
+# Colours that are distinct with any colour vision (tests/test_plots.py measures this): on white, on black.
 COLOURS = (
     ("#0078b4", "#3c96c3"),
     ("#d25a00", "#f09600"),
@@ -18,10 +18,10 @@ COLOURS = (
     ("#d25aff", "#e1c3ff"),
     ("#6900f0", "#a53cff"),
 )
-DASHES = ("solid", "dash", "dot", "dashdot")  # distinguish runs of one colour if there are more runs than colours
+DASHES = ("solid", "dash", "dot", "dashdot")  # distinguish runs of the same colour if there are more runs than colours
 NUMBERS_ON_PAGE = 450_000  # about 5 MB, for any number of runs
 FEWEST_POINTS, MOST_POINTS = 200, 10_000  # per curve, for any number of runs
-MOST_PARTS = 12  # sources or sets with a chart of their own
+MOST_PARTS = 12  # maximum number of sources or sets with their own chart
 DIGITS = 6  # significant digits of numbers on the page
 
 
@@ -92,7 +92,7 @@ def choose_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
 
 
 def list_omissions(runs: list[Run]) -> list[str]:
-    """Notes on omissions of the page: sources and sets without a chart, and runs with merged points."""
+    """Notes on what the page omits: sources and sets without a chart, and runs with merged points."""
     omitted = []
     for readers, prefix, things in (
         ([run.steps for run in runs], SOURCE, "sources"),
@@ -103,14 +103,14 @@ def list_omissions(runs: list[Run]) -> list[str]:
     longest, most = max(len(run.steps) for run in runs), count_points(runs)
     if longest > most:
         omitted.append(
-            f"Long runs are thinned to {most:,} points, in the longest run one per {longest / most:.0f} steps or so:"
-            " their mean, lowest and highest value, so that no spike is lost."
+            f"Long runs are thinned to {most:,} points, in the longest run about one per {longest / most:.0f} steps:"
+            " mean, minimum and maximum, so that no spike is lost."
         )
     return omitted
 
 
 def count_points(runs: list[Run]) -> int:
-    """Most points per curve, for a page of bounded size."""
+    """Maximum number of points per curve, which bounds the page's size."""
     num_curves = sum(not chart.is_of_validations for chart in list_charts(runs))
     fitting = NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves))
     return min(MOST_POINTS, max(FEWEST_POINTS, fitting))
@@ -138,12 +138,12 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
 
 
 def choose_starts(num_steps: int, max_points: int) -> np.ndarray:
-    """Index of each point's first step: one step per point, or equal shares."""
+    """Index of each point's first step: one step per point, or equal shares of all steps."""
     return np.linspace(0, num_steps, min(num_steps, max_points), endpoint=False).astype(np.int64)
 
 
 def thin(values: Column, starts: np.ndarray) -> dict[str, list[float | None]]:
-    """The mean of each point's steps, and their lowest and highest value if there are several; None for none."""
+    """Mean of each point's steps, plus minimum and maximum if there are several; None for missing values."""
     if len(starts) == len(values):
         return {"mean": to_numbers(values)}
     is_there = np.isfinite(values)
@@ -166,7 +166,7 @@ def list_axes(run: Run) -> dict[str, Column]:
 
 
 def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | None]]:
-    """Positions of the ends of `steps` on every axis; step 0 is before the first."""
+    """Positions of the ends of `steps` on every axis; step 0 is the start of the run."""
     steps = np.array(list(steps), dtype=np.float64)
     at = np.searchsorted(run.steps["step"], steps, side="right") - 1
     placed = {
@@ -205,13 +205,13 @@ def describe_charts(charts: list[Chart]) -> list[dict[str, Any]]:
 
 
 def to_numbers(values: Column) -> list[float | None]:
-    """The values for JSON: whole numbers, or rounded to `DIGITS` digits; None for values that are not finite."""
+    """Converts values for JSON: integers, or rounded to `DIGITS` digits; None for values that are not finite."""
     is_there = np.isfinite(values)
     there = values[is_there]
     if (np.abs(there) < 2**53).all() and (there == np.rint(there)).all():
         rounded = there.astype(np.int64)
     else:
-        # A whole number over a power of ten is the double nearest to that decimal, which JSON writes in short form.
+        # An integer divided by a power of ten is the double nearest to that decimal, which JSON writes in short form.
         sizes = np.floor(np.log10(np.abs(there), where=there != 0, out=np.zeros_like(there)))
         powers = 10.0 ** np.clip(DIGITS - 1 - sizes, 0, 22)
         rounded = np.rint(there * powers) / powers

@@ -1,4 +1,4 @@
-"""Draws curves of runs as a picture for papers: loss and validation large, learning rate and gradient norm small."""
+"""Draws curves of runs as a figure for papers: loss and validation large, learning rate and gradient norm small."""
 
 import warnings
 from pathlib import Path
@@ -11,10 +11,10 @@ from plots.curves import COLOURS, DASHES, choose_starts
 from plots.run_files import Column, Run
 from plots.tables import shorten_number
 
-INCHES = (7.2, 3.2)  # width of a page's text; names of runs are below
+INCHES = (7.2, 3.2)  # the text width of a page; names of runs are added below
 INCHES_PER_ROW = 0.16  # height of a row of names
 CHARS_PER_ROW = 110  # width of a row of names
-LOG_FROM = 30  # ratio of highest to lowest gradient norm that needs a logarithmic axis
+LOG_FROM = 30  # ratio of maximum to minimum gradient norm above which the axis is logarithmic
 DOTS_PER_INCH = 300
 MOST_POINTS = 1500  # per curve, more than print can show
 LINE_STYLES = dict(zip(DASHES, ("-", "--", ":", "-."), strict=True))
@@ -32,20 +32,20 @@ STYLE = {
     "ytick.labelsize": 7,
     "legend.fontsize": 7,
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # keep text as text
     "pdf.fonttype": 42,
 }
 
 
 def write_figure(path: Path, runs: list[Run], *, smoothing: int) -> None:
-    """Writes the picture; the ending of `path` chooses the format. ValueError if matplotlib is not installed."""
+    """Writes the figure, in the format of the suffix of `path`. ValueError if matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("a picture of curves needs matplotlib: pip install matplotlib") from None
+        raise ValueError("a figure of curves needs matplotlib: pip install matplotlib") from None
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name may have letters missing from all fonts
+        warnings.filterwarnings("ignore", message="Glyph")  # a name may contain characters that no font has
         figure = Figure(figsize=INCHES, layout="constrained")
         draw_figure(figure, runs, smoothing=smoothing)
         with written_aside(path) as (aside,):
@@ -82,7 +82,7 @@ def write_names(figure: Any, names: list[str], lines: list[Any]) -> None:
     num_columns = max(1, min(len(names), CHARS_PER_ROW // (max(map(len, names)) + 8)))
     num_rows = -(-len(names) // num_columns)
     figure.set_figheight(INCHES[1] + INCHES_PER_ROW * num_rows)
-    # Names are set afterwards, because one that begins with an underscore would be left out.
+    # Names are set afterwards, because matplotlib omits labels that begin with an underscore.
     legend = figure.legend(lines, [" "] * len(names), loc="outside lower left", ncols=num_columns)
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set(text=name, parse_math=False)  # dollar signs are literal
@@ -109,7 +109,7 @@ def draw_run(run: Run, index: int, axes: tuple[Any, Any, Any], *, smoothing: int
 
 
 def draw_line(axes: Any, x: Column, y: Column, **style: Any) -> Any:
-    """Draws a curve; a long one as the lowest and highest value of every group of points."""
+    """Draws a curve; a long one as the minimum and maximum of every group of points."""
     starts = choose_starts(len(x), MOST_POINTS)
     if len(starts) < len(x):
         is_there = np.isfinite(y)
@@ -120,7 +120,7 @@ def draw_line(axes: Any, x: Column, y: Column, **style: Any) -> Any:
 
 
 def smooth(values: Column, window: int) -> Column:
-    """Average of the steps around each one, weighted by distance, as on the page."""
+    """Average around each step, weighted by distance, as on the page."""
     decay = (window - 1) / (window + 1)
     is_there = np.isfinite(values)
     sums, totals = np.zeros(len(values)), np.zeros(len(values))

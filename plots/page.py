@@ -1,4 +1,4 @@
-"""Makes the page of curves and its data."""
+"""Makes the HTML page of curves and its data."""
 
 import os
 import time
@@ -49,7 +49,7 @@ def make_title(runs: list[Run]) -> str:
 
 
 def choose_smoothing(runs: list[Run]) -> int:
-    """Steps of the smoothing window: few for short runs."""
+    """Smoothing window in steps; smaller for short runs."""
     window = max(len(run.steps) for run in runs) // STEPS_PER_WINDOW
     return next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW)
 

@@ -1,6 +1,6 @@
 """Reads the files of finished or running runs into columns of numbers.
 
-A running run is read while it writes: an incomplete line is left for the next time, and only new lines are read.
+A run can be read while it writes: only new lines are read, and an incomplete line is left for the next read.
 """
 
 import json
@@ -25,7 +25,7 @@ from ranks.lock import LOCK_FILE, SECONDS_TO_WATCH
 
 Row = dict[str, Any]
 Column = NDArray[np.float64]
-# Metrics of a step that are drawn or shown in tables; others are not kept.
+# Step metrics that are plotted or shown in tables; others are not stored.
 STEP_COLUMNS = (
     "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB", "mfu", "osft_leak", "time_per_batch",
     "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated", "rewards/accuracies",
@@ -46,12 +46,12 @@ class MetricsReader:
 
     def _forget(self) -> None:
         self.offset = 0  # number of bytes read
-        self.last_line = b""  # the line that ends at `offset`
+        self.last_line = b""  # line that ends at `offset`
         self.num_damaged = 0
         self.columns = {"step": array("d")} | {name: array("d") for name in self.names}
 
     def read(self) -> None:
-        """Reads new lines, or all again if a resumed run has cut the file. OSError if that fails."""
+        """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails."""
         if not self.path.exists():
             self._forget()
             return
@@ -72,7 +72,7 @@ class MetricsReader:
             self.num_damaged += 1
             return
         steps = self.columns["step"]
-        while steps and steps[-1] >= row["step"]:  # a repeated step was taken again after a resume
+        while steps and steps[-1] >= row["step"]:  # the step was repeated after a resume
             for column in self.columns.values():
                 column.pop()
         for name in row.keys() - self.columns.keys():
@@ -116,10 +116,10 @@ def to_float(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Start:
-    """One start or resume of the run."""
+    """One start or resume of a run."""
 
     when: str
-    first_step: int  # number of steps taken before
+    first_step: int  # number of steps completed before
     resumed_from: str | None
     changed_options: list[str]
     machine: str
@@ -145,7 +145,7 @@ class Run:
         self.steps.read()
         self.validations.read()
         self.warnings = [
-            f"{reader.path}: {count_things(reader.num_damaged, 'damaged line')} left out"
+            f"{reader.path}: {count_things(reader.num_damaged, 'damaged line')} skipped"
             for reader in (self.steps, self.validations)
             if reader.num_damaged
         ]
@@ -194,7 +194,7 @@ class Run:
             end = read_json(self.path / EXIT_FILE)
             return describe_exit(end)
         except (ValueError, OSError, KeyError, TypeError):
-            return "no sign of life" if seconds_silent is not None else "end not recorded"
+            return "no heartbeat" if seconds_silent is not None else "end not recorded"
 
 
 def check_is_run(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Serves the live page of curves to browsers of this machine."""
+"""Serves the live page of curves to browsers on this machine."""
 
 import json
 import signal
@@ -15,10 +15,10 @@ DEFAULT_PORT = 8765
 
 
 class CurvesServer(ThreadingHTTPServer):
-    """Serves the page, and its data if they have changed since a page's version."""
+    """Serves the page, and its data if changed since the page's version."""
 
     daemon_threads = True
-    allow_reuse_address = True  # a page that is still open must not block the port for the next start
+    allow_reuse_address = True  # so that an open page does not block the port for the next start
 
     def __init__(self, runs: list[Run], *, port: int, smoothing: int | None):
         """Raises ValueError if the port is not available."""
@@ -59,7 +59,7 @@ class CurvesHandler(BaseHTTPRequestHandler):
     server: CurvesServer
 
     def do_GET(self) -> None:
-        # Refuses DNS rebinding: a page of another site that resolves to this address has another host name.
+        # Prevent DNS rebinding: another site whose name resolves to this address sends its own host name.
         if self.headers.get("Host") not in (f"{name}:{self.server.server_port}" for name in (HOST, "localhost")):
             self.answer(HTTPStatus.FORBIDDEN, "text/plain", f"open {self.server.address}")
             return
@@ -98,7 +98,7 @@ def serve(runs: list[Run], *, port: int | None, smoothing: int | None) -> None:
     """Serves the page until Ctrl-C."""
     with CurvesServer(runs, port=DEFAULT_PORT if port is None else port, smoothing=smoothing) as server:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # even if this was started with Ctrl-C ignored
-        print(f"curves: {server.address} (Ctrl-C ends this)", flush=True)
+        print(f"curves: {server.address} (Ctrl-C stops it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

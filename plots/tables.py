@@ -12,13 +12,13 @@ from plots.curves import find_best
 from plots.run_files import Run
 
 NO_VALUE = "–"
-OWN_OPTIONS = {"output_dir", "config"}  # differ in every run, or are merged into the other options
+OWN_OPTIONS = {"output_dir", "config"}  # different in every run, or merged into the other options
 MAX_CELL_CHARS = 300
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. Rows of some tables begin with the index of their run."""
+    """A table of text cells. In some tables, rows begin with the index of their run."""
 
     head: list[str]
     rows: list[list[str]]
@@ -62,7 +62,7 @@ def format_number(value: float, form: str, unit: str = "") -> str:
 
 
 def shorten_number(value: float) -> str:
-    """The number with three digits and a letter: 1.23 M."""
+    """Formats a number with three digits and a unit: 1.23 M."""
     if not np.isfinite(value):
         return NO_VALUE
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

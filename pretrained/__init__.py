@@ -1,1 +1,1 @@
-"""Models in the Hugging Face format: their files, and the parts of transformers' classes."""
+"""Models in the Hugging Face format: their files, and the parts of transformers' model classes."""

@@ -1,14 +1,14 @@
-"""The parts of a model that sees images: its vision tower, its projector, its language model."""
+"""Parts of a vision-language model: vision tower, projector and language model."""
 
 from transformers import PreTrainedModel
 
 from pretrained.text_tower import find_decoder
 
-PROJECTORS = ("projector", "connector", "merger", "embed_vision", "aligner")  # in the names of what joins the two
+PROJECTORS = ("projector", "connector", "merger", "embed_vision", "aligner")  # words in projectors' names
 
 
 def list_parts(model: PreTrainedModel) -> dict[str, list[str]]:
-    """The names of a model's parameters: those of its vision tower, its projector and its language model."""
+    """Names of a model's parameters by part: vision tower, projector and language model."""
     language = [find_decoder(model), model.get_input_embeddings(), model.get_output_embeddings()]
     inside = {id(param) for part in language if part is not None for param in part.parameters()}
     parts: dict[str, list[str]] = {"vision": [], "projector": [], "language": []}

@@ -1,4 +1,4 @@
-"""What the safetensors files of a model hold: every tensor's shape and type, and a function that reads it."""
+"""Tensors in a model's safetensors files: shape, dtype, and a function that reads each."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrained.files import list_weights
 
-Reader = Callable[[], Tensor]  # gives a tensor as it is stored, on the CPU; the memory may be the file's
+Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,22 @@ class Stored:
 
     read: Reader
     shape: tuple[int, ...]
-    dtype: str  # by safetensors' name: F32, BF16, F8_E4M3, U8
+    dtype: str  # safetensors' name: F32, BF16, F8_E4M3, U8
 
 
 class StoredFiles:
-    """The files of a model directory.
+    """The weight files of a model directory.
 
-    To open one means to parse all its names and shapes: for a hundred experts that become one tensor, `kept_open` does
-    so once. Otherwise a file is closed after each tensor, and its pages are given back.
+    Opening a file parses all its names and shapes: for a hundred experts that become one tensor, `kept_open` does so
+    once. Otherwise a file is closed after each tensor, which releases its pages.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.opened: dict[str, Any] | None = None  # by name; None outside of `kept_open`
+        self.opened: dict[str, Any] | None = None  # by name; None outside `kept_open`
 
     def find(self) -> dict[str, Stored]:
-        """Every tensor by its name in the files."""
+        """All tensors by their names in the files."""
         stored = {}
         for name in list_weights(self.path):
             with safe_open(self.path / name, framework="pt") as file:
@@ -47,7 +47,7 @@ class StoredFiles:
         return stored
 
     def read(self, name: str, key: str) -> Tensor:
-        """One tensor, mapped into memory: its pages are read when they are used, and given back with it."""
+        """Reads a memory-mapped tensor: its pages are read on use, and released with it."""
         if self.opened is None:
             return read_tensor(self.path / name, key)
         if name not in self.opened:
@@ -56,7 +56,7 @@ class StoredFiles:
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Meanwhile files that have been opened stay so."""
+        """Keeps files open once they have been opened, inside this block."""
         self.opened = {}
         try:
             yield
@@ -65,11 +65,11 @@ class StoredFiles:
 
 
 def find_stored(path: Path) -> dict[str, Stored]:
-    """Every tensor of a model directory by its name in the files."""
+    """All tensors of a model directory by their names in the files."""
     return StoredFiles(path).find()
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
-    """One tensor, mapped into memory: its pages are read when they are used, and given back with it."""
+    """Reads a memory-mapped tensor: its pages are read on use, and released with it."""
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(key)

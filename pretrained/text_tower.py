@@ -1,8 +1,8 @@
-"""The text tower of a model of more than text: its part of the config, its decoder, and what is left as it is.
+"""The text tower of a multimodal model: its part of the config, its decoder, and the removal of other towers.
 
-On text such a model trains as a language model does: its decoder reads packed rows, its head predicts the next token.
-Its towers of images and audio take no part. They are taken out of the model before it gets memory, keep their names'
-places, and an export gets their tensors from the model's own files.
+On text, such a model trains like a language model: its decoder reads packed rows, its head predicts the next token.
+Image and audio towers are not used. They are removed from the model before memory is allocated, their names stay
+reserved, and exports copy their tensors from the model's own files.
 """
 
 import inspect
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# How configs call the token that stands in a text for each part of an image, a video or a recording.
+# Config keys of the placeholder tokens for images, videos and audio.
 PLACEHOLDER = re.compile(r"(?:(image|video|audio|media|speech)(?:_placeholder)?_token)_(?:id|index)")
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """What a config says of the language model: a part of it where it describes more, else the config itself."""
+    """The language model's config: a part of a multimodal model's, else the config itself."""
     text = config.get_text_config(decoder=True)
     return config if type(text) is type(config) else text
 
@@ -29,13 +29,13 @@ def is_multimodal(config: PreTrainedConfig) -> bool:
 
 
 def find_placeholders(config: PreTrainedConfig) -> dict[int, str]:
-    """The token ids that stand for images, videos or recordings, and how the config calls each."""
+    """Ids of the placeholder tokens for images, videos or audio, with the config's name for each."""
     if not is_multimodal(config):
         return {}
     settings = config.to_dict()
     found = {name: value for name, value in settings.items() if PLACEHOLDER.fullmatch(name)}
     towers = {name: part for name, part in settings.items() if isinstance(part, dict) and "vocab_offset" in part}
-    embedded = {  # ids that a tower's own embedding stands for
+    embedded = {  # ids embedded by a tower
         token_id: f"{name}.vocab_offset"
         for name, part in towers.items()
         for token_id in range(part["vocab_offset"], part["vocab_offset"] + part["vocab_size"])
@@ -44,14 +44,14 @@ def find_placeholders(config: PreTrainedConfig) -> dict[int, str]:
 
 
 def find_base(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head; Llama 4's text model calls it by another name than it says."""
+    """The model without its head; in Llama 4's text model, `base_model_prefix` does not name it."""
     if model.base_model is not model:
         return model.base_model
     return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that maps token ids to hidden states: of a multi-modal one its language model's."""
+    """The part of a model that maps token ids to hidden states; in a multimodal model, the language model's."""
     if not is_multimodal(model.config):
         return find_base(model)
     decoder = model.get_decoder()
@@ -59,16 +59,16 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Makes the language model attend by this implementation; other towers, which do not run, keep theirs."""
+    """Sets the language model's attention implementation; other towers, which do not run, keep theirs."""
     (find_decoder(model) if is_multimodal(model.config) else model).set_attn_implementation(implementation)
 
 
 class AbsentTower(nn.Module):
-    """In the place of a tower that was taken out: says where the model lies, which some ask a tower (Qwen2-Audio)."""
+    """Placeholder for a removed tower: reports the model's device and dtype, which some models query (Qwen2-Audio)."""
 
     def __init__(self, embedding: nn.Module):
         super().__init__()
-        self.beside = [embedding]  # in a list: it is a part of the model already
+        self.beside = [embedding]  # in a list, so that it is not registered as a submodule again
 
     @property
     def device(self) -> torch.device:
@@ -80,9 +80,9 @@ class AbsentTower(nn.Module):
 
 
 class AbsentEmbedder(AbsentTower):
-    """In the place of an embedder of ids beyond the text's (Gemma 3n): the model asks it on every text.
+    """Placeholder for an embedder of ids beyond the text's (Gemma 3n), which the model calls for every text.
 
-    Its zeros are used for those ids alone, and data with any of them is refused.
+    Its zeros are used only for those ids, and data with any of them is refused.
     """
 
     def __init__(self, embedding: nn.Module, embedder: nn.Module):
@@ -95,22 +95,22 @@ class AbsentEmbedder(AbsentTower):
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What of a model was taken out of it: neither loaded nor trained."""
+    """Parts removed from a model: neither loaded nor trained."""
 
-    modules: list[str] = field(default_factory=list)  # names, with those of the modules in them
-    parts: list[str] = field(default_factory=list)  # names of the outermost of them
+    modules: list[str] = field(default_factory=list)  # names, including nested modules
+    parts: list[str] = field(default_factory=list)  # names of the outermost modules
     num_params: int = 0
 
     def describe(self, *, num_bytes: int) -> str:
-        """For the start's report; `num_bytes` of memory that each of its numbers would take."""
+        """Line of the start report; `num_bytes` is the memory that each number would take."""
         return (
-            f"the text tower trains; left as they are, and not loaded: {', '.join(self.parts)}"
+            f"the text tower trains; unchanged and not loaded: {', '.join(self.parts)}"
             f" ({self.num_params:,} parameters, {self.num_params * num_bytes / 1e9:,.2f} GB)"
         )
 
 
 def find_needed(model: PreTrainedModel) -> list[str]:
-    """What the model's forward pass asks for beside token ids."""
+    """Required arguments of the model's forward besides token ids."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     given = ("self", "input_ids")
     return [p.name for p in parameters
@@ -118,14 +118,14 @@ def find_needed(model: PreTrainedModel) -> list[str]:
 
 
 def make_absent(part: nn.Module, embedding: nn.Module) -> nn.Module | None:
-    """What the forward pass finds in the place of a part that was taken out."""
+    """Makes the placeholder for a removed part; None if none is needed."""
     if isinstance(part, PreTrainedModel):
         return AbsentTower(embedding)
     return AbsentEmbedder(embedding, part) if hasattr(part, "vocab_offset") else None
 
 
 def keep_text_tower(model: PreTrainedModel) -> LeftOut:
-    """Takes out of a multi-modal model on meta all but its decoder, its embedding and its head."""
+    """Removes from a multimodal model on meta everything but its decoder, embedding and head."""
     if not is_multimodal(model.config):
         return LeftOut()
     kept = [find_decoder(model), model.get_input_embeddings(), model.get_output_embeddings()]
@@ -135,7 +135,7 @@ def keep_text_tower(model: PreTrainedModel) -> LeftOut:
     modules, parts = [], []
     for prefix, module in [(name, module) for name, module in model.named_modules() if module in around]:
         for name, child in list(module.named_children()):
-            holds_any = any(True for _ in (*child.parameters(), *child.buffers()))  # else it may be on the text's way
+            holds_any = any(True for _ in (*child.parameters(), *child.buffers()))  # else the text's forward may use it
             if holds_any and child not in around and child not in inside:
                 path = f"{prefix}.{name}".lstrip(".")
                 parts.append(path)

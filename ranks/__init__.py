@@ -1,1 +1,1 @@
-"""Which process is which, who watches it, what its machine has, and how all end together."""
+"""Ranks: process groups, monitoring, the machine's resources, and a coordinated shutdown."""

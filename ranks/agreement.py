@@ -1,7 +1,7 @@
-"""Comparison of the ranks at the start: options, code, data and files that have to be equal.
+"""Comparison of the ranks at startup: options, code, data and files that must be equal.
 
-The ranks exchange one hash a group in one collective, 32 bytes a rank and group. Only if hashes differ do a few ranks,
-one of each kind, send the values themselves, and every rank raises the same error.
+The ranks exchange one hash per group of values in a single collective, 32 bytes per rank and group. Only if hashes
+differ do a few ranks, one of each kind, send the values themselves, and every rank raises the same error.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from ranks.ending import RanksDiffer
 from ranks.peers import describe_ranks
 from ranks.world import World
 
-Items = Mapping[str, str]  # values as messages print them, by the name that messages use
+Items = Mapping[str, str]  # printable values by the name that messages use
 Groups = Mapping[str, Items]  # such as options, code, data; all ranks have the same groups
 
-MOST_KINDS = 4  # groups of equal ranks whose values are printed
-MOST_CHARACTERS = 300  # characters of a value that a message shows
+MOST_KINDS = 4  # maximum number of groups of equal ranks whose values are printed
+MOST_CHARACTERS = 300  # maximum characters of a value in a message
 DIGITS = 16  # digits of a hash that a message shows
-ABSENT = "not there"
+ABSENT = "missing"
 
 
 @dataclass(frozen=True)
 class Account:
-    """A rank's values, sent if they differ from those of others."""
+    """A rank's values, sent if they differ from those of other ranks."""
 
     rank: int
     host: str
@@ -36,7 +36,7 @@ class Account:
 
 
 def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
-    """Raises RanksDiffer, the same on every rank, unless `describe` gives all ranks the same. All ranks call this."""
+    """Raises the same RanksDiffer on every rank unless `describe` returns equal groups on all. Collective."""
     if world.world_size == 1:
         return
     groups = describe()
@@ -48,21 +48,21 @@ def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
         return
     accounts = []
     for rank in list(kinds)[:MOST_KINDS]:
-        account = [Account(rank, socket.gethostname(), groups)]  # replaced by that of `rank` on all other ranks
+        account = [Account(rank, socket.gethostname(), groups)]  # the broadcast overwrites it on all other ranks
         dist.broadcast_object_list(account, src=rank, group=world.control, device=torch.device("cpu"))
         accounts.append(account[0])
     raise RanksDiffer(describe_differences(accounts, kinds))
 
 
 def hash_groups(groups: Groups) -> bytes:
-    """SHA-256 of each group, one after the other, in the order of their names."""
+    """Concatenated SHA-256 digests of the groups, ordered by name."""
     return b"".join(
         hashlib.sha256(json.dumps(dict(groups[name]), sort_keys=True).encode()).digest() for name in sorted(groups)
     )
 
 
 def find_kinds(hashes: Sequence[bytes]) -> dict[int, list[int]]:
-    """Ranks with equal hashes, by the first of them; a single entry if all agree."""
+    """Maps the first rank of each distinct hash to all ranks with that hash; a single entry if all agree."""
     first: dict[bytes, int] = {}
     kinds: dict[int, list[int]] = {}
     for rank, value in enumerate(hashes):
@@ -71,9 +71,9 @@ def find_kinds(hashes: Sequence[bytes]) -> dict[int, list[int]]:
 
 
 def describe_differences(accounts: Sequence[Account], kinds: Mapping[int, Sequence[int]]) -> str:
-    """A message with one line for each item that differs: its values, and the ranks that have them.
+    """Returns a message with one line per differing item: its values and the ranks that have them.
 
-    `accounts`: the first rank's of each kind, or of some kinds; `kinds`: all ranks by the first of their kind.
+    `accounts` come from the first rank of each kind, or of some kinds; `kinds` maps that rank to all of its kind.
     """
     lines = []
     for group in sorted(accounts[0].groups):
@@ -90,13 +90,13 @@ def describe_differences(accounts: Sequence[Account], kinds: Mapping[int, Sequen
     others = sorted(rank for first in list(kinds)[len(accounts) :] for rank in kinds[first])
     more = f"\n  and {describe_ranks(others)} differ in further ways" if others else ""
     return (
-        f"the ranks do not agree, and nothing has been trained:{''.join(lines)}{more}\n"
-        "give all ranks the same; docs/running.md lists what may differ"
+        f"the ranks differ, and nothing has been trained:{''.join(lines)}{more}\n"
+        "make them equal on all ranks; docs/running.md lists what may differ"
     )
 
 
 def describe_value(value: str, ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """A value, the `ranks` that have it, and the host of the first."""
+    """Formats a value with the `ranks` that have it and the first one's host."""
     first = min(ranks)
     shown = value if len(value) <= MOST_CHARACTERS else f"{value[:MOST_CHARACTERS]}..."
     host = hosts[first] if len(ranks) == 1 else f"rank {first} on {hosts[first]}"

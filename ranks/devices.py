@@ -1,4 +1,4 @@
-"""What a rank computes on: the device's name, its peak speed, the memory that it used, and how times are written."""
+"""Devices: name, peak FLOP/s and peak memory; also formatting of durations."""
 
 import re
 import resource
@@ -6,7 +6,7 @@ import resource
 import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # by an option's value
-# Dense bf16 matrix products, FLOP/s, from the vendors' data sheets.
+# Dense bf16 matrix multiplication, FLOP/s, from the vendors' data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,
     "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A6000": 155e12, "A10G": 70e12, "L4": 121e12,
@@ -19,24 +19,24 @@ def describe_device(device: torch.device) -> str:
 
 
 def find_peak_flops(name: str) -> float | None:
-    """The dense bf16 peak, in FLOP/s, of a device of this name; None where it is unknown."""
+    """Dense bf16 peak, in FLOP/s, of a device with this name; None if unknown."""
     return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def peak_flops(device: torch.device, compute_dtype: torch.dtype) -> float | None:
-    """`find_peak_flops` of a device; None for other types than bf16."""
+    """`find_peak_flops` of a device; None for dtypes other than bf16."""
     is_known = device.type == "cuda" and compute_dtype == torch.bfloat16
     return find_peak_flops(describe_device(device)) if is_known else None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most ever allocated on a CUDA device, the most ever resident of a process on the CPU."""
+    """Peak memory in bytes: allocated on a CUDA device, or resident in this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def describe_duration(seconds: float) -> str:
-    """H:MM:SS."""
+    """Formats seconds as H:MM:SS."""
     seconds = round(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,4 +1,4 @@
-"""How a process ends: exit codes, the reason of a run's end and its report, and the last call of every process."""
+"""How a process ends: exit codes, why a run ended, and the final exit of every process."""
 
 import _thread
 import contextlib
@@ -20,31 +20,31 @@ from .messages import hide_secrets, say
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 
-EXIT_FILE = "exit.json"  # in a run's directory: how its last start ended
-SECONDS_TO_BE_ENDED = 3  # for torchrun to end the other ranks when one has failed
+EXIT_FILE = "exit.json"  # in a run's directory: how its last launch ended
+SECONDS_TO_BE_ENDED = 3  # for torchrun to terminate the other ranks after one has failed
 SECONDS_TO_START_THREAD = 1.0
 
 
 class ExitCode(IntEnum):
-    """How a script ended. train.py also writes it to exit.json, since torchrun itself always returns 1."""
+    """How a script ended. train.py also writes the code to exit.json, since torchrun itself always returns 1."""
 
     DONE = 0
-    FAILED = 1  # a bug, ours or a library's: a traceback says where
+    FAILED = 1  # a bug, ours or a library's: a traceback shows where
     BAD_INPUT = 2  # an error in options, data or model that the user can fix
-    SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: start it again to resume
-    NO_VALID_CHECKPOINT = 4  # there are checkpoints, and none can be trusted
+    SAVED_AND_REQUEUE = 3  # stopped by the scheduler or by --max-time: run it again to resume
+    NO_VALID_CHECKPOINT = 4  # checkpoints exist, but all are corrupt
     NON_FINITE = 5  # loss or gradient
-    HANG = 6  # a rank gave no sign of life, or none moved on
-    LOCKED = 7  # another run has the output directory
+    HANG = 6  # a rank stopped sending heartbeats or stopped making progress
+    LOCKED = 7  # another run is using the output directory
     IO = 8  # a file could not be read or written
     OUT_OF_MEMORY = 9
-    STOPPED_BY_USER = 10  # Ctrl-C or the stop file: not to be started again by itself
+    STOPPED_BY_USER = 10  # Ctrl-C or the stop file: do not restart automatically
     PEER_DIED = 11  # a rank, or its torchrun, was killed or crashed
     INTERRUPTED = 130  # ended at once, without saving: Ctrl-C before the first step, or a second signal
 
 
 class RunError(ValueError):
-    """What ends a run with one message and an exit code of its own."""
+    """An error that ends a run with one message and a specific exit code."""
 
     def __init__(self, code: ExitCode, message: str):
         super().__init__(message)
@@ -52,7 +52,7 @@ class RunError(ValueError):
 
 
 class RanksDiffer(RunError):
-    """The ranks disagree: each of them raises it and prints it."""
+    """The ranks differ; every rank raises and prints this."""
 
     def __init__(self, message: str):
         super().__init__(ExitCode.BAD_INPUT, message)
@@ -60,20 +60,20 @@ class RanksDiffer(RunError):
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the run ends, as it travels over the lifeline and stands in exit.json."""
+    """Why the run ends, as sent over the lifeline and written to exit.json."""
 
     code: int
     message: str
     rank: int
     host: str
     step: int  # steps completed
-    details: str = ""  # the traceback, if there is one
-    died: bool = False  # True if others have seen it die: then this is their report, not its own.
-    is_printed_by_all: bool = False  # otherwise by rank 0 and the first rank of every other node
+    details: str = ""  # the traceback, if any
+    died: bool = False  # True if other ranks saw it die: this is their report, not its own.
+    is_printed_by_all: bool = False  # False: printed by rank 0 and the first rank of every other node
 
     @property
     def text(self) -> str:
-        """What is printed: `message`, and who says so if it is not rank 0, which speaks for all."""
+        """Text to print: `message`, prefixed with the reporting rank unless it is rank 0."""
         if self.code in (ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
             return self.message
         is_known = self.rank == 0 or self.code in (ExitCode.HANG, ExitCode.PEER_DIED)
@@ -81,7 +81,7 @@ class Cause:
 
     @property
     def record(self) -> dict[str, int | str]:
-        """What exit.json says, with the time at which it is asked for."""
+        """Contents of exit.json, with the current time."""
         return {
             "code": int(self.code),
             "name": ExitCode(self.code).name.lower(),
@@ -94,11 +94,11 @@ class Cause:
 
 
 def choose_cause(causes: list[Cause]) -> Cause:
-    """The first cause, of those that came in together; a death outranks reports, which are its consequences.
+    """Picks the root cause among those reported together: a rank's death outranks the errors that follow from it.
 
-    Of ranks that say the same, the lowest speaks.
+    Among ranks that report the same message, the lowest is named.
     """
-    first = min(causes, key=lambda cause: not cause.died)  # Of equals min takes the earliest.
+    first = min(causes, key=lambda cause: not cause.died)  # min returns the earliest of equals.
     others = sorted(cause.rank for cause in causes if cause.died and cause.message != first.message)
     if others:
         return replace(first, message=f"{first.message}; and so did rank {', '.join(map(str, others))}")
@@ -106,7 +106,7 @@ def choose_cause(causes: list[Cause]) -> Cause:
 
 
 def describe_error(error: BaseException, where: str = "a call on rank 0") -> tuple[ExitCode, str, str]:
-    """The exit code, the message and the traceback (for errors that no user can fix) of an exception raised `where`."""
+    """Exit code, message and traceback (only for errors that users cannot fix) of an exception raised `where`."""
     if isinstance(error, RunError):
         return error.code, str(error), ""
     if is_out_of_memory(error):
@@ -127,7 +127,7 @@ def describe_error(error: BaseException, where: str = "a call on rank 0") -> tup
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's, NumPy's and torch's errors, on CUDA (torch.OutOfMemoryError, cuBLAS, NCCL) and on the CPU."""
+    """Recognizes Python's, NumPy's and torch's errors, on CUDA (torch.OutOfMemoryError, cuBLAS, NCCL) and CPU."""
     words = r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 
@@ -135,19 +135,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
     """Prints one message to stderr and ends this process with `code`.
 
-    Under torchrun a mistake usually shows on every rank at once. Local rank 0 speaks; the others wait to be ended
-    by torchrun, and speak only if they are still there, because then the mistake was theirs alone.
+    Under torchrun, all ranks usually hit the same error at once. Local rank 0 prints it; the others wait for torchrun
+    to terminate them, and print only if that does not happen, because then the error was theirs alone.
     """
     rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
     if local_rank != "0":
         time.sleep(SECONDS_TO_BE_ENDED)
     where = "" if rank in (None, "0") else f"[rank {rank}] "
     say(f"{where}error: {message}", is_error=True)
-    os._exit(code)  # not sys.exit: threads and process groups must not hold up the end of a failed rank
+    os._exit(code)  # not sys.exit: threads and process groups must not delay the exit of a failed rank
 
 
 def dump_stacks(head: str, path: Path | None) -> None:
-    """Writes `head` and every thread's stack to `path`, whose directory is made; to stderr if it is None."""
+    """Writes `head` and every thread's stack to `path`, creating its directory; to stderr if `path` is None."""
     if path is None:
         print(head, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)
@@ -160,7 +160,7 @@ def dump_stacks(head: str, path: Path | None) -> None:
 
 
 def within(seconds: float, function: Callable[[], None]) -> None:
-    """Runs `function` and does not wait longer than this: a file system or a pipe can keep one waiting for ever."""
+    """Runs `function`, waiting at most this long: a file system or a pipe can block forever."""
     started, done = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -170,7 +170,7 @@ def within(seconds: float, function: Callable[[], None]) -> None:
         finally:
             done.set()
 
-    # Not a Thread: its start() waits for ever for a thread that dies before its first line, for lack of memory.
+    # Not threading.Thread: its start() blocks forever if the new thread runs out of memory before its first line.
     try:
         _thread.start_new_thread(run, ())
     except RuntimeError:
@@ -186,10 +186,10 @@ def wait_forever() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once.
+    """Exits this process immediately.
 
     Not sys.exit: a rank must not wait for the others in an exit handler, and the interpreter's teardown races with
-    native threads (gloo, Arrow), which now and then aborts a run that is done.
+    native threads (gloo, Arrow), which occasionally aborts a run that has finished.
     """
 
     def flush() -> None:

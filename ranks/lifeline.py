@@ -1,12 +1,11 @@
-"""The lifeline: a TCP connection from every other rank to rank 0, and JSON lines both ways.
+"""The lifeline: a TCP connection from every other rank to rank 0, carrying JSON lines in both directions.
 
-What is known of the other ranks' processes comes from here: who is connected, what they say, and that one is gone. A
-connection that ends before the run does means that its process has ended: that is certain and immediate, on any number
-of nodes, while a collective with a dead rank can wait for as long as its time-out. What follows from it is decided in
-ranks/monitor.py.
+All knowledge of the other ranks' processes comes from here: which are connected, what they report, and which are gone.
+A connection that closes before the run ends means that its process has exited: this is certain and immediate, on any
+number of nodes, while a collective with a dead rank can block until its timeout. ranks/monitor.py decides what follows.
 
-A rank introduces itself with a token that only the run's own processes know, and rank 0 introduces itself in answer;
-every message after these two goes to the monitor as it came.
+A rank introduces itself with a token that only the run's own processes know, and rank 0 introduces itself in reply;
+all later messages are passed to the monitor unchanged.
 """
 
 import contextlib
@@ -28,32 +27,32 @@ SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_SAY_HELLO = 10.0
 LARGEST_MESSAGE = 200_000  # bytes of one JSON line
 
-Message = dict[str, Any]  # what one JSON line holds; its "kind" says what else is in it
+Message = dict[str, Any]  # one JSON line; its "kind" determines the other keys
 
 
 @dataclass(eq=False)
 class Connection:
-    """A socket that carries one JSON object a line."""
+    """A socket that carries one JSON object per line."""
 
     socket: socket.socket
     opened: float  # by `Lifeline.clock`
-    rank: int | None = None  # A stranger, who has not shown the token, has none.
-    received: bytes = b""  # the beginning of a line whose end has not come
+    rank: int | None = None  # None for a stranger, which has not shown the token
+    received: bytes = b""  # an incomplete line
     unsent: bytes = b""
     open: bool = True
 
     def send(self, message: Message) -> None:
-        """Never waits: what a peer cannot take now is kept for the next `flush`."""
+        """Never blocks: unsent bytes are kept for the next `flush`."""
         self.unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        # The connection may be full for now, or gone, which `receive` will find.
+        # The send buffer may be full, or the connection gone, which `receive` will notice.
         with contextlib.suppress(OSError):
             self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive(self) -> list[Message]:
-        """The whole messages that have arrived; sets `open` to False at the end. ValueError for anything else."""
+        """Returns the complete messages received; sets `open` to False at end of file. ValueError for invalid data."""
         try:
             data = self.socket.recv(65536)
             self.open = bool(data)
@@ -71,17 +70,17 @@ class Connection:
 
 
 class Lifeline:
-    """This rank's end of the lifeline: rank 0's has a connection to every other rank, theirs one to rank 0.
+    """This rank's end of the lifeline: rank 0 has a connection to every other rank, the others have one to rank 0.
 
-    One thread calls `poll` again and again. Other threads may call `listen` and `connect`, once, and `call`; all other
-    methods belong to the thread that polls.
+    One thread calls `poll` in a loop. Other threads may call `listen` and `connect`, once each, and `call`; all other
+    methods belong to the polling thread.
 
-    `poll` reports three events by callbacks, which may send:
-    - `on_met(rank, host, pid)`: a rank is connected, for rank 0 with every rank's introduction; another rank meets
-      rank 0 twice, first under its address and with process id 0, then by its introduction;
-    - `on_message(rank, message)`: ValueError, KeyError or TypeError from it says that this is none of ours, and ends
-      the connection;
-    - `on_lost(rank)`: the connection has ended, and with it that rank's process.
+    `poll` reports three events through callbacks, which may send:
+    - `on_met(rank, host, pid)`: a rank is connected. Rank 0 gets this with each rank's introduction; another rank gets
+      it twice for rank 0, first with its address and process id 0, then with its introduction;
+    - `on_message(rank, message)`: if it raises ValueError, KeyError or TypeError, the message is not one of ours, and
+      the connection is closed;
+    - `on_lost(rank)`: the connection has closed, so that rank's process has exited.
     """
 
     def __init__(
@@ -95,20 +94,20 @@ class Lifeline:
     ):
         self.rank, self.world_size, self.host = rank, world_size, socket.gethostname()
         self.on_met, self.on_message, self.on_lost = on_met, on_message, on_lost
-        self.clock = 0.0  # seconds that this process was able to listen
+        self.clock = 0.0  # seconds during which this process was listening
         self.last_poll = time.monotonic()
         self.token = ""
-        self.connections: dict[int, Connection] = {}  # By rank, and with those that have ended: no rank comes twice.
+        self.connections: dict[int, Connection] = {}  # by rank; closed ones too, since no rank may connect twice
         self.strangers: list[Connection] = []
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.selector = selectors.DefaultSelector()
         self.woken, self.waker = make_socket_pair()
         self.watch(self.woken, self._make_calls)
 
-    # What any thread may call.
+    # Methods for any thread.
 
     def listen(self) -> tuple[int, str]:
-        """Rank 0: opens a port for the other ranks; returns it with the token that they have to show."""
+        """Rank 0: opens a port for the other ranks; returns it with the token that they must send."""
         self.token = secrets.token_hex(16)
         everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
         address, family = ("127.0.0.1", socket.AF_INET) if is_one_node() else everywhere
@@ -120,7 +119,7 @@ class Lifeline:
         return listener.getsockname()[1], self.token
 
     def connect(self, port: int, token: str) -> None:
-        """Connects this rank to rank 0; on rank 0, waits for all others. RunError if that cannot be."""
+        """Connects this rank to rank 0; on rank 0, waits for all others. RunError on failure."""
         if self.rank == 0:
             self._wait_for_all(port)
             return
@@ -135,39 +134,39 @@ class Lifeline:
         self.call(lambda: self._add_rank0(connection, host))
 
     def call(self, function: Callable[[], None]) -> None:
-        """Runs `function` in the thread that polls, so that what it works on has one thread only."""
+        """Runs `function` in the polling thread, so that only one thread touches its state."""
         self.calls.put(function)
-        # A socket that is full of wake-ups will wake it without another one.
+        # If the socket is already full of wake-up bytes, another one is not needed.
         with contextlib.suppress(BlockingIOError):
             self.waker.send(b"\0")
 
-    # What the thread that polls may call.
+    # Methods for the polling thread.
 
     def poll(self, seconds: float) -> None:
-        """Waits for something to arrive, at most this long, and hands on what has arrived."""
+        """Waits at most this long for data, then dispatches what has arrived."""
         for key, _ in self.selector.select(seconds):
             key.data()
         now = time.monotonic()
-        # A longer time was spent suspended, with the whole job perhaps: it is nobody's silence.
+        # If more time has passed, this process was suspended, perhaps with the whole job: no peer counts as silent.
         self.clock += min(now - self.last_poll, 4 * seconds)
         self.last_poll = now
         self._drop_silent_strangers()
 
     def watch(self, source: socket.socket, on_readable: Callable[[], None]) -> None:
-        """From here on `poll` waits for `source` too, and calls this when there is something to read."""
+        """Adds `source` to those that `poll` waits for; calls `on_readable` when it has data."""
         self.selector.register(source, selectors.EVENT_READ, on_readable)
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends to a rank that has been met. Never waits; a rank that is gone gets nothing."""
+        """Sends to a rank that has been met. Never blocks; nothing is sent to a rank that is gone."""
         self.connections[rank].send(message)
 
     def send_to_all(self, message: Message) -> None:
-        """Sends to every rank that this one has met."""
+        """Sends to every rank met so far."""
         for connection in self.connections.values():
             connection.send(message)
 
     def send_beat(self, message: Message) -> None:
-        """Sends to every rank that has taken what it was sent before; for the others beats would only pile up."""
+        """Sends to every rank without unsent messages; for the others, heartbeats would only pile up."""
         for connection in self.connections.values():
             if connection.unsent:
                 connection.flush()
@@ -175,9 +174,9 @@ class Lifeline:
                 connection.send(message)
 
     def wait_for_ends(self, seconds: float) -> None:
-        """Waits until the other ranks have closed their connections, at most this long.
+        """Waits at most this long for the other ranks to close their connections.
 
-        A process that ends with something unread resets its connections, and the others would miss its last message.
+        A process that exits with unread data resets its connections, and its peers would miss its last message.
         """
         deadline = time.monotonic() + seconds
         connections = self.connections.values()
@@ -188,7 +187,7 @@ class Lifeline:
                     connection.receive()
             time.sleep(0.01)
 
-    # Who is connected.
+    # Connections.
 
     def _wait_for_all(self, port: int) -> None:
         deadline = time.monotonic() + SECONDS_TO_CONNECT
@@ -205,7 +204,7 @@ class Lifeline:
         self._watch_connection(connection)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Takes a stranger in, which may turn out to be a rank."""
+        """Accepts a connection from a stranger, which may turn out to be a rank."""
         with contextlib.suppress(OSError):
             accepted, _ = listener.accept()
             accepted.setblocking(False)
@@ -214,7 +213,7 @@ class Lifeline:
             self._watch_connection(connection)
 
     def _welcome(self, connection: Connection, hello: Message) -> None:
-        """A stranger becomes a rank with its first message; ValueError for those that do not."""
+        """Turns a stranger into a rank by its first message; ValueError if it is not one."""
         rank = int(hello["rank"])
         if (
             not hmac.compare_digest(str(hello["token"]), self.token)
@@ -241,7 +240,7 @@ class Lifeline:
         if connection in self.strangers:
             self.strangers.remove(connection)
 
-    # What arrives.
+    # Incoming data.
 
     def _watch_connection(self, connection: Connection) -> None:
         self.watch(connection.socket, lambda: self._on_readable(connection))
@@ -251,7 +250,7 @@ class Lifeline:
             for message in connection.receive():
                 self._hand_on(connection, message)
         except (ValueError, KeyError, TypeError):
-            # No rank of ours says such things.
+            # Not a message that our ranks send.
             connection.open = False
         if not connection.open:
             self._drop(connection)
@@ -275,12 +274,12 @@ class Lifeline:
 
 
 def is_one_node() -> bool:
-    """Whether all ranks are on this machine, by torchrun's environment."""
+    """Whether all ranks are on this machine, according to torchrun's environment."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def make_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends that never wait: what is written to the second wakes a `poll` that watches the first."""
+    """Two connected non-blocking sockets: a write to the second wakes a `poll` that watches the first."""
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)

@@ -1,6 +1,6 @@
-"""The meeting of all ranks at the start: each reports to the store of torchrun's rendezvous and waits for the others.
+"""Startup barrier: each rank registers in the store of torchrun's rendezvous and waits for the others.
 
-Before it there is neither process group nor lifeline, so only the store knows which ranks are missing.
+Until then there is neither a process group nor a lifeline, so only the store knows which ranks are missing.
 """
 
 import os
@@ -24,16 +24,16 @@ ARRIVED, NUM_ARRIVED, COMPLETE = "arrived", "num_arrived", "complete"  # keys of
 
 
 def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.Store:
-    """The store that torchrun's environment names, once every rank has reached it.
+    """Returns the store that torchrun's environment names, once every rank has registered in it.
 
-    While ranks are missing, the first rank of each node prints their names every 30 s; RunError after `timeout` s.
+    While ranks are missing, the first rank of each node lists them every 30 s; RunError after `timeout` s.
     """
     deadline, seconds_per_notice = time.monotonic() + timeout, min(SECONDS_PER_NOTICE, timeout / 2)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         with late_notice(seconds_per_notice, f"waiting for the rendezvous at {host}, port {port}"):
             store = open_store(host, port, rank, world_size, timeout=timeout)
-        # One string for all arrivals: reading it takes one request, not one for each rank.
+        # One string for all arrivals: reading it takes one request, not one per rank.
         store.append(ARRIVED, f"{rank} {socket.gethostname()}\n")
         if store.add(NUM_ARRIVED, 1) == world_size:
             store.set(COMPLETE, "yes")
@@ -42,10 +42,10 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
             if time.monotonic() >= deadline:
                 raise RunError(
                     ExitCode.PEER_DIED,
-                    f"{missing} did not arrive at the start within {timeout:g} s (--start-timeout): never started, or"
-                    " ended early; see the output there",
+                    f"{missing} did not join within {timeout:g} s (--start-timeout): never started, or exited early;"
+                    " see the output there",
                 )
-            print_notice(f"still waiting at the start for {missing}, until --start-timeout {timeout:g}")
+            print_notice(f"still waiting at startup for {missing}, until --start-timeout {timeout:g}")
     except dist.DistError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(
@@ -55,7 +55,7 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: float) -> dist.Store:
-    """The store of torchrun's agent; where there is no agent, rank 0 holds it."""
+    """The store of torchrun's agent, or one hosted by rank 0 if there is no agent."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         host,
@@ -69,7 +69,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: flo
 
 
 def is_complete(store: dist.Store, seconds: float) -> bool:
-    """Whether all ranks have arrived, after waiting at most this long."""
+    """Waits at most this long for all ranks to arrive; returns whether they have."""
     try:
         store.wait([COMPLETE], timedelta(seconds=max(seconds, 0.001)))
     except dist.DistStoreError:
@@ -78,9 +78,9 @@ def is_complete(store: dist.Store, seconds: float) -> bool:
 
 
 def describe_missing(arrived: str, world_size: int, num_local: int) -> str:
-    """The ranks missing from the lines of `arrived`, node by node, with their hosts if known.
+    """Lists the ranks missing from `arrived`, node by node, with their hosts if known.
 
-    Each line holds a rank and its host. A node has `num_local` consecutive ranks.
+    Each line of `arrived` holds a rank and its host. A node has `num_local` consecutive ranks.
     """
     hosts = {int(rank): host for rank, host in (line.split(" ", 1) for line in arrived.splitlines())}
     host_of_node = {rank // num_local: host for rank, host in hosts.items()}
@@ -88,7 +88,7 @@ def describe_missing(arrived: str, world_size: int, num_local: int) -> str:
     for rank in range(world_size):
         if rank not in hosts:
             by_node.setdefault(rank // num_local, []).append(rank)
-    places = {node: host_of_node.get(node, f"node {node}, no rank has arrived") for node in by_node}
+    places = {node: host_of_node.get(node, f"node {node}, no rank has joined") for node in by_node}
     nodes = [f"{describe_ranks(ranks)} ({places[node]})" for node, ranks in list(by_node.items())[:MOST_NODES]]
     num_missing = world_size - len(hosts)
     more = f" and those of {len(by_node) - MOST_NODES} more nodes" if len(by_node) > MOST_NODES else ""
@@ -108,11 +108,11 @@ def late_notice(seconds: float, text: str) -> Iterator[None]:
 
 
 def print_notice(text: str) -> None:
-    """Prints to stderr, once per node; rank 0's logger cannot, since rank 0 may be the one that is missing."""
+    """Prints to stderr, once per node; rank 0's logger would not do, since rank 0 itself may be missing."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         say(f"[rank {os.environ['RANK']}] {text}", is_error=True)
 
 
 def count_local_ranks() -> int:
-    """Ranks of each node, by torchrun's environment."""
+    """Number of ranks per node, from torchrun's environment."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

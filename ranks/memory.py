@@ -1,4 +1,4 @@
-"""The memory of a rank: how much it may use, what it holds, and a counter of what tensors take and are for."""
+"""A rank's memory: its limit, its use, and a counter of tensors' memory by purpose."""
 
 import ctypes
 import os
@@ -18,71 +18,72 @@ from torch.utils._pytree import tree_iter
 from ranks.meeting import count_local_ranks
 
 GIB = 2**30
-MARGIN = 0.1  # share of the memory that stays free, for communication buffers and fragmentation
-CPU_SHARE = 0.8  # share of the available memory that all processes of a machine without GPUs count with
+MARGIN = 0.1  # share of the memory left free for communication buffers and fragmentation
+CPU_SHARE = 0.8  # share of the available memory that all processes of a machine without GPUs may use together
 M_MMAP_THRESHOLD = -3  # the option's number in glibc's malloc.h
-SMALL_BLOCK = 2**16  # bytes from which on an allocation is a mapping of its own, which is given back at once
-ACTIVATIONS = "activations"  # what memory is for where nothing says otherwise
-OFFLOADED = "offloaded"  # what lies in CPU memory while all else that is counted is a GPU's; in no sum
+SMALL_BLOCK = 2**16  # bytes from which an allocation gets its own mapping, which is returned when freed
+ACTIVATIONS = "activations"  # default kind of memory
+OFFLOADED = "offloaded"  # kind of tensors in CPU memory while all others are on a GPU; excluded from sums
 
 
 def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_here: bool = True) -> int:
-    """Bytes that one rank may use on `device`: the budget, or what is there, without `MARGIN`.
+    """Bytes that one rank may use on `device`: the budget, or the device's memory, less `MARGIN`.
 
-    `is_here`: the device is this machine's, so that there is no more than it has.
+    `is_here`: the device belongs to this machine, so its free memory is a limit as well.
     """
     if memory_budget_gb is not None:
         size = memory_budget_gb * GIB
     elif device.type == "cuda":
         size = torch.cuda.mem_get_info(device)[1]
-    else:  # what this process has already is its own
+    else:  # this process's resident memory counts as available to it
         size = CPU_SHARE * (available_memory() / count_local_ranks() + resident_memory())
     if device.type == "cuda" and is_here:
-        size = min(size, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))  # others use it too
+        # Other processes may use the device as well.
+        size = min(size, torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return int(size * (1 - MARGIN))
 
 
 def available_memory() -> int:
-    """Bytes that processes can still be given on this machine, or in this container."""
+    """Bytes still available to processes on this machine or in this container."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(counts.get("inactive_file", 0))  # pages of files, which are given back when memory is needed
+        cached = int(counts.get("inactive_file", 0))  # page cache, which is reclaimed when memory is needed
         return available if limit == "max" else min(available, int(limit) - int(used) + cached)
     except (OSError, ValueError):  # no control groups, or older ones
         return available
 
 
 def resident_memory() -> int:
-    """Bytes of this process that are in memory now."""
+    """Resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_back_freed_memory() -> None:
-    """Has glibc's malloc return what is freed, which is slower; what it keeps by default can be half as much again."""
+    """Makes glibc's malloc return freed memory to the system: slower, but by default it can keep half as much again."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, SMALL_BLOCK)
 
 
 class MemoryCounter(TorchDispatchMode):
-    """While it is entered, counts the memory of every tensor that is made, by what `memory_kind` says it is for.
+    """While active, counts the memory of every tensor created, by its `memory_kind`.
 
-    What exists before counts once it is given to `count`. The scratch memory of a single operation is not seen.
+    Existing tensors are counted once passed to `count`. The scratch memory of a single operation is not seen.
     """
 
     def __init__(self):
         super().__init__()
         self.live: Counter[str] = Counter()  # bytes by kind
-        self.peak: Counter[str] = Counter()  # as `live` was when its sum was largest
+        self.peak: Counter[str] = Counter()  # `live` at the time its sum was largest
         self.num_live = self.num_peak = 0
         self.most_offloaded = 0
         self._storages: dict[int, tuple[int, str]] = {}  # address of a storage -> bytes, kind
 
     def __enter__(self) -> "MemoryCounter":
-        self._resize = torch.UntypedStorage.resize_  # which no dispatch mode sees, and FSDP frees with
+        self._resize = torch.UntypedStorage.resize_  # FSDP frees memory with it, invisibly to dispatch modes
         counter = self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -106,7 +107,7 @@ class MemoryCounter(TorchDispatchMode):
         return result
 
     def count(self, tensor: Tensor, kind: str | None = None) -> Tensor:
-        """Counts the tensor's memory, unless it does already; with `kind`, as that from now on. Returns the tensor."""
+        """Counts the tensor's memory unless already counted; a `kind` replaces its kind. Returns the tensor."""
         storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
         is_known = storage._cdata in self._storages
         if not is_known or kind is not None:
@@ -145,7 +146,7 @@ current_kind = ACTIVATIONS
 
 @contextmanager
 def memory_kind(kind: str) -> Iterator[None]:
-    """What the tensors made in this block are for, for whoever counts them; costs next to nothing if nobody does."""
+    """Sets the kind of tensors created in this block, for `MemoryCounter`; almost free without one."""
     global current_kind
     outer, current_kind = current_kind, kind
     try:

@@ -1,4 +1,4 @@
-"""Messages for people: without control sequences for the terminal, and without passwords and keys.
+"""Printed messages, stripped of terminal control sequences, passwords and keys.
 
 Much of what we print comes from models, data, servers and other people's files.
 """
@@ -8,11 +8,11 @@ import os
 import re
 import sys
 
-# Control characters, characters that change the direction of writing, and surrogates (from file names that are not
-# UTF-8), which cannot be printed.
+# Control characters, bidirectional formatting characters, and surrogates (from file names that are not UTF-8), which
+# cannot be printed.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # of variables in the environment
-NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # names among these whose value only says where a secret is
+SECRET_NAMES = re.compile(r"TOKEN(?!S|IZ)|PASSWORD|SECRET|API_?KEY")  # names of environment variables
+NO_SECRETS = re.compile(r"(PATH|FILE|DIR|_ENV)$")  # exceptions, whose values only say where a secret is
 SHORTEST_SECRET = 6  # characters; shorter values would hide ordinary words
 HIDDEN = "***"
 QUERY = re.compile(
@@ -22,12 +22,12 @@ USER = re.compile(r"(\w+://)[^/?#\s]+@")
 
 
 def make_visible(text: str) -> str:
-    """`text` with escapes in the place of control characters; tabs and ends of lines stay."""
+    """Escapes control characters in `text`, except tabs and newlines."""
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def hide_secrets(text: str) -> str:
-    """`text` without the user names and passwords of addresses, and without the values of keys in the environment."""
+    """Removes the credentials in URLs, and the values of secret environment variables, from `text`."""
     secrets = [
         value
         for name, value in os.environ.items()
@@ -43,7 +43,7 @@ def clean(text: str) -> str:
 
 
 def say(text: str, *, is_error: bool = False) -> None:
-    """Prints `text`, cleaned."""
+    """Prints cleaned `text`."""
     print(clean(text), file=sys.stderr if is_error else sys.stdout, flush=True)
 
 

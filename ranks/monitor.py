@@ -1,9 +1,9 @@
-"""How a run ends: requests to stop, dead and stuck ranks, the first cause reported once, one exit code on every rank.
+"""How a run ends: stop requests, dead and stuck ranks, the root cause reported once, one exit code on every rank.
 
-A daemon thread in every process (the monitor) watches. The training thread leaves marks (`progress`), reads `flags`
-once a step, and hands over its end (`finish`, `fail`); only the monitor ends the process. What it knows of the other
-ranks it hears over the lifeline (ranks/lifeline.py): each rank's heartbeats, failures and end at rank 0, and rank 0's
-verdict at the others.
+Each process has a daemon thread, the monitor. The training thread leaves marks (`progress`), reads `flags` once a
+step, and hands over its end (`finish`, `fail`); only the monitor ends the process. Its knowledge of other ranks comes
+over the lifeline (ranks/lifeline.py): rank 0 receives each rank's heartbeats, failures and end, and the others receive
+rank 0's verdict.
 """
 
 import contextlib
@@ -39,20 +39,20 @@ from ranks.messages import clean, say
 from ranks.peers import SECONDS_PER_HEARTBEAT, SLOW_LIMIT, Peer, describe_death, describe_hang, is_hanging
 from ranks.terminal import leave_bars
 
-# Asked for while the program is being imported, since this process gets another parent once torchrun has died.
+# Read at import, since this process is re-parented once torchrun has died.
 PARENT = os.getppid()
 
-TICK = 0.25  # seconds between two looks at everything
-# From the first report of a failure to the verdict: a death that is noticed meanwhile explains other ranks' errors.
+TICK = 0.25  # seconds between polls
+# From the first report of a failure to the verdict: a death noticed in this time explains other ranks' errors.
 SECONDS_TO_COLLECT = 0.5
 SECONDS_FOR_VERDICT = 5.0  # A rank that has reported a failure waits this long for rank 0's verdict, then ends alone.
-SECONDS_TO_TELL = 3.0  # Each of the last steps gets this long: printing and writing, the others' ends, cleaning up.
-SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun both hand on one SIGTERM: within this time they are the same request.
-LARGEST_TEXT = 10_000  # characters of a message; of a traceback, its last ones
+SECONDS_TO_TELL = 3.0  # Time limit for each final step: printing and writing, waiting for other ranks, cleaning up.
+SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun may both forward one SIGTERM: within this time it counts once.
+LARGEST_TEXT = 10_000  # maximum characters of a message (its first) or a traceback (its last)
 
 
 class Flag(IntFlag):
-    """What one rank knows and all must agree on; they ride on the step's reduction, OR-ed over ranks."""
+    """Events seen by one rank that all must act on together; OR-ed over ranks in the step's reduction."""
 
     SIGTERM = 1
     SIGUSR1 = 2
@@ -72,7 +72,7 @@ SIGNALS = {getattr(signal, flag.name): flag for flag in Flag if flag.name.starts
 
 
 def stop_reason(flags: int) -> tuple[ExitCode, str] | None:
-    """The exit code and the words for why the ranks are to stop after this step; None if they are not."""
+    """Exit code and description of the stop requested by `flags`; None if there is no stop request."""
     stops = Flag(flags & STOPS)
     if not stops:
         return None
@@ -82,19 +82,19 @@ def stop_reason(flags: int) -> tuple[ExitCode, str] | None:
 
 @dataclass
 class Marks:
-    """What the training thread leaves for the monitor: plain attributes, each written in one go."""
+    """State that the training thread shares with the monitor: plain attributes, each written atomically."""
 
     count: int = 0
     where: str = "the start"
     steps_done: int = 0
-    num_slow_phases: int = 1  # Slow phases nest; everything until the end of the first step is one.
+    num_slow_phases: int = 1  # Slow phases nest; the time until the end of the first step is one.
     in_loop: bool = False
     has_stepped: bool = False
-    flags: int = 0  # This one goes the other way: the monitor raises flags, the training thread reads them.
+    flags: int = 0  # the other direction: set by the monitor, read by the training thread
 
 
 class RunControl:
-    """The monitor, and what the training thread says to it. One per process."""
+    """The monitor and the training thread's interface to it. One per process."""
 
     def __init__(self, *, hang_timeout: float, max_seconds: float | None):
         self.hang_timeout, self.max_seconds = hang_timeout, max_seconds
@@ -103,14 +103,14 @@ class RunControl:
         self.has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self.parent_started_this = may_be_launcher(PARENT)
         self.marks = Marks()
-        self.output_dir: Path | None = None  # It stays None until the directory is this run's.
+        self.output_dir: Path | None = None  # None until this run owns the directory
         self.run_lock: RunLock | None = None
-        self.held: HeldDirectory | None = None  # the output directory, where this host has it
+        self.held: HeldDirectory | None = None  # the output directory, if visible on this host
         self.lifeline = Lifeline(
             self.rank, self.world_size, on_met=self._on_met, on_message=self._on_message, on_lost=self._on_lost
         )
         self.host = self.lifeline.host
-        # What follows belongs to the monitor's thread alone.
+        # The attributes below belong to the monitor's thread alone.
         self.started = time.monotonic()
         self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0)}
         self.marks_seen = 0
@@ -122,28 +122,28 @@ class RunControl:
         self.signals, self.signals_in = make_socket_pair()
         self.lifeline.watch(self.signals, self._on_signals)
 
-    # What the training thread calls.
+    # Methods for the training thread.
 
     def start(self) -> None:
-        """Takes over the signals and starts the monitor."""
-        # The monitor hears of a signal even while the main thread waits inside a collective.
+        """Installs the signal handlers and starts the monitor."""
+        # The wake-up file lets the monitor notice a signal even while the main thread is blocked in a collective.
         signal.set_wakeup_fd(self.signals_in.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            # A signal that nohup made this process ignore stays ignored.
+            # Keep ignoring SIGHUP under nohup.
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._watch, name="monitor", daemon=True).start()
 
     def listen(self) -> tuple[int, str]:
-        """Rank 0: opens the lifeline's port; returns it with the token that the other ranks have to show."""
+        """Rank 0: opens the lifeline's port; returns it with the token that the other ranks must send."""
         return self.lifeline.listen()
 
     def connect(self, port: int, token: str) -> None:
-        """Ties this rank to rank 0; on rank 0, waits for all others. RunError if that cannot be."""
+        """Connects this rank to rank 0; on rank 0, waits for all others. RunError on failure."""
         self.lifeline.connect(port, token)
 
     def lock(self, output_dir: Path) -> None:
-        """Rank 0: takes the directory for this run, or raises RunError. Nothing in it has been changed then."""
+        """Rank 0: locks the directory for this run, or raises RunError without changing anything in it."""
         try:
             self.run_lock = RunLock(output_dir)
         except OSError as error:
@@ -151,7 +151,7 @@ class RunControl:
         threading.Thread(target=self._watch_files, args=(output_dir,), name="files", daemon=True).start()
 
     def own(self, output_dir: Path) -> None:
-        """The directory has been looked at and is this run's: from here on exit.json says how the run ended."""
+        """Takes ownership of the checked directory: from now on exit.json says how this run ended."""
         if self.rank == 0:
             (output_dir / EXIT_FILE).unlink(missing_ok=True)
         self.output_dir = output_dir
@@ -159,18 +159,18 @@ class RunControl:
             self.held = HeldDirectory(output_dir)
 
     def check_directory(self) -> None:
-        """RunError if the output directory was moved or removed: a new one at its path is not this run's."""
+        """RunError if the output directory was moved or removed; a new one at its path is not this run's."""
         if self.held is not None and not self.held.is_in_place():
             raise RunError(ExitCode.IO, self.held.describe_loss())
 
     def progress(self, where: str) -> None:
-        """A sign that the training thread moves on; `where` stands in messages. Costs next to nothing."""
+        """Records progress of the training thread; `where` appears in messages. Almost free."""
         self.marks.where = where
         self.marks.count += 1
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:
-        """A phase that may take as long as `SLOW_LIMIT` without a sign of progress."""
+        """Marks a phase that may take up to `SLOW_LIMIT` without a sign of progress."""
         before = self.marks.where
         self.marks.num_slow_phases += 1
         self.progress(what)
@@ -181,34 +181,34 @@ class RunControl:
         self.progress(before)
 
     def start_loop(self, *, steps_done: int = 0) -> None:
-        """From here on a signal waits for the end of a step."""
+        """Marks the start of the training loop, in which a signal takes effect at the end of a step."""
         self.marks.in_loop = True
         self.marks.steps_done = steps_done
         self.progress(f"the step after {steps_done}")
 
     def flags(self) -> int:
-        """What this rank knows, for the step's reduction."""
+        """This rank's flags, for the step's reduction."""
         return self.marks.flags
 
     def step_done(self, step: int) -> None:
-        """`step` steps are complete; after the first one the watchdog expects the pace of steps."""
+        """Records that `step` steps are complete; after the first one, the ordinary --hang-timeout applies."""
         if not self.marks.has_stepped:
             self.marks.num_slow_phases -= 1
         self.marks.has_stepped, self.marks.steps_done = True, step
         self.progress(f"the step after {step}")
 
     def finish(self, code: ExitCode, message: str) -> NoReturn:
-        """The end that all ranks reach together; every process ends once all have."""
+        """Ends the run normally: all ranks call this, and their processes exit once all have."""
         cause = self._cause(code, message)
         self.progress("the end of the run")
         self.lifeline.call(lambda: self._say_goodbye(cause))
         wait_forever()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """This rank's own end; every process ends once rank 0 has reported the first cause."""
+        """Ends the run because of this rank's error; all processes exit once rank 0 has reported the root cause."""
         code, message, details = describe_error(error, self.marks.where)
         if code == ExitCode.IO and self.held is not None and not self.held.is_in_place():
-            message = self.held.describe_loss()  # why nothing could be written
+            message = self.held.describe_loss()  # the actual reason for the I/O error
         cause = replace(self._cause(code, message, details), is_printed_by_all=isinstance(error, RanksDiffer))
         self.lifeline.call(lambda: self._report(cause))
         wait_forever()
@@ -220,7 +220,7 @@ class RunControl:
             while True:
                 self.lifeline.poll(TICK)
                 self._tick()
-        except BaseException:  # Without a monitor nobody would end this process.
+        except BaseException:  # Without a monitor, nothing would end this process.
             try:
                 traceback.print_exc()
             finally:
@@ -239,10 +239,10 @@ class RunControl:
         ):
             return
         if self.first_signal is not None:
-            self._report(self._cause(ExitCode.INTERRUPTED, f"a second signal ({number.name}): ended without saving"))
+            self._report(self._cause(ExitCode.INTERRUPTED, f"second signal ({number.name}): ended without saving"))
         elif not self.marks.in_loop:
             code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.SAVED_AND_REQUEUE
-            self._report(self._cause(code, f"{number.name} before the first step: there is nothing new to save"))
+            self._report(self._cause(code, f"{number.name} before the first step: nothing new to save"))
         else:
             self._raise_flag(SIGNALS[number])
         self.first_signal = now
@@ -269,7 +269,7 @@ class RunControl:
             self._end(self._cause(ExitCode.HANG, describe_hang(self.peers, clock)))
 
     def _look_at_marks(self) -> None:
-        """Brings what is known of this rank itself up to date."""
+        """Updates this rank's own entry among the peers."""
         own, clock = self.peers[self.rank], self.lifeline.clock
         own.heard, own.where = clock, self.marks.where
         own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.num_slow_phases else self.hang_timeout
@@ -277,8 +277,8 @@ class RunControl:
             self.marks_seen, own.moved = self.marks.count, clock
 
     def _watch_files(self, output_dir: Path) -> None:
-        """Rank 0, in a thread of its own, since a file system can keep one waiting: the stop file, the lock, the
-        directory itself."""
+        """Rank 0: watches the stop file, the lock and the directory, in a separate thread, since file systems can
+        block."""
         beats = 0.0
         while True:
             time.sleep(1)
@@ -291,10 +291,10 @@ class RunControl:
                     beats = time.monotonic()
                     self.run_lock.beat()
 
-    # What the lifeline calls.
+    # Callbacks of the lifeline.
 
     def _on_met(self, rank: int, host: str, pid: int) -> None:
-        """From here on this rank's silence is noticed."""
+        """Starts monitoring `rank`'s heartbeats."""
         self.peers[rank] = Peer(host, pid, self.lifeline.clock, self.lifeline.clock)
 
     def _on_message(self, rank: int, message: Message) -> None:
@@ -310,7 +310,7 @@ class RunControl:
                 peer.said_goodbye = True
                 self._end_together()
             case "end":
-                # Rank 0 has printed why; another node has logs of its own.
+                # Rank 0 has printed the reason; other nodes have their own logs.
                 if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
                     print(f"[rank {self.rank}] {message['reason']}\n", end="", file=sys.stderr, flush=True)
                 if message["code"] == ExitCode.HANG:
@@ -318,9 +318,9 @@ class RunControl:
                 leave(message["code"])
 
     def _on_lost(self, rank: int) -> None:
-        """A connection ended, so its process is gone; rank 0 tells everybody before it goes."""
+        """Handles a closed connection, whose process is gone: rank 0 informs all ranks, any other rank ends."""
         if self.rank == 0 and any(cause.rank == rank and not cause.died for cause in self.causes):
-            return  # It has said why it ends, and has not waited for the verdict.
+            return  # It has reported why it ends, and did not wait for the verdict.
         message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
         self.causes.append(Cause(ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True))
         if self.rank > 0:
@@ -334,7 +334,7 @@ class RunControl:
         return Cause(code, texts[0], self.rank, self.host, self.marks.steps_done, texts[1], died)
 
     def _report(self, cause: Cause) -> None:
-        """Notes a cause; rank 0 decides among all that come in within `SECONDS_TO_COLLECT`."""
+        """Records a cause; rank 0 chooses among all that arrive within `SECONDS_TO_COLLECT`."""
         self.causes.append(cause)
         if self.rank > 0 and 0 in self.peers:
             self.lifeline.send(0, {"kind": "failed"} | asdict(cause))
@@ -342,14 +342,14 @@ class RunControl:
         elif self._others_know(cause):
             seconds = 0.0
         elif self.local_rank > 0:
-            # Before there is a lifeline, local rank 0 says what most failures have in common, and torchrun ends all.
+            # Before the lifeline exists, local rank 0 reports errors common to all ranks, and torchrun ends the rest.
             seconds = float(SECONDS_TO_BE_ENDED)
         else:
             seconds = SECONDS_TO_COLLECT if self.world_size > 1 else 0.0
         self.verdict_due = self.verdict_due or time.monotonic() + seconds
 
     def _others_know(self, cause: Cause) -> bool:
-        """Before there is a lifeline: whether local rank 0 says the same, having seen the same."""
+        """Whether, before the lifeline exists, local rank 0 has seen and reports the same cause."""
         seen_by_all = (ExitCode.INTERRUPTED, ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED)
         return self.local_rank > 0 and 0 not in self.peers and cause.code in seen_by_all
 
@@ -361,13 +361,13 @@ class RunControl:
             self._end_together()
 
     def _end_together(self) -> None:
-        """Rank 0: ends the run once every rank, itself included, has come to the end."""
+        """Rank 0: ends the run once every rank, itself included, has said goodbye."""
         others = (peer for rank, peer in self.peers.items() if rank != 0)
         if self.goodbye is not None and all(peer.said_goodbye for peer in others):
             self._end(self.goodbye)
 
     def _end(self, cause: Cause) -> NoReturn:
-        """Tells the others, the user and exit.json, and ends this process."""
+        """Reports the cause to the other ranks, the user and exit.json, then exits this process."""
         if self.rank == 0:
             reason = replace(cause, details="").text if cause.code in ERRORS else ""
             printed = cause.is_printed_by_all
@@ -383,7 +383,7 @@ class RunControl:
         leave(cause.code)
 
     def _tell(self, cause: Cause) -> None:
-        """Prints the cause, and writes it to exit.json; only the first rank to do so speaks."""
+        """Writes the cause to exit.json and prints it; only the first rank to write it prints."""
         is_first = not self._others_know(cause)
         is_in_place = self.held is None or self.held.is_in_place()
         if self.output_dir is not None and is_in_place and not self._is_untouched(cause):
@@ -392,11 +392,11 @@ class RunControl:
             except OSError as error:
                 say(f"error: {self.output_dir / EXIT_FILE} cannot be written: {error}", is_error=True)
         if is_first and cause.code != ExitCode.DONE:
-            # One write, the line's end included: several ranks may print at once.
+            # A single write including the newline, since several ranks may print at once.
             print(f"{leave_bars()}{clean(cause.text)}\n", end="", file=sys.stderr, flush=True)
 
     def _is_untouched(self, cause: Cause) -> bool:
-        """Whether the run is refused before it has written anything into a directory that it made."""
+        """Whether the run failed before writing anything to a directory that it had created."""
         return (
             cause.code in (ExitCode.BAD_INPUT, ExitCode.IO)
             and self.run_lock is not None
@@ -404,7 +404,7 @@ class RunControl:
         )
 
     def _clean_up(self, cause: Cause) -> None:
-        """Rank 0: the stop file that was honoured, the lock, and a directory that nothing was written to."""
+        """Rank 0: removes the stop file that was obeyed, the lock, and an output directory without other files."""
         if self.run_lock is None:
             return
         output_dir, is_untouched = self.run_lock.path.parent, self._is_untouched(cause)
@@ -416,7 +416,7 @@ class RunControl:
                 output_dir.rmdir()
 
     def _dump_stacks(self) -> None:
-        """Every thread's stack to output_dir/errors/rank_{rank}.txt; to stderr where there is no directory yet."""
+        """Dumps every thread's stack to output_dir/errors/rank_{rank}.txt, or to stderr without a directory."""
         head = (
             f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
             f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
@@ -427,19 +427,19 @@ class RunControl:
 
 
 def may_be_launcher(pid: int) -> bool:
-    """False if process `pid` has adopted this one: torchrun was killed before this process could ask who its parent is.
+    """False if process `pid` has merely adopted this one, because torchrun died before this process read its parent.
 
-    torchrun is a Python program; a wrapper between it and this program has torchrun's variables, as this process has.
+    torchrun is a Python program; a wrapper between it and this program has torchrun's environment variables.
     """
     process = Path(f"/proc/{pid}")
     try:
         if b"python" in (process / "cmdline").read_bytes().split(b"\0")[0].lower():
             return True
     except OSError:
-        return True  # It cannot be known, and an unfounded suspicion would end a good run.
+        return True  # Unknown; a false alarm would end a healthy run.
     try:
-        # A program can give itself another name than its file has.
+        # A process can change its name.
         is_python = "python" in os.readlink(process / "exe").lower()
         return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + (process / "environ").read_bytes()
     except OSError:
-        return False  # It is another user's, as init is.
+        return False  # another user's process, such as init

@@ -1,53 +1,53 @@
-"""What this rank knows of every rank of the run, itself included, and whether the run hangs."""
+"""State of every rank as known to this one, and hang detection."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ranks.lock import ERRORS_DIR
 
-SLOW_LIMIT = 3600.0  # seconds without progress while loading, saving, or compiling in the first step
+SLOW_LIMIT = 3600.0  # seconds allowed without progress while loading, saving, or compiling in the first step
 SECONDS_PER_HEARTBEAT = 1.0
-MOST_RUNS = 20  # runs of consecutive ranks that a message lists
+MOST_RUNS = 20  # ranges of consecutive ranks that a message lists
 
 
 @dataclass
 class Peer:
-    """A rank, as its heartbeats tell. Rank 0 knows all of them, the others know rank 0 and themselves.
+    """A rank's state, from its heartbeats. Rank 0 knows all ranks, the others know rank 0 and themselves.
 
-    Times are those of `Lifeline.clock`.
+    Times are in `Lifeline.clock`'s seconds.
     """
 
     host: str
     pid: int
     heard: float  # time of its last message
     moved: float  # time of its training thread's last sign of progress
-    limit: float = SLOW_LIMIT  # seconds that it may stand still where it is
+    limit: float = SLOW_LIMIT  # seconds allowed without progress in the current phase
     where: str = "the start"
     said_goodbye: bool = False
 
 
 def is_hanging(peers: dict[int, Peer], clock: float, hang_timeout: float, *, is_rank0: bool) -> bool:
-    """Whether a rank is silent or does not move on. Ranks other than 0 judge rank 0 alone, and later than it does."""
+    """Whether a rank is silent or makes no progress. Ranks other than 0 judge rank 0 only, and later than it does."""
     if not is_rank0:
         return 0 in peers and clock - peers[0].heard > 1.1 * hang_timeout + 2
     return any(clock - peer.heard > hang_timeout or clock - peer.moved > peer.limit for peer in peers.values())
 
 
 def describe_death(rank: int, peer: Peer) -> str:
-    """What is said of a rank whose connection has ended without a report."""
+    """Message about a rank whose connection closed without a report."""
     return (
-        f"rank {rank} (pid {peer.pid} on {peer.host}) died without a word, last seen in {peer.where}: killed, perhaps"
-        " for lack of memory, or crashed"
+        f"rank {rank} (pid {peer.pid} on {peer.host}) died without a report, last seen in {peer.where}: it crashed or"
+        " was killed, perhaps for lack of memory"
     )
 
 
 def describe_hang(peers: dict[int, Peer], clock: float) -> str:
-    """Which ranks are silent; if none is, where each has come to."""
+    """Lists the silent ranks; if there are none, where each rank is."""
     silent = {rank: peer for rank, peer in peers.items() if clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT}
-    stacks = f"the stacks of those that could answer are in {ERRORS_DIR}/"
+    stacks = f"stack traces of the responsive ranks are in {ERRORS_DIR}/"
     if silent:
         names = [
-            f"rank {rank} (pid {peer.pid} on {peer.host}) has given no sign of life for {clock - peer.heard:.0f} s,"
+            f"rank {rank} (pid {peer.pid} on {peer.host}) has sent no heartbeat for {clock - peer.heard:.0f} s,"
             f" last seen in {peer.where}"
             for rank, peer in sorted(silent.items())
         ]
@@ -59,11 +59,11 @@ def describe_hang(peers: dict[int, Peer], clock: float) -> str:
     found = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {where}" for where, ranks in places.items()
     )
-    return f"every rank is alive, and for {seconds:.0f} s not all have moved on (--hang-timeout): {found}; {stacks}"
+    return f"all ranks are alive, but some made no progress for {seconds:.0f} s (--hang-timeout): {found}; {stacks}"
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Text for ascending ranks: "rank 3", "ranks 0-7, 9"."""
+    """Formats ascending ranks: "rank 3", "ranks 0-7, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

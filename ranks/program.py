@@ -1,4 +1,4 @@
-"""A script's options, code, libraries and environment, as `compare_ranks` takes them."""
+"""A script's options, code, libraries and environment, in the form that `compare_ranks` takes."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ VARIABLES = (
 
 
 def describe_program(options: Any, world: World, *, may_differ: Collection[str]) -> Groups:
-    """A script's options, apart from those that may differ, its code and libraries, kind of device and variables."""
+    """A script's options (except `may_differ`), code, library versions, device type and environment variables."""
     values = flatten_options(options)
     return {
         "options": {flag_name(name): str(value) for name, value in values.items() if name not in may_differ},
@@ -38,7 +38,7 @@ def describe_program(options: Any, world: World, *, may_differ: Collection[str])
 
 
 def fingerprint_code() -> str:
-    """SHA-256, shortened, of this program's modules: a checkout can differ from its commit."""
+    """Shortened SHA-256 of this program's modules: a checkout can differ from its commit."""
     root = Path(__file__).parent.parent
     rooms = sorted(path.parent for path in root.glob("*/__init__.py"))
     digest = hashlib.sha256()

@@ -1,7 +1,4 @@
-"""The ranks that share each packed row (--context-parallel): consecutive ones, each with an equal part of its tokens.
-
-N ranks in a group.
-"""
+"""Context parallelism (--context-parallel): N consecutive ranks share each packed row, in equal parts of its tokens."""
 
 import datetime
 from dataclasses import dataclass
@@ -17,20 +14,20 @@ class RowGroup:
     """The ranks that share a row with this one."""
 
     group: dist.ProcessGroup
-    rank: int  # of this one among them: which part of a row it has
+    rank: int  # this rank's index in the group, and its part of each row
     size: int  # N
 
     def swap(self, tensor: Tensor, *, split_dim: int, join_dim: int) -> Tensor:
-        """Sends the i-th of N parts along `split_dim` to rank i, and joins what comes along `join_dim`. Differentiable.
+        """All-to-all: sends the i-th of N parts along `split_dim` to rank i; joins the received ones along `join_dim`.
 
-        All ranks of the group call this with tensors of one shape.
+        Differentiable. All ranks of the group call this with tensors of the same shape.
         """
         parts = torch.stack(tensor.chunk(self.size, split_dim))  # (N, ...)
         received = all_to_all_single_autograd(parts, None, None, self.group)
         return torch.cat(received.unbind(), join_dim)
 
     def gather(self, part: Tensor, *, dim: int) -> Tensor:
-        """Every rank's `part` joined along `dim`, the same on all of them. Not differentiable."""
+        """All-gather: the parts of all ranks, concatenated along `dim`. Not differentiable."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
@@ -38,7 +35,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Place:
-    """Which of how many ranks this one is, as a `World` has it too; the defaults are those of a single process."""
+    """This rank among all, with the same attributes as `World`; the defaults describe a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -46,12 +43,12 @@ class Place:
 
 
 def count_sharing(row_group: RowGroup | None) -> int:
-    """Ranks that share a row; without a group, each has rows of its own."""
+    """Number of ranks that share a row; 1 without a group."""
     return 1 if row_group is None else row_group.size
 
 
 def sum_parts(tensor: Tensor, row_group: RowGroup | None) -> Tensor:
-    """The sum over the ranks that share a row of what each has found of its part. Not differentiable."""
+    """Sum of `tensor` over the ranks that share a row. Not differentiable."""
     if row_group is None:
         return tensor
     total = tensor.detach().clone()
@@ -60,18 +57,18 @@ def sum_parts(tensor: Tensor, row_group: RowGroup | None) -> Tensor:
 
 
 def check_sharing(world_size: int, num_sharing: int | None) -> None:
-    """ValueError if the ranks cannot be divided into groups of `num_sharing`; None: nothing is shared."""
+    """ValueError if the ranks cannot be divided into groups of `num_sharing`; None: no sharing."""
     if num_sharing is not None and world_size % num_sharing != 0:
         raise ValueError(
             f"--context-parallel {num_sharing}: cannot divide {world_size} rank{'' if world_size == 1 else 's'} into"
-            f" groups of {num_sharing}: give a number that divides the number of ranks, or start as many ranks"
+            f" groups of {num_sharing}: give a number that divides the number of ranks, or change the number of ranks"
         )
 
 
 def make_row_group(
     rank: int, world_size: int, num_sharing: int | None, timeout: datetime.timedelta | None = None
 ) -> RowGroup | None:
-    """The group of this rank; None where nothing is shared. All ranks call this."""
+    """This rank's group; None without sharing. All ranks call this."""
     check_sharing(world_size, num_sharing)
     if num_sharing is None:
         return None

@@ -1,4 +1,4 @@
-"""Progress on a terminal: bars on rank 0's stderr, and log lines that do not tear them. Without a terminal, none."""
+"""Progress bars on rank 0's stderr, if it is a terminal, and log lines that do not garble them."""
 
 import contextlib
 import logging
@@ -13,18 +13,18 @@ ERASE_LINE = "\r\x1b[K"
 
 
 def shows_progress() -> bool:
-    """Whether somebody sits before this process's stderr, and it is rank 0's."""
+    """Whether this is rank 0 and its stderr is a terminal."""
     return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 def show_progress(items: Iterable[Any], what: str, *, unit: str) -> tqdm:
-    """The same items, with a bar that is gone when they are."""
+    """Yields the items behind a progress bar, which is erased at the end."""
     return tqdm(items, desc=what, unit=unit, leave=False, dynamic_ncols=True, disable=not shows_progress())
 
 
 @contextlib.contextmanager
 def without_library_bars() -> Iterator[None]:
-    """Without transformers' own progress bars, which would tear ours, and the line of a running training."""
+    """Disables transformers' own progress bars, which would garble ours and the live training line."""
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
     were_shown = is_progress_bar_enabled()
@@ -37,7 +37,7 @@ def without_library_bars() -> Iterator[None]:
 
 
 class LinesAboveBars(logging.Handler):
-    """Writes each message to stderr above the bars, if any, and redraws them below it."""
+    """Writes each message to stderr above any progress bars, and redraws them below it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -48,5 +48,5 @@ class LinesAboveBars(logging.Handler):
 
 
 def leave_bars() -> str:
-    """What to print before a last message, so that it begins on an empty line."""
+    """Text to print before a final message, so that it starts on an empty line."""
     return ERASE_LINE if sys.stderr.isatty() else ""

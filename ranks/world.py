@@ -1,4 +1,4 @@
-"""torchrun's environment: which rank this is, its device, the process group, and what only rank 0 does."""
+"""torchrun's environment: this process's rank and device, the process group, and helpers for work on rank 0 only."""
 
 import datetime
 import logging
@@ -24,42 +24,42 @@ from ranks.terminal import LinesAboveBars, shows_progress
 
 Result = TypeVar("Result")
 
-# Collectives give up only after the watchdog of ranks/monitor.py, which knows who is missing, has had its say.
+# Collectives time out later than the watchdog of ranks/monitor.py, which knows which ranks are missing.
 SECONDS_AFTER_WATCHDOG = 300.0
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that torchrun started; one process alone is a world of size 1."""
+    """This process among all that torchrun started; a single process is a world of size 1."""
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
-    row_group: RowGroup | None = None  # the ranks that share packed rows; None: each has rows of its own
-    timeout: datetime.timedelta | None = None  # of the collectives of further groups; None: torch's
+    row_group: RowGroup | None = None  # the ranks that share packed rows; None: each rank has its own rows
+    timeout: datetime.timedelta | None = None  # for collectives of additional groups; None: torch's default
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """The group of all ranks, for collectives of CPU tensors: gloo carries them on every device."""
+        """The group of all ranks, for collectives on CPU tensors: gloo handles them on every device."""
         return dist.group.WORLD
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """1-D: the ranks that this one shares one copy of the model with."""
+        """1-D mesh of the ranks that hold this rank's copy of the model."""
         return self.mesh["shard"]
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one copy of the model; ranks 0 to `num_shards` - 1 share the first one."""
+        """Number of ranks that share one copy of the model; ranks 0 to `num_shards` - 1 share the first one."""
         return self.shard_mesh.size()
 
 
 def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOUT) -> World:
     """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
 
-    All ranks hold one copy of the model, until `divide_world`. RunError if not all ranks arrive within `start_timeout`
-    seconds; ValueError if this process may not open as many files as it needs.
+    All ranks share one copy of the model, until `divide_world`. RunError if not all ranks join within `start_timeout`
+    seconds; ValueError if this process's limit on open files is too low.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     raise_open_file_limit()
@@ -82,10 +82,10 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
 
 
 def divide_world(world: World, sharding: ShardingOptions) -> World:
-    """The world with the groups of ranks that `sharding` asks for; all ranks call this with the same options.
+    """Returns the world with the process groups that `sharding` requires; all ranks call this with the same options.
 
-    With hybrid sharding each `shard_size` ranks, by default those of a node, hold a copy of the model; ValueError
-    if there are not several, or if the ranks cannot be divided into groups that share rows.
+    With hybrid sharding, every `shard_size` ranks (default: those of a node) hold a copy of the model. ValueError if
+    this gives fewer than two copies, or if the ranks cannot be divided into groups that share rows.
     """
     num_shards, num_sharing = world.world_size, sharding.context_parallel
     match sharding.sharding:
@@ -105,13 +105,13 @@ def divide_world(world: World, sharding: ShardingOptions) -> World:
 
 
 def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -> int:
-    """Ranks that share one copy of the model with --sharding hybrid; ValueError if there are not several copies."""
+    """Ranks per copy of the model with --sharding hybrid; ValueError if there are fewer than two copies."""
     num_shards = ranks_per_node if shard_size is None else shard_size
     if num_shards < 2 or world_size % num_shards != 0 or num_shards == world_size:
         raise ValueError(
             f"--sharding hybrid: cannot divide {world_size} ranks into several copies of the model on {num_shards}"
             f" ranks each ({'the ranks of a node' if shard_size is None else '--shard-size'}); give a --shard-size"
-            " of at least 2 that divides the number of ranks, or --sharding full"
+            " of at least 2 that divides the number of ranks, or use --sharding full"
         )
     return num_shards
 
@@ -119,7 +119,7 @@ def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -
 def make_mesh(
     device_type: str, world_size: int, num_shards: int, timeout: datetime.timedelta | None = None
 ) -> DeviceMesh:
-    """`World.mesh` of ranks of which every `num_shards` hold one copy of the model; collectives take `timeout`."""
+    """Makes `World.mesh`, with one copy of the model per `num_shards` ranks; `timeout` applies to its collectives."""
     if num_shards == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     ranks = torch.arange(world_size).view(-1, num_shards)
@@ -128,13 +128,13 @@ def make_mesh(
 
 
 def connect_lifeline(world: World, control: RunControl) -> None:
-    """Ties every rank's monitor to rank 0's; the process group carries the port and the token."""
+    """Connects every rank's monitor to rank 0's; the process group broadcasts the port and the token."""
     if world.world_size > 1:
         control.connect(*call_on_rank0(world, control.listen))
 
 
 def setup_logging(level: str) -> None:
-    """Rank 0 prints from `level` on, the other ranks only errors."""
+    """Makes rank 0 log from `level` up, and the other ranks only errors."""
     handler = LinesAboveBars() if shows_progress() else logging.StreamHandler()
     handler.setFormatter(CleanFormatter())
     logging.basicConfig(level=logging.ERROR, handlers=[handler])
@@ -144,7 +144,7 @@ def setup_logging(level: str) -> None:
 def call_with_world(
     work: Callable[[World], None], *, when_interrupted: str = "interrupted; start the same command again to resume"
 ) -> None:
-    """A script's whole work, which computes and has no run: one message for a user's errors and for Ctrl-C."""
+    """Runs `work` for a script without a run directory; user errors and Ctrl-C end it with one message."""
     setup_logging("WARNING")
     world = init_world()
     try:
@@ -157,9 +157,9 @@ def call_with_world(
 
 
 def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
-    """Calls `function` on rank 0 and gives every rank its result, or the same RunError for a ValueError or OSError.
+    """Calls `function` on rank 0 and broadcasts its result; a ValueError or OSError becomes a RunError on every rank.
 
-    The outcome travels as data, so that no rank waits for one that has already failed.
+    The outcome is sent as data, so no rank waits for one that has already failed.
     """
     outcome: list[tuple[Literal["returned"], Result] | tuple[ExitCode, str]] = [None]
     if world.rank == 0:
@@ -178,7 +178,7 @@ def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
 def broadcast_from_rank0(
     value: Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Rank 0's `value`, as `dtype`, on every rank's `device`; the others' is not looked at."""
+    """Rank 0's `value`, as `dtype`, on every rank's `device`; other ranks' values are ignored."""
     received = torch.empty(shape, dtype=dtype, device=device)
     if dist.get_rank() == 0:
         received.copy_(value)
@@ -187,7 +187,7 @@ def broadcast_from_rank0(
 
 
 def gather_on_rank0(world: World, value: Result) -> list[Result] | None:
-    """Every rank's `value`, in the order of ranks, on rank 0; None on the others."""
+    """On rank 0, every rank's `value`, in rank order; None on the others."""
     values = [None] * world.world_size if world.rank == 0 else None
     dist.gather_object(value, values, dst=0, group=world.control)
     return values

@@ -174,7 +174,7 @@ WRONG_VALUES = [
 def test_a_value_that_nothing_can_compute_with_is_refused_by_its_key(name, value, world, tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     write_settings(tmp_path, **{name: value})
-    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, and must be "
+    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, but must be "
     with pytest.raises(ValueError, match=message):
         merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
     for reader in ("here", "peft"):
@@ -202,7 +202,7 @@ def test_settings_that_peft_alone_follows_are_generated_with(settings, world, tm
     found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
     model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=f"this program does not follow.*{next(iter(settings))}"):
+    with pytest.raises(ValueError, match=f"this program does not support.*{next(iter(settings))}"):
         merge(inputs, adapter, tmp_path / "merged", world)
 
 
@@ -213,8 +213,8 @@ def test_a_file_with_more_or_less_than_its_settings_say_is_refused(world, tmp_pa
     first = min(tensors)
     found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
     cases = [
-        ({name: tensor for name, tensor in tensors.items() if name != first}, "lacks tensors"),
-        (tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "without a place"),
+        ({name: tensor for name, tensor in tensors.items() if name != first}, "tensors are missing"),
+        (tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "unexpected tensors"),
     ]
     for written, message in cases:
         save_file(written, adapter / "adapter_model.safetensors")

@@ -99,7 +99,7 @@ def test_missing_ranks_are_named_with_the_hosts_that_are_known():
     present = [rank for rank in range(NUM_RANKS) if rank // 8 != 2 and rank != 1003]
     arrived = "".join(f"{rank} node{rank // 8}\n" for rank in present)
     text = describe_missing(arrived, NUM_RANKS, 8)
-    assert text == "ranks 16-23 (node 2, no rank has arrived), rank 1003 (node125) (9 of 1024 ranks missing)"
+    assert text == "ranks 16-23 (node 2, no rank has joined), rank 1003 (node125) (9 of 1024 ranks missing)"
     assert "and those of 120 more nodes" in describe_missing("", NUM_RANKS, 8)
 
 
@@ -294,7 +294,7 @@ def check_told(stderr: str, *differences: str) -> None:
     """Every rank has printed the same message with these lines."""
     host = socket.gethostname()
     for prefix in (r"^error: ", r"^(?:\[rank 1\] error|error: rank 1 on \S+): "):
-        found = re.search(rf"{prefix}(the ranks do not agree.*?may differ)$", stderr, re.MULTILINE | re.DOTALL)
+        found = re.search(rf"{prefix}(the ranks differ.*?may differ)$", stderr, re.MULTILINE | re.DOTALL)
         assert found is not None, stderr
         for difference in differences:
             name, first, second = difference.split("|")
@@ -350,8 +350,8 @@ def test_a_rank_that_is_late_is_named_and_ends_the_run(root, tmp_path):
     common = dict(data_path=root / "data.arrow", max_steps=2, start_timeout=4)
     stderr = run_differing(root, tmp_path, [], ["sleep=100"], **common)
     where = f"rank 1 ({socket.gethostname()}) (1 of 2 ranks missing)"
-    assert f"[rank 0] still waiting at the start for {where}" in stderr
-    assert f"error: {where} did not arrive at the start within 4 s (--start-timeout)" in stderr
+    assert f"[rank 0] still waiting at startup for {where}" in stderr
+    assert f"error: {where} did not join within 4 s (--start-timeout)" in stderr
 
 
 @pytest.mark.slow

@@ -88,8 +88,11 @@ def test_a_model_without_weights(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("sidecar", "reason"),
     [
-        ({"tokenizer_fingerprint": "another"}, "was made with another tokenizer"),
-        ({"max_token_id": VOCAB_SIZE}, f"holds token id {VOCAB_SIZE}, beyond the {VOCAB_SIZE} rows"),
+        ({"tokenizer_fingerprint": "another"}, "was made with a different tokenizer"),
+        (
+            {"max_token_id": VOCAB_SIZE},
+            f"token id {VOCAB_SIZE}, but the model's embedding has {VOCAB_SIZE} rows",
+        ),
         ({"num_samples": 21}, "belongs to another data set: it says 21 samples"),
         ({"tokenizer_dir": "data.arrow.tokenizer"}, "data.arrow.tokenizer with its tokenizer is missing"),
         ("not json", "cannot be read"),

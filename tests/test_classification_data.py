@@ -464,7 +464,7 @@ def test_options_without_effect_are_refused():
     options = group_options(ProcessDataOptions, input_file=("a",), output_file="o.arrow", model_name_or_path="m")
     assert find_problems(replace_options(options, label_field="y", truncate=True)) == [
         "--truncate, --label-field: no effect without --format classification",
-        "--truncate needs --max-sample-num-tokens, which says to how many tokens",
+        "--truncate needs --max-sample-num-tokens, the length to truncate to",
     ]
     options = replace_options(options, format="classification")
     assert find_problems(options) == []

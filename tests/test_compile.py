@@ -81,7 +81,7 @@ def test_no_micro_batch_after_the_first_compiles_again(
 
 def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused(world, tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
-    with pytest.raises(ValueError, match="needs --attention flash_attn or varlen, this is sdpa"):
+    with pytest.raises(ValueError, match="needs --attention flash_attn or varlen, not sdpa"):
         build(path, world, activation_checkpointing="selective", compile=True)
 
 

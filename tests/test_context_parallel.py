@@ -127,9 +127,9 @@ def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
 @pytest.mark.parametrize(
     ("name", "config", "reason"),
     [
-        ("mamba", HYBRIDS["mamba 2, attention, experts"], "layers with a state"),
-        ("convolution", HYBRIDS["short convolution"], "layers with a state"),
-        ("choosing", HYBRIDS["attention that chooses keys"], "attention of its own"),
+        ("mamba", HYBRIDS["mamba 2, attention, experts"], "layers with a recurrent state"),
+        ("convolution", HYBRIDS["short convolution"], "layers with a recurrent state"),
+        ("choosing", HYBRIDS["attention that chooses keys"], "its own attention code"),
         ("roberta", RobertaConfig(**SHAPE, is_decoder=True), "positions that are counted over whole sequences"),
     ],
 )
@@ -159,8 +159,8 @@ def test_options_that_do_not_go_together_are_refused(changes, problem):
 
 def test_the_start_says_how_heads_are_divided():
     assert describe_heads(32, 4) == "rows shared by 4 ranks, 8 of 32 heads each"
-    assert describe_heads(28, 8) == "rows shared by 8 ranks, 4 of 28, filled up to 32, heads each"
-    assert describe_heads(3, 8) == "rows shared by 8 ranks, 1 of 3, filled up to 8, heads each"
+    assert describe_heads(28, 8) == "rows shared by 8 ranks, 4 of 28, padded to 32, heads each"
+    assert describe_heads(3, 8) == "rows shared by 8 ranks, 1 of 3, padded to 8, heads each"
 
 
 def test_ranks_that_cannot_be_divided_are_refused():

@@ -278,11 +278,11 @@ def test_two_processes_find_what_one_finds(results, root, files):
     ("changes", "reason"),
     [
         (dict(task="t"), "no model is given"),
-        (dict(model="m"), "nothing to measure"),
-        (dict(model=("m", "m"), task="t"), "--model: one is named twice"),
+        (dict(model="m"), "nothing to evaluate on"),
+        (dict(model=("m", "m"), task="t"), "--model: a model is given twice"),
         (dict(model="m", data="d", metrics="bleu"), "--metrics has no effect without --task"),
         (dict(model="m", data="d", engine="vllm"), "--data and --lm-eval need --engine hf"),
-        (dict(model="m", task="t", num_samples=3, temperature=1.0), "--num-samples: one answer"),
+        (dict(model="m", task="t", num_samples=3, temperature=1.0), "--num-samples has no effect: one answer"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(changes, reason):

@@ -93,8 +93,8 @@ def test_models_that_padding_would_change_are_found_by_rule_and_by_measuring(roo
         return find_padding_obstacle(model, config)
 
     assert find(llama) is None
-    assert "have a state" in find(str(make_model(root, "lfm2")))
-    assert "looks back at the prompt" in find(llama, repetition_penalty=1.1)
+    assert "have a recurrent state" in find(str(make_model(root, "lfm2")))
+    assert "penalizes repetition of the prompt" in find(llama, repetition_penalty=1.1)
     # padding that is taken for a token of the prompt
     model = AutoModelForCausalLM.from_pretrained(llama)
     forward = model.forward
@@ -144,22 +144,22 @@ def test_two_processes_share_the_prompts_and_a_killed_run_goes_on(root, llama, q
     words = flags(model=llama, prompts=questions, output=output, max_new_tokens=NEW, batch_size=2)
     done = run_forked(2, "generate.py", *words)
     assert done.returncode == 0, done.stderr
-    assert "1 of 6 answers are there already" in done.stderr and "wrote 6 answers" in done.stdout
+    assert "resuming with 1 of 6 answers" in done.stderr and "wrote 6 answers" in done.stdout
     assert read_lines(output) == plain
     assert list(root.glob("two.jsonl.*")) == []
     before = output.stat().st_mtime_ns
     again = run_forked(2, "generate.py", *words)
-    assert again.returncode == 0 and "6 of 6 answers are there already" in again.stderr
+    assert again.returncode == 0 and "resuming with 6 of 6 answers" in again.stderr
     assert output.stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(max_new_tokens=NEW + 1), "made otherwise (sampling.max_new_tokens 12, now 13)"),
+        (dict(max_new_tokens=NEW + 1), "made with other settings (sampling.max_new_tokens 12, now 13)"),
         (dict(dtype="bfloat16"), "dtype float32, now bfloat16"),
-        (dict(prompts="fewer"), "not asked for"),
-        (dict(prompts="others"), "answers another row"),
+        (dict(prompts="fewer"), "not requested"),
+        (dict(prompts="others"), "answers a different row"),
     ],
 )
 def test_answers_that_were_made_otherwise_are_not_gone_on_with(change, reason, root, llama, questions, plain, world):
@@ -216,7 +216,7 @@ def test_rows_of_every_format_become_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [{"role": "assistant", "content": "Ho"}]}, "rows.jsonl:2: has only an answer"),
+        ({"messages": [{"role": "assistant", "content": "Ho"}]}, "rows.jsonl:2: has only an assistant message"),
         ({"question": ""}, "rows.jsonl:2: 'question' is ''"),
         ({"question": "Hi", "choices": ["a", "b"], "answer": 2}, "'answer' is 2, expected the index"),
         ({"question": "Hi", "choices": ["a"], "answer": 0}, "'choices' is ['a']"),
@@ -250,7 +250,7 @@ def test_an_adapter_answers_as_peft_lets_it(root, llama, questions, world):
     found = run(world, root / "found.jsonl", model=str(root / "adapter"), **given)
     assert [line["answer"] for line in named] == [line["answer"] for line in found] == expected
     assert named[0]["made_by"]["adapter_sha256"] and named[0]["made_by"]["model"] == llama
-    with pytest.raises(ValueError, match=r"--adapter .*: holds no adapter_config.json"):
+    with pytest.raises(ValueError, match=r"--adapter .*: has no adapter_config.json"):
         run(world, root / "no.jsonl", model=llama, adapter=llama, **given)
 
 
@@ -260,7 +260,7 @@ def test_an_answer_ends_where_the_model_has_no_more_room(root, world, tmp_path):
     lines = run(world, tmp_path / "answers.jsonl", model=str(path), prompts=str(prompts), max_new_tokens=8)
     assert lines[0]["num_tokens"] <= 6
     write_jsonl(prompts, [{"prompt": "x" * 256}])
-    with pytest.raises(ValueError, match=r"long.jsonl:1: has 256 tokens, and the model has room for 256"):
+    with pytest.raises(ValueError, match=r"long.jsonl:1: has 256 tokens, but the model's context of 256"):
         run(world, tmp_path / "more.jsonl", model=str(path), prompts=str(prompts))
 
 

@@ -202,7 +202,7 @@ def test_an_answer_that_is_none_names_the_server(kind, text, server, prompts, wo
 def test_a_stream_that_is_none_names_the_server(text, server):
     server.says = "text/event-stream", f"{text}\n\n"
     engine = open_engine(None, "m", EngineOptions(engine="openai", base_url=server.url), SamplingOptions(), device=None)
-    with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: the answer broke off: "):
+    with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: the stream was interrupted: "):
         list(engine.stream(Prompt(row={}, place="here", messages=[{"role": "user", "content": "hi"}])))
 
 
@@ -257,7 +257,7 @@ def test_an_answer_cannot_drive_the_terminal(server, monkeypatch, capsys):
     chat(open_engine(None, "m", engine, SamplingOptions(), device=None))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "\u202e" not in out
-    assert r"A \x1b]0;TITLE\x07 B \x1b[2J\u202eEND" in out and r"/\x1b[31m is no command" in out
+    assert r"A \x1b]0;TITLE\x07 B \x1b[2J\u202eEND" in out and r"/\x1b[31m is not a command" in out
 
 
 def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
@@ -266,7 +266,7 @@ def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     chat(open_engine(None, "m", engine, SamplingOptions(), device=None))
     out = capsys.readouterr().out
-    assert "HELLO THERE" in out and "AGAIN" in out and "/nonsense is no command" in out
+    assert "HELLO THERE" in out and "AGAIN" in out and "/nonsense is not a command" in out
     asked = [[(m["role"], m["content"].strip()) for m in body["messages"]] for _, body in server.asked]
     system = ("system", "be brief")
     assert asked == [
@@ -344,7 +344,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(tmp_path):
     try:
         process.stdin.write("Hi\n")
         process.stdin.flush()
-        heard = process.stdout.read(len("/help says what there is; Ctrl-D ends.\n> ") + 40)
+        heard = process.stdout.read(len("/help lists the commands; Ctrl-D quits.\n> ") + 40)
         process.send_signal(signal.SIGINT)
         process.stdin.write("/help\n")
         process.stdin.flush()

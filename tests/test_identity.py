@@ -148,7 +148,7 @@ def test_the_datas_stop_token_ends_generation_in_the_export(
     (export,) = (tmp_path / "run" / "hf_format").iterdir()
     exported = AutoModelForCausalLM.from_pretrained(export)
     assert exported.generation_config.eos_token_id == exported.config.eos_token_id == expected
-    assert ("generation ends with" in caplog.text) == (
+    assert ("generation also ends with" in caplog.text) == (
         (isinstance(expected, list) and expected[0] == 3) or not published
     )
     exported_tokenizer = AutoTokenizer.from_pretrained(export)

@@ -104,7 +104,7 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert "read as axolotl's, for 8 GPUs" in done.stdout
     assert all(f"  {key} " in done.stdout for key in yaml.safe_load(AXOLOTL))
-    assert "no counterpart, or differing: evals_per_epoch, mystery\n" in done.stdout
+    assert "without a counterpart, or different: evals_per_epoch, mystery\n" in done.stdout
     assert "the data set's keys" not in done.stdout
     train, data = read_options(tmp_path)
     assert train.items() >= dict(
@@ -139,7 +139,7 @@ def test_what_is_left_out_keeps_the_other_trainers_default(text, expected, tmp_p
     train, data = read_options(tmp_path)
     assert train.items() >= expected.items()
     is_named = "dataset_name" in text
-    assert ("# input_file: has to be given\n" in (tmp_path / "data.yaml").read_text()) == (not is_named)
+    assert ("# input_file: required\n" in (tmp_path / "data.yaml").read_text()) == (not is_named)
     assert data["input_dataset"] == ("trl-lib/Capybara" if is_named else None)
     assert data["max_sample_num_tokens"] in (4096, 1024)
 
@@ -198,9 +198,9 @@ def test_a_value_that_is_none_for_its_key_is_told_and_leaves_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     for told in (
         "learning_rate     no counterpart: learning_rate cannot be 'fast'",
-        "micro_batch_size  no counterpart: micro_batch_size is a number, given 'many'",
+        "micro_batch_size  no counterpart: micro_batch_size must be a number, given 'many'",
         "seed              no counterpart: seed cannot be 2.5",
-        "differing: learning_rate, micro_batch_size, sequence_len, seed, warmup, batch_size\n",
+        "different: learning_rate, micro_batch_size, sequence_len, seed, warmup, batch_size\n",
     ):
         assert told in done.stdout, done.stdout
     written = yaml.safe_load((tmp_path / "train.yaml").read_text())
@@ -311,7 +311,7 @@ def test_what_cannot_be_read_gets_one_message(text, reason, tmp_path):
 def test_files_that_are_there_stay(tmp_path):
     (tmp_path / "train.yaml").write_text("mine")
     done = run_import(tmp_path, TRL)
-    assert done.returncode == 2 and "train.yaml: there already" in done.stderr
+    assert done.returncode == 2 and "train.yaml: already exists" in done.stderr
     assert (tmp_path / "train.yaml").read_text() == "mine" and not (tmp_path / "data.yaml").exists()
 
 
@@ -367,7 +367,7 @@ CHATS = [dict(path="c.jsonl", type="chat_template")]
         ("llama-factory", dict(stage="ppo"), "'ppo' has no objective here"),
         ("llama-factory", dict(export_dir="out"), "is not training"),
         ("llama-factory", dict(infer_backend="vllm"), "is not training"),
-        ("llama-factory", dict(finetuning_type="freeze"), "full, LoRA, QLoRA and OSFT"),
+        ("llama-factory", dict(finetuning_type="freeze"), "LoRA, QLoRA and OSFT are supported"),
         ("llama-factory", dict(pissa_init=True), "changes how or what"),
         ("trl", dict(reward_funcs=["a"], num_generations=4), "reinforcement learning"),
         ("trl", dict(beta=0.1, loss_type="sigmoid"), "beta: a key of preference learning that this trainer does not"),

@@ -162,13 +162,13 @@ def test_what_cannot_be_is_refused(world, tmp_path):
     )
     for config in (opt, HYBRIDS["mamba 2 alone"]):
         path = save_model(config, tmp_path / config.model_type)
-        with pytest.raises(ValueError, match=f"--tiled-mlp: model type '{config.model_type}' has no module for its"):
+        with pytest.raises(ValueError, match=f"--tiled-mlp: model type '{config.model_type}' has no MLP modules"):
             build(path, world, tiled_mlp=True)
     given = dict(model_name_or_path="m", data_path="d", output_dir="o", batch_size=1, max_steps=1)
     for changes, message in (
         (dict(tiled_mlp=True, compile=True), "--tiled-mlp cannot be used with --compile"),
-        (dict(offload_activations=True, activation_checkpointing="auto"), "this is auto: use full, or leave it out"),
-        (dict(offload_activations=True, activation_checkpointing="none"), "this is none: use full, or leave it out"),
+        (dict(offload_activations=True, activation_checkpointing="auto"), "given auto: use full, or remove the option"),
+        (dict(offload_activations=True, activation_checkpointing="none"), "given none: use full, or remove the option"),
     ):
         problems = find_problems(group_options(TrainOptions, **given, **changes))
         assert [problem for problem in problems if message in problem], problems

@@ -105,7 +105,7 @@ def test_no_more_is_held_than_a_file_that_is_written(models, tmp_path, monkeypat
         (dict(hidden_act="gelu"), "their configs differ: hidden_act gelu and silu"),
         (dict(vocab_size=300), "their configs differ: vocab_size 300 and 288"),
         ("tensor", "it has no model.norm.weight"),
-        ("shape", "model.norm.weight is [7], there [32]"),
+        ("shape", "model.norm.weight is [7], not [32]"),
         ("tokenizer", "their tokenizers differ"),
         ("pickle", "no weights"),
     ],
@@ -135,16 +135,16 @@ def test_models_that_are_not_of_one_kind_are_refused_by_name(change, reason, mod
 
 
 def test_nothing_is_written_over(models, tmp_path):
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         mix(tmp_path, model=(str(models["a"]), str(models["b"])))
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(model=("a",)), "name two models or more"),
+        (dict(model=("a",)), "give at least two models"),
         (dict(model=("a", "b"), weights=(1.0,)), "given 1 for 2 models"),
-        (dict(model=("a", "b"), weights=(0.5, 0.6)), "sum to 1.1, and without --base have to sum to 1"),
+        (dict(model=("a", "b"), weights=(0.5, 0.6)), "sum to 1.1, but without --base must sum to 1"),
         (dict(model=("a",), base="c"), "--base needs --weights"),
     ],
 )

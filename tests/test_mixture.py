@@ -160,7 +160,7 @@ def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, runs, world, tmp_pat
     [
         (dict(data_weights=(1, 2)), "--data-weights: 2 numbers for the 3 data sets of --data-path"),
         (dict(data_weights=(1, 2, 0)), "--data-weights 1 2 0: must be above 0"),
-        (dict(data_path="one.arrow", data_weights=(1,)), "--data-weights has no effect on one data set"),
+        (dict(data_path="one.arrow", data_weights=(1,)), "--data-weights has no effect on a single data set"),
         (dict(data_weights=(), data_weights_by="tokens"), "--data-weights-by has no effect without --data-weights"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_data_set_given_twice_or_made_otherwise_is_named(inputs, world, tmp_pa
     other = Path(shutil.copy(first, tmp_path / "other.arrow"))
     sidecar = dict(tokenizer_fingerprint="0" * 64, max_token_id=5)
     Path(f"{other}.meta.json").write_text(json.dumps(sidecar))
-    with pytest.raises(ValueError, match="was made with another tokenizer"):
+    with pytest.raises(ValueError, match="was made with a different tokenizer"):
         train_here(
             world, **inputs | dict(data_path=(first, str(other)), data_weights=()), output_dir=str(tmp_path / "r")
         )

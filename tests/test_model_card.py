@@ -185,7 +185,7 @@ def test_what_the_hub_refuses_is_told_once_and_how_to_upload_it_later(failures, 
     warnings = [message for message in upload(export, caplog, times=2) if message.startswith("warning")]
     assert len(warnings) == 2, warnings
     assert warnings[0].startswith("warning: --push-to-hub me/x: ") and said in warnings[0]
-    assert warnings[1].startswith("warning: not on the hub: 2 exports. To upload them:")
+    assert warnings[1].startswith("warning: 2 exports were not uploaded to the hub. To upload them:")
     assert f"hf upload me/x {export} ." in warnings[1] and TOKEN not in "".join(warnings)
 
 
@@ -200,7 +200,7 @@ def test_without_token_or_network_a_run_ends_well(reason, hub, export, caplog, m
     else:
         hub.close()
     warnings = [message for message in upload(export, caplog) if message.startswith("warning")]
-    assert len(warnings) == 2 and "cannot be used" in warnings[0] and "not on the hub: 1 exports" in warnings[1]
+    assert len(warnings) == 2 and "cannot be used" in warnings[0] and "1 exports were not uploaded" in warnings[1]
 
 
 def test_the_end_waits_for_a_hub_that_hangs_no_longer_than_told(hub, export, caplog, monkeypatch):
@@ -211,7 +211,7 @@ def test_the_end_waits_for_a_hub_that_hangs_no_longer_than_told(hub, export, cap
     uploads.add(export, branch="main", message="m")
     start = time.monotonic()
     uploads.close(is_done=True)
-    assert time.monotonic() - start < 2 and "not on the hub: 1 exports" in caplog.text
+    assert time.monotonic() - start < 2 and "1 exports were not uploaded to the hub" in caplog.text
     hanging.set()
 
 

@@ -206,7 +206,7 @@ def test_a_model_that_cannot_be_packed_is_refused_with_a_reason(family, world, t
 def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(world, tmp_path):
     save_model(OTHERS["gptj_is_told_positions"], tmp_path)
     assert build(tmp_path, world).backend == "own"
-    with pytest.raises(ValueError, match="--attention sdpa: model type 'gptj' has attention of its own"):
+    with pytest.raises(ValueError, match="--attention sdpa: model type 'gptj' has its own attention code"):
         build(tmp_path, world, attention="sdpa")
 
 
@@ -276,7 +276,7 @@ def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
     model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
     model.reader.logit_scale = 1.0
-    with pytest.raises(ValueError, match="its head does something to the logits that is not known here"):
+    with pytest.raises(ValueError, match="its head changes the logits in an unknown way"):
         check(model, world)
 
 

@@ -65,10 +65,10 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--lr-scheduler", "constant", "--num-warmup-steps", "3"], ["--num-warmup-steps has no effect"]),
         (["--num-decay-steps", "3"], ["--num-decay-steps has no effect"]),
         (["--osft"], ["--osft needs --osft-unfreeze-rank-ratio"]),
-        (["--freeze", "nothing", "vision"], ["--freeze nothing vision: give nothing alone"]),
+        (["--freeze", "nothing", "vision"], ["--freeze nothing vision: nothing cannot be combined"]),
         (
             ["--freeze", "nothing", "--lora"],
-            ["--freeze nothing: with --lora it says where --lora-target-modules looks"],
+            ["--freeze nothing: with --lora it restricts --lora-target-modules"],
         ),
         (
             ["--freeze", "language", "--osft", "--osft-unfreeze-rank-ratio", "0.5"],
@@ -85,7 +85,7 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--osft-unfreeze-rank-ratio", "0.5", "--osft-target-patterns", "mlp"],
             ["--osft-unfreeze-rank-ratio, --osft-target-patterns: no effect without --osft"],
         ),
-        (["--osft", "--osft-keep-energy", "0.9", "--osft-unfreeze-rank-ratio", "0.5"], ["belongs to activations"]),
+        (["--osft", "--osft-keep-energy", "0.9", "--osft-unfreeze-rank-ratio", "0.5"], ["only with activations"]),
         (["--osft", "--osft-basis", "activations", "--osft-keep-energy", "0.9"], ["need --osft-calibration-data"]),
         (["--osft", "--osft-basis", "activations", "--osft-keep-energy", "2"], ["--osft-keep-energy 2.0: must be"]),
         (
@@ -99,10 +99,10 @@ def test_underscores_and_equals_signs_are_accepted():
         ),
         (
             ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--master-weights", "bfloat16", "--float8"],
-            ["--master-weights bfloat16: --osft keeps directions exactly", "--float8: --osft's layers"],
+            ["--master-weights bfloat16: --osft keeps directions exactly", "--float8 cannot be used with --osft"],
         ),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot be used with --compile"]),
-        (["--warmup-ratio", "0.1", "--num-warmup-steps", "3"], ["--warmup-ratio and --num-warmup-steps both say"]),
+        (["--warmup-ratio", "0.1", "--num-warmup-steps", "3"], ["--warmup-ratio and --num-warmup-steps both set"]),
         (["--profile-steps", "5:3"], ["--profile-steps 5:3: must be a step (10)"]),
         (["--export-name", "best"], ["--export-name 'best': must be"]),
         (["--export-name", "last", "--keep-exports", "2"], ["--keep-exports has no effect with --export-name"]),

@@ -320,13 +320,17 @@ def test_a_long_start_shows_that_it_moves_on(world, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "train_others", "said"),
-    [("mixtral", False, "stay as they are"), ("gpt_oss_sinks", True, "train freely"), ("llama_tied_bias", False, None)],
+    [
+        ("mixtral", False, "are frozen"),
+        ("gpt_oss_sinks", True, "train without constraint"),
+        ("llama_tied_bias", False, None),
+    ],
 )
 def test_experts_that_are_not_covered_are_named_at_the_start(family, train_others, said, world, tmp_path, caplog):
     path = save_model(FAMILIES[family], tmp_path / "model")
     with caplog.at_level("WARNING", logger="mini_trainer"):
         build(path, world, method=settings(tmp_path, train_others=train_others))
-    assert (said is None and "experts" not in caplog.text) or f"hold experts as one: they {said}" in caplog.text
+    assert (said is None and "experts" not in caplog.text) or f"fused experts: they {said}" in caplog.text
 
 
 def test_a_broken_cache_is_refused_with_the_file_to_remove(world, tmp_path):
@@ -352,7 +356,9 @@ def test_only_what_the_patterns_name_is_trained(world, tmp_path):
 def test_a_pattern_that_matches_nothing_is_refused_before_the_weights_are_read(world, tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path / "model")
     (path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"--osft-target-patterns embed_tokens: no linear layer.*q_proj"):
+    with pytest.raises(
+        ValueError, match=r"--osft-target-patterns embed_tokens: contained in no name of a linear layer.*q_proj"
+    ):
         build(path, world, method=settings(tmp_path, target_patterns=("mlp", "embed_tokens")))
 
 
@@ -541,7 +547,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_model_loads(world, tmp_
     (tmp_path / "old.arrow.meta.json").write_text(json.dumps(sidecar))
     old = write_samples(tmp_path / "old.arrow", make_samples(12, vocab_size=VOCAB_SIZE))
     (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"--osft-calibration-data {old} was made with another tokenizer"):
+    with pytest.raises(ValueError, match=f"--osft-calibration-data {old} was made with a different tokenizer"):
         train_run(
             1, world, tmp_path, tmp_path / "run", model=model, data=data, osft_calibration_data=old,
             osft_basis="activations",

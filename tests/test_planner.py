@@ -207,7 +207,7 @@ def test_a_plan_says_what_the_options_for_long_rows_would_save(elsewhere, inputs
     _, text = elsewhere(print_plan, values)
     assert "together with" not in text
     _, text = elsewhere(print_plan, values | dict(plan_device=None, offload_activations=True))
-    assert "--offload-activations moves what a GPU keeps to CPU memory, and this run is on CPUs" in text
+    assert "--offload-activations moves activations from GPU to CPU memory, but this run is on the CPU" in text
 
 
 def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):

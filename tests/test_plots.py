@@ -145,7 +145,7 @@ def test_the_state_of_a_run(tmp_path):
     os.utime(path / ".lock", (1, 1))
     assert run.describe_state() == "out of memory (9)"
     (path / "exit.json").write_text("torn")
-    assert run.describe_state() == "no sign of life"
+    assert run.describe_state() == "no heartbeat"
     finished = Run(write_run(tmp_path / "finished", num_steps=3), "finished")
     assert finished.describe_state() == "finished"
 
@@ -266,7 +266,7 @@ def test_a_run_without_steps_and_damaged_files_have_a_page(tmp_path):
     (odd / PARAMS).write_text(json.dumps({"options": 3, "starts": [1, {"first_step": "x"}], "identity": []}))
     page = describe(empty, odd)
     assert page["runs"][1]["x"]["step"] == [1] and page["runs"][1]["curves"]["loss"]["mean"] == [None]
-    assert any("3 damaged lines left out" in note for note in page["notes"])
+    assert any("3 damaged lines skipped" in note for note in page["notes"])
 
 
 class TagCounter(HTMLParser):
@@ -361,7 +361,7 @@ def test_a_picture_is_what_its_ending_says(ending, start, tmp_path):
     ("options", "problem"),
     [
         (dict(runs=()), "no run is given"),
-        (dict(), "nothing says where the curves go"),
+        (dict(), "no output is given"),
         (dict(output="x.jpg"), "must end in .html, .png, .svg or .pdf"),
         (dict(output="x.html", follow=True), "no effect with --follow"),
         (dict(output="x.html", port=80), "--port has no effect"),
@@ -386,7 +386,7 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
     done = plot(first, second, "--output", target)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"curves: {target.as_uri()}\n"
-    assert done.stderr == f"warning: {second / METRICS}: 1 damaged line left out\n"
+    assert done.stderr == f"warning: {second / METRICS}: 1 damaged line skipped\n"
     page = target.read_text()
     assert [shown["name"] for shown in read_page(page)["runs"]] == ["a", "b c"]
     assert not list(tmp_path.glob(".*"))
@@ -480,7 +480,7 @@ def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=pipe, stderr=pipe, text=True)
     try:
-        assert process.stdout.readline() == f"curves: http://127.0.0.1:{port}/ (Ctrl-C ends this)\n"
+        assert process.stdout.readline() == f"curves: http://127.0.0.1:{port}/ (Ctrl-C stops it)\n"
         second = run(command)
         assert second.returncode == 2 and f"--port {port}: not available" in second.stderr
         process.send_signal(signal.SIGINT)

@@ -57,18 +57,21 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(), "no data is given: name data sets by --data-path, or rows by --input-file or --input-dataset"),
-        (dict(data_path="d", input_file="r"), "--data-path and --input-file both say what is trained on: give one"),
-        (dict(input_file="r", input_dataset="n"), "--input-file and --input-dataset both say where rows are: give one"),
+        (dict(), "no data is given: give --data-path, or rows with --input-file or --input-dataset"),
+        (dict(data_path="d", input_file="r"), "--data-path and --input-file both specify training data: give only one"),
+        (dict(input_file="r", input_dataset="n"), "--input-file and --input-dataset both specify rows: give only one"),
         (
             dict(data_path="d", messages_field="x"),
             "--messages-field: no effect without rows to tokenize",
         ),
-        (dict(data_path="d", subset="0%"), "--subset 0%: must be a number of samples (10), or a share of them above 0"),
+        (
+            dict(data_path="d", subset="0%"),
+            "--subset 0%: must be a number of samples (10), or a share of samples above 0",
+        ),
         (dict(input_file="r", split="train"), "--split: no effect without --input-dataset"),
         (dict(data_path="d", mock_length=9), "--mock-length has no effect without --mock-data"),
         (dict(mock_data=9, format="messages"), "--format: no effect with --mock-data, which reads no rows"),
-        (dict(input_file="r", messages_field="a", text_field="b"), "belong to several formats; rows have one"),
+        (dict(input_file="r", messages_field="a", text_field="b"), "are for different formats, but rows have one"),
         (dict(input_file="r", text_field="b", format="messages"), "--text-field has no effect with --format messages"),
         (dict(input_file="r", objective="token-classification"), "needs rows of --format classification"),
         (
@@ -97,21 +100,21 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         ),
         (
             dict(data_path="d", objective="preference", preference_label_smoothing=0.5),
-            "--preference-label-smoothing 0.5: must be at least 0, below 0.5",
+            "--preference-label-smoothing 0.5: must be at least 0 and below 0.5",
         ),
         (dict(data_path="d", objective="preference", preference_nll_weight=-1.0), "--preference-nll-weight -1.0"),
         (
             dict(data_path="d", objective="preference", preference_loss="orpo", reference_model="m"),
             "--reference-model: no effect with --preference-loss orpo",
         ),
-        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha: not with"),
+        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha cannot be used with"),
         (dict(data_path="d", objective="preference", label_smoothing=0.1), "--label-smoothing: no effect"),
         (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
         (
             dict(input_file="r", format="classification"),
             "--format classification has no effect on --objective",
         ),
-        (dict(input_file="r", validation_share=0.1, validation_data_path="v"), "both say what is measured on"),
+        (dict(input_file="r", validation_share=0.1, validation_data_path="v"), "both specify validation data"),
     ],
 )
 def test_options_without_data_without_effect_or_against_each_other(given, message):
@@ -187,7 +190,7 @@ def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, c
     validations = (output_dir / "validation_metrics_0.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in validations] == [0, 2]
     assert [path.name for path in (output_dir / "hf_format").iterdir()] == ["samples_10"]
-    assert "export samples_10: loaded back, its loss is the trained model's" in caplog.text
+    assert "export samples_10: loaded back, its loss matches the trained model's" in caplog.text
 
 
 def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, tmp_path):
@@ -205,7 +208,7 @@ def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, 
             check_export(TrainedModel(trained), export, parts, objective=objective, world=world)
 
     check(good)
-    with pytest.raises(RunError, match=r"loaded back, has a loss of .*; it is not to be used"):
+    with pytest.raises(RunError, match=r"loaded back, has a loss of .*; do not use it"):
         check(wrong)
     (wrong / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(RunError, match=r"--check-export: .*wrong cannot be loaded back: "):

@@ -524,7 +524,7 @@ def test_input_files_and_tokens_can_be_lists_on_the_command_line_and_in_yaml(tmp
         ({"preview": -1}, "--preview -1: must be at least 0"),
         ({"preview": 0, "string_for_printing_masks": "x"}, "--string-for-printing-masks has no effect"),
         ({"allow_downloads": True}, "--allow-downloads has no effect without --images"),
-        ({"images": True, "format": "classification"}, "--images: classifiers see none"),
+        ({"images": True, "format": "classification"}, "--images has no effect with --format classification"),
     ],
 )
 def test_options_that_contradict_each_other(options, problem):

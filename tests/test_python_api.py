@@ -150,7 +150,7 @@ def test_chats_are_tokenized_into_the_directory_that_training_reads():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(seed=1, random_seed=2), "seed and random_seed both say --seed"),
+        (dict(seed=1, random_seed=2), "seed and random_seed both set --seed"),
         (dict(use_dolomite=True), "use_dolomite has no counterpart"),
         (dict(callbacks=[print]), "callbacks has no counterpart"),
         (dict(distributed_backend="deepspeed"), "'deepspeed' has no counterpart"),
@@ -251,7 +251,7 @@ def test_a_child_that_is_killed_is_said_to_be_with_its_last_words(tmp_path, monk
     script = tmp_path / "child.py"
     script.write_text("import os, signal\nprint('step 7', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.setattr(launch, "PROGRAM", script)
-    assert launch.run_child([]) == (137, "killed by SIGKILL; its last words:\nstep 7")
+    assert launch.run_child([]) == (137, "killed by SIGKILL; last output:\nstep 7")
 
 
 SCRIPT = """

@@ -103,7 +103,7 @@ def test_mxfp4_trains_on_one_rank_and_two_and_through_a_kill_as_the_model_that_i
     release, plain = make_inputs("mxfp4", tmp_path)
     with caplog.at_level("INFO", logger="mini_trainer"):
         export = train(world, release, tmp_path / "one")
-    assert "model: quantized (mxfp4); its weights are read as bfloat16, and trained and exported unquant" in caplog.text
+    assert "model: quantized (mxfp4); weights are dequantized to bfloat16, then trained and exported" in caplog.text
     assert_same_files(export / "model.safetensors", train(world, plain, tmp_path / "plain_run") / "model.safetensors")
     assert read_rows(tmp_path / "one") == read_rows(tmp_path / "plain_run")
 
@@ -182,33 +182,33 @@ def store_as(form: str):
 
 EXPERTS, MLP = "model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.down_proj"
 HOSTILE = [
-    ("mxfp4", drop(f"{EXPERTS}_scales"), f"{EXPERTS} is quantized, and {EXPERTS}_scales is missing"),
-    ("mxfp4", drop(f"{EXPERTS}_blocks"), f"{EXPERTS}_scales (1 in all): the weights that they belong to are missing"),
+    ("mxfp4", drop(f"{EXPERTS}_scales"), f"{EXPERTS} is quantized, but {EXPERTS}_scales is missing"),
+    ("mxfp4", drop(f"{EXPERTS}_blocks"), f"{EXPERTS}_scales (1 in total): the weights that they belong to are missing"),
     ("mxfp4", replace(f"{EXPERTS}_scales", torch.zeros(4, 64, 1, dtype=torch.uint8)), "[4, 64, 1] U8: MXFP4 needs"),
     ("mxfp4", replace(f"{EXPERTS}_scales", torch.zeros(4, 64, 3)), "[4, 64, 3] F32: MXFP4 needs U8"),
-    ("fp8", drop(f"{MLP}.weight_scale_inv"), f"{MLP}.weight is quantized, and {MLP}.weight_scale_inv is missing"),
+    ("fp8", drop(f"{MLP}.weight_scale_inv"), f"{MLP}.weight is quantized, but {MLP}.weight_scale_inv is missing"),
     ("fp8", drop(f"{MLP}.weight"), "the weights that they belong to are missing"),
-    ("fp8", replace(f"{MLP}.weight_scale_inv", torch.ones(4, 4)), "has scales [4, 4]; blocks of [16, 32] would be"),
+    ("fp8", replace(f"{MLP}.weight_scale_inv", torch.ones(4, 4)), "has scales [4, 4]; blocks of [16, 32] need"),
     ("fp8", configure(weight_block_size=[128]), "weight_block_size is [128]"),
     ("fp8", configure(weight_block_size=[0, 16]), "weight_block_size is [0, 16]"),
-    ("fp8", configure(weight_block_size=[128, 128]), "blocks of [128, 128] would be [1, 1] of them"),
-    ("fp8", lambda weights, config: config.pop("quantization_config"), "stored as F8_E4M3, and the config has no qua"),
+    ("fp8", configure(weight_block_size=[128, 128]), "blocks of [128, 128] need [1, 1]"),
+    ("fp8", lambda weights, config: config.pop("quantization_config"), "stored as F8_E4M3, but the config has no qua"),
     ("fp8", configure(quant_method="gptq"), "quantized by 'gptq', which cannot be dequantized here (mxfp4, fp8,"),
     ("fp8", configure(quant_method=None), "quantized by 'None', which cannot"),
     ("fp8", lambda weights, config: config.update(quantization_config="fp8"), "'fp8', not a JSON object"),
     ("bitsandbytes nf4", drop(f"{MLP}.weight.absmax"), f"{MLP}.weight.absmax is missing"),
     ("bitsandbytes nf4", drop(f"{MLP}.weight.quant_state.bitsandbytes__nf4"), "the weights that they belong to are"),
     ("bitsandbytes nf4", replace(f"{MLP}.weight", torch.zeros(7, 1, dtype=torch.uint8)), "has 7 bytes and 96 scales"),
-    ("bitsandbytes int8", drop(f"{MLP}.SCB"), f"{MLP}.weight is quantized, and"),
-    ("bitsandbytes int8", replace(f"{MLP}.SCB", torch.ones(3)), "has scales [3], not 1 a row"),
+    ("bitsandbytes int8", drop(f"{MLP}.SCB"), f"{MLP}.weight is quantized, but"),
+    ("bitsandbytes int8", replace(f"{MLP}.SCB", torch.ones(3)), "has scales [3], not one per row"),
     ("compressed int4", drop(f"{MLP}.weight_scale"), "weight_packed"),
-    ("compressed int4", drop(f"{MLP}.weight_packed"), f"{MLP} is quantized (pack-quantized), and {MLP}.weight_packed"),
+    ("compressed int4", drop(f"{MLP}.weight_packed"), f"{MLP} is quantized (pack-quantized), but {MLP}.weight_packed"),
     ("compressed int4", replace(f"{MLP}.weight_scale", torch.ones(64, 2)), "has scales [64, 2], not [64, 3]"),
-    ("compressed int4", replace(f"{MLP}.weight_g_idx", torch.zeros(96, dtype=torch.int32)), "in another order"),
+    ("compressed int4", replace(f"{MLP}.weight_g_idx", torch.zeros(96, dtype=torch.int32)), "out of order"),
     ("compressed int4", store_as("marlin-24"), "compressed-tensors' format marlin-24 cannot be dequantized here"),
-    ("compressed int4", configure(transform_config={"config_groups": {"u": {}}}), "are rotated (transform_config)"),
-    ("compressed int4", configure(config_groups={"group_0": {"weights": 3}}), "not one of compressed-tensors"),
-    ("compressed fp8", drop(f"{MLP}.weight_scale"), f"{MLP}.weight is quantized, and {MLP}.weight_scale is missing"),
+    ("compressed int4", configure(transform_config={"config_groups": {"u": {}}}), "also rotated (transform_config)"),
+    ("compressed int4", configure(config_groups={"group_0": {"weights": 3}}), "not valid for compressed-tensors"),
+    ("compressed fp8", drop(f"{MLP}.weight_scale"), f"{MLP}.weight is quantized, but {MLP}.weight_scale is missing"),
 ]  # fmt: skip
 
 
@@ -254,5 +254,5 @@ def test_the_message_names_the_release_before_quantization(tmp_path):
     config = json.loads((tmp_path / "model-AWQ" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (tmp_path / "model-AWQ" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"give the release in bf16, whose name may be model$"):
+    with pytest.raises(ValueError, match=r"use the bf16 release, whose name may be model$"):
         load_source(tmp_path / "model-AWQ")

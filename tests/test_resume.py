@@ -186,7 +186,7 @@ DAMAGES = {
     "flipped bit": (WEIGHTS, flip_bit, "SHA-256"),
     "no weights": (WEIGHTS, Path.unlink, "missing"),
     "link": (WEIGHTS, lambda path: (path.rename(path.parent.parent / "elsewhere"), path.symlink_to("../elsewhere")),
-             "no regular file"),
+             "not a regular file"),
     "changed state": ("state.json", lambda path: path.write_text(path.read_text().replace(": 6", ": 7", 1)), "SHA-256"),
     "stray file": (".metadata", lambda path: path.write_bytes(b"cos\nsystem\n(S'false'\ntR."), "does not belong"),
     "no manifest": ("manifest.json", Path.unlink, "missing"),
@@ -202,12 +202,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(damage, s
     name, spoil, reason = DAMAGES[damage]
     output_dir = copy_until(finished, 5, tmp_path / "run")
     spoil(output_dir / "checkpoints" / "step_5" / name)
-    with pytest.raises(NoValidCheckpoint, match=f"strict: .*step_5 cannot be trusted: {name} .*{reason}"):
+    with pytest.raises(NoValidCheckpoint, match=f"strict: .*step_5 is not valid: {name} .*{reason}"):
         start(output_dir, max_steps=6, resume="strict")
-    with pytest.raises(NoValidCheckpoint, match=f"step_5: cannot be trusted: {name} .*{reason}"):
+    with pytest.raises(NoValidCheckpoint, match=f"step_5: is not valid: {name} .*{reason}"):
         start(output_dir, max_steps=6, resume=str(output_dir / "checkpoints" / "step_5"))
     messages = start(output_dir, max_steps=6)
-    assert name in messages[0] and reason in messages[0] and messages[0].endswith("set aside as damaged_step_5")
+    assert name in messages[0] and reason in messages[0] and messages[0].endswith("renamed to damaged_step_5")
     assert messages[1].startswith(f"resuming from {output_dir}/checkpoints/step_4")
     check_same(finished, output_dir, step=6)
 
@@ -216,14 +216,14 @@ def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(start, finishe
     output_dir = copy_until(finished, 3, tmp_path / "run")
     (output_dir / "checkpoints" / "step_3").rename(output_dir / "checkpoints" / "step_5")
     messages = start(output_dir, max_steps=6)
-    assert "state.json is of step 3, and the directory's name is step_5; set aside as damaged_step_5" in messages[0]
+    assert "state.json is of step 3, but the directory's name is step_5; renamed to damaged_step_5" in messages[0]
     check_same(finished, output_dir, step=6)
 
 
 def test_a_file_under_the_name_of_a_checkpoint_is_set_aside(start, finished, tmp_path):
     output_dir = copy_until(finished, 3, tmp_path / "run")
     (output_dir / "checkpoints" / "step_9").touch()
-    assert "manifest.json is missing; set aside as damaged_step_9" in start(output_dir, max_steps=3)[0]
+    assert "manifest.json is missing; renamed to damaged_step_9" in start(output_dir, max_steps=3)[0]
 
 
 def forge(directory: Path, **state: object) -> dict:
@@ -252,7 +252,7 @@ def test_a_manifest_that_was_forged_is_refused(start, finished, tmp_path):
     manifest = forge(directory)
     manifest["files"]["../../../etc/passwd"] = manifest["files"].pop(WEIGHTS)
     write_manifest(directory, manifest)
-    with pytest.raises(NoValidCheckpoint, match="no checkpoint is left that can be trusted, only damaged_step_1"):
+    with pytest.raises(NoValidCheckpoint, match="no valid checkpoint is left, only damaged_step_1"):
         start(output_dir, max_steps=6)
 
 
@@ -261,7 +261,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_zero(start, f
     for step in (1, 2):
         flip_bit(output_dir / "checkpoints" / f"step_{step}" / WEIGHTS)
     for _ in range(2):
-        with pytest.raises(NoValidCheckpoint, match="only damaged_step_1, damaged_step_2; to start from zero, name"):
+        with pytest.raises(NoValidCheckpoint, match="only damaged_step_1, damaged_step_2; to start from scratch"):
             start(output_dir, max_steps=6)
 
 
@@ -337,7 +337,7 @@ def test_the_newest_valid_checkpoints_are_kept_and_nothing_else(start, finished,
 def test_an_older_checkpoint_starts_another_run_but_not_in_the_same_directory(start, finished, tmp_path):
     older = finished / "checkpoints" / "step_2"
     with pytest.raises(
-        ValueError, match=r"newer checkpoints \(step_6, step_5, step_4, step_3\).*name a new --output-dir"
+        ValueError, match=r"newer checkpoints \(step_6, step_5, step_4, step_3\).*choose a new --output-dir"
     ):
         start(finished, max_steps=6, resume=str(older))
     start(tmp_path / "other", max_steps=6, resume=str(older))
@@ -359,7 +359,7 @@ def test_a_checkpoint_of_any_name_is_taken_by_its_path_but_into_no_other_run(sta
     best = shutil.copytree(finished / "checkpoints" / "step_2", tmp_path / "best")
     messages = start(tmp_path / "other", max_steps=3, resume=str(best))
     assert messages[0].startswith(f"resuming from {best}: 2 steps")
-    with pytest.raises(ValueError, match=r"holds newer checkpoints \(step_3\)"):
+    with pytest.raises(ValueError, match=r"has newer checkpoints \(step_3\)"):
         start(tmp_path / "other", max_steps=6, resume=str(best))
     shutil.rmtree(tmp_path / "other" / "checkpoints")
     metrics = (tmp_path / "other" / "training_metrics_0.jsonl").read_bytes()
@@ -396,7 +396,7 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_part(is_async, in
     assert result.returncode == 1
     assert "cannot write the checkpoint" in result.stderr
     assert "rank_00000.safetensors: [Errno 27] File too large" in result.stderr
-    assert "bytes, the disk has" in result.stderr and "Older checkpoints are as they were" in result.stderr
+    assert "bytes, the disk has" in result.stderr and "Older checkpoints are unchanged" in result.stderr
     assert sorted(path.name for path in (output_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
 
 
@@ -413,4 +413,4 @@ def test_missing_metrics_are_said(start, finished, tmp_path):
     output_dir = copy_until(finished, 3, tmp_path / "run")
     metrics = output_dir / "training_metrics_0.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:1]))
-    assert any("no lines of steps 2 to 3" in message for message in start(output_dir, max_steps=4))
+    assert any("the lines of steps 2 to 3 are missing" in message for message in start(output_dir, max_steps=4))

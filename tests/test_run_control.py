@@ -192,7 +192,7 @@ def test_a_rank_that_stands_still_ends_the_run(ranks):
     group = ranks(2, hang_timeout=4).wait()
     group.order(1, "stand_still")
     group.wait_until_gone(seconds=4 + PROMISE)
-    check_outcome(group, ExitCode.HANG, 0, "every rank is alive")
+    check_outcome(group, ExitCode.HANG, 0, "all ranks are alive")
     assert "rank 1 in step" in group.outcome()["message"]
     assert len(list((group.directory / "run" / "errors").iterdir())) == 2
 
@@ -261,7 +261,7 @@ def test_a_second_signal_ends_a_rank_that_cannot_finish_its_step(num_ranks, rank
     assert group.are_alive()
     group.send(0, signal.SIGTERM)
     group.wait_until_gone()
-    check_outcome(group, ExitCode.INTERRUPTED, 0, "a second signal")
+    check_outcome(group, ExitCode.INTERRUPTED, 0, "second signal")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_the_lock_of_another_host_is_watched(lives, tmp_path, monkeypatch):
         return
     touch = f"import os, time\nfor _ in range(20): os.utime({str(tmp_path / '.lock')!r}); time.sleep(0.5)"
     toucher = subprocess.Popen([sys.executable, "-c", touch])
-    with pytest.raises(RunError, match=r"by the run with pid 12 on node7.*If that run is certainly gone, remove"):
+    with pytest.raises(RunError, match=r"by the run with pid 12 on node7.*If you are sure that run is gone, remove"):
         RunLock(tmp_path)
     toucher.kill()
     toucher.wait()
@@ -382,11 +382,11 @@ def test_when_a_run_hangs_and_what_is_said():
     assert not is_hanging(fine | {2: peer(heard=99, moved=39, limit=3600)}, 100, 60, is_rank0=True)
     silent = fine | {2: peer(heard=39, moved=39, limit=3600)}
     assert is_hanging(silent, 100, 60, is_rank0=True)
-    assert describe_hang(silent, 100).startswith("rank 2 (pid 10 on h) has given no sign of life for 61 s")
+    assert describe_hang(silent, 100).startswith("rank 2 (pid 10 on h) has sent no heartbeat for 61 s")
     assert not is_hanging({0: peer(heard=39, moved=0), 1: fine[0]}, 100, 60, is_rank0=False)  # rank 0 speaks first
     assert is_hanging({0: peer(heard=31, moved=0), 1: fine[0]}, 100, 60, is_rank0=False)
     stuck = {0: peer(heard=100, moved=39, where="A"), 1: peer(heard=99, moved=40, where="B"), 2: fine[0]}
-    assert "for 61 s not all have moved on (--hang-timeout): rank 0 in A; rank 1 in B" in describe_hang(stuck, 100)
+    assert "some made no progress for 61 s (--hang-timeout): rank 0 in A; rank 1 in B" in describe_hang(stuck, 100)
 
 
 def test_durations():
@@ -398,5 +398,5 @@ def test_durations():
         360001,
     ]
     for text in ("", "soon", "0", "-5", "0:00:00", "1:30", "1:60:00", "inf", "nan"):
-        with pytest.raises(ValueError, match="must be minutes"):
+        with pytest.raises(ValueError, match="must be a positive number of minutes"):
             parse_duration(text)

@@ -50,7 +50,7 @@ def test_a_start_from_an_older_checkpoint_or_from_none_is_bad(soaking, tmp_path)
         ("", False),  # killed before it said so
         ("resuming from run/checkpoints/step_5: 5 steps", True),
         ("starting from step 0 in run", True),
-        ("step_10 cannot be trusted: a file is missing", True),
+        ("step_10 is not valid: a file is missing", True),
     ]:
         Said.log.write_text(text)
         tally = soaking.tallies[1, "text"] = Tally()

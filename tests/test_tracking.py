@@ -296,7 +296,7 @@ def test_what_a_tracker_lacks_is_counted_and_it_may_recover(follow):
     bad = Standin(**{"first log": ConnectionError("gone")})
     messages, _, _ = follow(bad, num_steps=20)
     assert bad.logged[-1] == (21, {"train/loss": 2.0})
-    assert f"tracking: t0 lacks {21 - len(bad.logged)} entries" in messages
+    assert f"tracking: t0 is missing {21 - len(bad.logged)} entries" in messages
 
 
 def test_a_queue_that_is_full_leaves_out_what_comes_and_says_so_once(follow, monkeypatch):
@@ -304,7 +304,7 @@ def test_a_queue_that_is_full_leaves_out_what_comes_and_says_so_once(follow, mon
     slow = Standin(log=0.2)
     messages, seconds, _ = follow(slow, num_steps=500)
     warnings = [message for message in messages if message.startswith("warning")]
-    assert len(warnings) == 1 and "is 10 entries behind, and more are left out" in warnings[0]
+    assert len(warnings) == 1 and "is 10 entries behind; further entries are dropped" in warnings[0]
     assert seconds < 0.5 and 0 < len(slow.logged) < 100
 
 

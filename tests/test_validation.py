@@ -153,7 +153,7 @@ def test_how_an_early_end_is_told(inputs, tmp_path):
     result = run_forked(0, "train.py", *flags(**options, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stderr
     message = json.loads((tmp_path / "run" / "exit.json").read_text())["message"]
-    assert "by --early-stopping-patience: 1 validations in a row were not better than the loss of" in message
+    assert "by --early-stopping-patience: 1 validations in a row did not improve on the loss of" in message
     assert "validation after step 0: loss" in result.stderr and "  held_out: loss" in result.stderr
     assert not (tmp_path / "run" / "hf_format" / "best").exists()
 
@@ -181,7 +181,7 @@ def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
     with caplog.at_level("WARNING", logger="mini_trainer"):
         changed = dict(validation_data_path=inputs["validation_data_path"][:1], max_steps=4)
         train_here(world, **options | changed)
-    assert "the validation data is not what it was before this start" in caplog.text
+    assert "the validation data has changed since the last start" in caplog.text
     assert [(row["step"], row["is_best"], len(row["sets"])) for row in read_validation(tmp_path / "run")] == [
         (0, False, 3), (2, True, 3), (2, True, 1), (4, True, 1)
     ]  # fmt: skip
@@ -193,7 +193,7 @@ def test_other_validation_data_starts_anew(inputs, world, tmp_path, caplog):
         (dict(validation_data_path=()), "--validate-every-steps: no effect without --validation-data-path"),
         (dict(validate_every_steps=0), "--validate-every-steps 0: must be at least 1"),
         (dict(early_stopping_patience=0), "--early-stopping-patience 0: must be at least 1"),
-        (dict(validate_every_steps=None, early_stopping_patience=2), "needs validations on the way"),
+        (dict(validate_every_steps=None, early_stopping_patience=2), "needs validations during the run"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(changes, problem, inputs):
@@ -205,7 +205,7 @@ def test_a_set_that_is_trained_on_is_told(inputs, tmp_path):
     options = inputs | dict(validation_data_path=inputs["data_path"], output_dir=str(tmp_path), max_steps=1)
     given = group_options(TrainOptions, **options)
     found = open_inputs(given, device=torch.device("cpu"), world_size=1, start=RunPosition())
-    assert [f"{inputs['data_path']} is trained on, too" in warning for warning in found.warnings] == [True]
+    assert [f"{inputs['data_path']} is also trained on" in warning for warning in found.warnings] == [True]
 
 
 def test_sets_that_cannot_be_measured_are_named(inputs, world, tmp_path):

@@ -183,7 +183,7 @@ def test_kinds_of_models_that_cannot_be_trained_are_refused_by_their_configs(kin
 def test_nothing_left_to_train_is_refused(models, world):
     with pytest.raises(ValueError, match="--freeze vision projector language: nothing is left to train"):
         build(models["llava"], world, ("vision", "projector", "language"))
-    with pytest.raises(ValueError, match=r"(?s)beside what --freeze names.* q_nope: there is nothing of this name"):
+    with pytest.raises(ValueError, match=r"(?s)apart from those in --freeze.* q_nope: nothing has this name"):
         build(models["llava"], world, ("vision",), make_lora("q_nope"))
 
 
@@ -193,7 +193,7 @@ def test_files_that_became_another_number_of_tokens_are_told(family, world, tmp_
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
     make_image(0).resize((20, 60)).save(tmp_path / "0.png")
     objective, packed = build(model, world)
-    with pytest.raises(ValueError, match="have files of images changed since the data set was made"):
+    with pytest.raises(ValueError, match="have image files changed since the data set was made"):
         packed(pack_all(objective, rows))
 
 

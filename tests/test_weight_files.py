@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_read_in_parts_is_read_as_a_whole(family, tmp_pat
     monkeypatch.setattr("model.weights.plan_reading", fail)
     with caplog.at_level("WARNING", logger="mini_trainer"):
         whole = read_tensors(path)
-    assert re.search(r"so rank 0 reads them as a whole, in fp32, .*\(AttributeError", caplog.text)
+    assert re.search(r"so rank 0 loads the whole model in fp32, .*\(AttributeError", caplog.text)
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in parts.items())
 
@@ -122,7 +122,7 @@ def change_weights(path, change) -> None:
         ),
         (
             lambda weights: weights.update({"lm_head.weight": torch.ones(VOCAB_SIZE, 32)}),
-            "the config ties the head to the embedding, but the weights hold two different ones",
+            "the config ties the head to the embedding, but the weights contain two different ones",
         ),
     ],
 )

@@ -17,6 +17,14 @@ BANNED = {
     r"\b(is|are|was|were) told\b": "report, raise, say",
     r"\b(tell|tells|told) of\b": "report",
     r"\bask(s|ed)? a model\b": "generate from",
+    r"\banew\b": "again",
+    r"\bfor ever\b": "forever",
+    r"\btime-outs?\b": "timeout",
+    r", too\b(?=[.,;:])": "also",
+    r"\bonce an? (sequence|layer|step|file|rank|epoch)\b": "once per",
+    r"\bwithout a word\b": "silently, without a report",
+    r"\bthere already\b": "already exists",
+    r"\bof no matter\b": "irrelevant",
 }
 
 

@@ -1,1 +1,1 @@
-"""Programs beside training. Each starts by `mini-trainer WORD`, `python tools/NAME.py` or `torchrun tools/NAME.py`."""
+"""Programs besides training. Start with `mini-trainer WORD`, `python tools/NAME.py` or `torchrun tools/NAME.py`."""

@@ -1,16 +1,16 @@
-"""Turns a configuration of Axolotl, LLaMA-Factory or TRL into files for process_data.py and train.py.
+"""Converts a configuration of Axolotl, LLaMA-Factory or TRL into files for process_data.py and train.py.
 
     python tools/import_config.py axolotl.yaml --output-dir configs --num-gpus 8
 
-Writes data.yaml (one for each kind of rows) and train.yaml, and prints for every key which option stands for it, that
-it needs none here, that it has no counterpart, or how it differs. Files that do not fine-tune on answers are refused.
-If batches count packs, run process_data.py, and then this again with --tokenized-data, which writes train.yaml.
+Writes data.yaml (one per kind of rows) and train.yaml, and prints for every key the option that replaces it, or that
+none is needed, or that it has no counterpart, or how it differs. Configurations that do not fine-tune on answers are
+refused. If batches count packs, run process_data.py, then this again with --tokenized-data, which writes train.yaml.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
 import dataclasses
 
@@ -43,24 +43,24 @@ def import_config(options: ImportConfigOptions) -> None:
     if to.needs_data is not None:
         data = " ".join(str(output_dir / name) for name in name_data_files(to))
         raise ValueError(
-            f"{path}: {to.needs_data}: train.yaml is not written. Run process_data.py with {data}, then run this again"
+            f"{path}: {to.needs_data}: train.yaml was not written. Run process_data.py with {data}, then run this again"
             f" with --tokenized-data {' '.join(to.list_outputs())}"
         )
 
 
 def print_outcomes(to: Conversion) -> None:
-    """Prints a line for every key, and how many keep their meaning."""
+    """Prints a line per key, and how many keys keep their meaning."""
     width = max(map(len, to.told))
     for key, outcome in to.told.items():
         say(f"  {key:{width}}  {outcome}")
     differing = list_differences(to)
     names = ", ".join(line.partition(":")[0] for line in differing) or "none"
     num_same = len(to.told) - len(differing)
-    say(f"{num_same} of {len(to.told)} keys mean the same here; no counterpart, or differing: {names}")
+    say(f"{num_same} of {len(to.told)} keys mean the same here; without a counterpart, or different: {names}")
 
 
 def read_lengths(paths: tuple[str, ...]):  # numpy.ndarray | None
-    """Tokens of each sample of the tokenized data sets; None without any."""
+    """Number of tokens of each sample in the tokenized data sets; None if there are no data sets."""
     if not paths:
         return None
     import numpy as np
@@ -71,12 +71,12 @@ def read_lengths(paths: tuple[str, ...]):  # numpy.ndarray | None
 
 
 def name_data_files(to: Conversion) -> list[str]:
-    """data.yaml, or data_1.yaml and so on, as the data sets that they make."""
+    """Names of the data files: data.yaml, or data_1.yaml and so on, like the data sets that they produce."""
     return [name.replace(".arrow", ".yaml") for name in to.list_outputs()]
 
 
 def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
-    """Writes the options' files, and those that they name; what is there already has to be the same."""
+    """Writes the option files and the files that they refer to; existing files must be identical."""
     texts = {output_dir / name: text for name, text in to.files.items()}
     for name, source in zip(name_data_files(to), to.sources, strict=True):
         if source.get("chat_template") in to.files:
@@ -87,7 +87,7 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
         texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
     there = [str(path) for path, text in texts.items() if path.exists() and path.read_text() != text]
     if there:
-        raise ValueError(f"{', '.join(there)}: there already; name another --output-dir")
+        raise ValueError(f"{', '.join(there)}: already exists with other contents; choose another --output-dir")
     output_dir.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         path.write_text(text)
@@ -95,11 +95,11 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
 
 
 def describe_file(options_class: type, values: dict, head: str) -> str:
-    """YAML for a script, with the options that its user still has to give."""
+    """YAML for a script, with comments on required options that are still missing."""
     needed = [option.name for option, _ in iterate_fields(options_class) if option.default is dataclasses.MISSING]
     if options_class is ProcessDataOptions and not {"input_file", "input_dataset"} & set(values):
         needed.append("input_file")
-    head += "".join(f"# {name}: has to be given\n" for name in needed if name not in values)
+    head += "".join(f"# {name}: required\n" for name in needed if name not in values)
     return head + describe_options(options_class, values)
 
 

@@ -1,14 +1,14 @@
-"""Adds a LoRA adapter to the weights of its model, in fp32, and writes a model like any other.
+"""Merges a LoRA adapter into its base model, in fp32, and writes a standalone model.
 
     python tools/merge_adapter.py --adapter runs/lora/hf_format/samples_7473 --output-dir merged
 
-A layer at a time, on the CPU; the adapter may be another program's, as long as peft wrote it.
+Runs on the CPU, a layer at a time. Any adapter in peft's format will do.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
 import torch
 from safetensors import safe_open
@@ -36,22 +36,22 @@ from ranks.world import World, call_on_rank0, call_with_world
 
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
-    """Writes the merged model; ValueError or OSError for what cannot be done."""
+    """Writes the merged model; ValueError or OSError for user errors."""
     check_choices(options, {"export_dtype": DTYPES})
     output_dir, adapter = Path(options.output_dir), Path(options.adapter)
     if output_dir.exists():
-        raise ValueError(f"--output-dir {output_dir}: is there already; name a new one")
+        raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")
 
-    # The model that the adapter belongs to, and the tokenizer that it was trained with.
+    # Find the adapter's base model, and the tokenizer that it was trained with.
     config = read_config(adapter, flag="--adapter")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(
-            f"--adapter {adapter}: is a classifier's ({config.task_type}), and only those of language models are merged"
-            " here: train with --lora-export merged, or merge it with peft"
+            f"--adapter {adapter}: belongs to a classifier ({config.task_type}), but only adapters of language models"
+            " can be merged here: train with --lora-export merged, or merge it with peft"
         )
     name = options.model_name_or_path or config.base_model_name_or_path
     if name is None:
-        raise ValueError(f"--adapter {adapter}: does not say which model it belongs to: give --model-name-or-path")
+        raise ValueError(f"--adapter {adapter}: does not name its base model: give --model-name-or-path")
     is_own = name == config.base_model_name_or_path and not Path(name).is_dir()
     revision = options.model_revision or (config.revision if is_own else None)
     model_dir = find_model(name, revision=revision, trust_remote_code=options.trust_remote_code)
@@ -66,7 +66,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     text = text_config(model_config)
     text.vocab_size = max(text.vocab_size, len(tokenizer))
 
-    # Its layers with adapters, without memory; then each tensor of the sum.
+    # Build the model with its adapters on the meta device, then write each merged tensor.
     source = ModelSource(model_dir, model_config, options.trust_remote_code, name=name)
     with torch.device("meta"):
         model = family.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
@@ -91,7 +91,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
 
 
 def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
-    """Whether layers of what a model sees with have adapters, and not the language model's alone."""
+    """Whether layers outside the language model (vision tower, projector) have adapters."""
     if not is_multimodal(model.config):
         return False
     outside = tuple(f"{PREFIX}{name}." for name in SeeingFamily(TextFamily()).find_tower_layers(model))
@@ -101,7 +101,7 @@ def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
 
 def main() -> None:
     options = parse_options(MergeAdapterOptions)
-    call_with_world(lambda world: merge_adapter(options, world), when_interrupted="interrupted; nothing is left")
+    call_with_world(lambda world: merge_adapter(options, world), when_interrupted="interrupted; no output is left")
 
 
 if __name__ == "__main__":

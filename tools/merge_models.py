@@ -1,22 +1,22 @@
-"""Mixes models of one architecture, tensor by tensor: a weighted mean, or task vectors added to a base.
+"""Merges models of one architecture, tensor by tensor: a weighted mean, or task vectors added to a base.
 
     python tools/merge_models.py --model runs/a/hf_format/best runs/b/hf_format/best --output-dir mixed
     python tools/merge_models.py --base base --model math code --weights 0.4 0.6 --output-dir mixed
 
-In fp32, a few rows of a tensor at a time: it takes the memory of one file of weights that is written, a few GB, for
-models of any size. Config, tokenizer and data types are the first model's, and the others must have the same.
+Computes in fp32, a few rows of a tensor at a time: memory use is that of one written weight file, a few GB, for models
+of any size. Config, tokenizer and dtypes are the first model's, and the other models' must be the same.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
 from command_line import parse_options
 from options import MergeModelsOptions
 
 if __name__ == "__main__":
-    options = parse_options(MergeModelsOptions)  # before the heavy imports: --help and typos answer at once
+    options = parse_options(MergeModelsOptions)  # before the slow imports, so that --help and typos respond at once
 
 from model.merging import merge_into, open_models
 from ranks.ending import ExitCode, exit_with_message
@@ -24,10 +24,10 @@ from ranks.messages import say
 
 
 def merge_models(options: MergeModelsOptions) -> None:
-    """Writes the mixed model; ValueError or OSError for what cannot be done."""
+    """Writes the merged model; ValueError or OSError for user errors."""
     output_dir = Path(options.output_dir)
     if output_dir.exists():
-        raise ValueError(f"--output-dir {output_dir}: is there already; name a new one")
+        raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")
     models, base = open_models(options.model, options.base)
     weights = options.weights or (1 / len(models),) * len(models)
     merge_into(output_dir, models, weights, base)
@@ -42,7 +42,7 @@ def main(options: MergeModelsOptions) -> None:
     except (ValueError, OSError) as error:
         exit_with_message(str(error))
     except KeyboardInterrupt:
-        exit_with_message("interrupted; nothing is left", code=ExitCode.INTERRUPTED)
+        exit_with_message("interrupted; no output is left", code=ExitCode.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Plots the curves of training runs together: an HTML page, or a picture for papers.
+"""Plots the curves of several training runs: an HTML page, or a figure for papers.
 
     python tools/plot_metrics.py runs/a runs/b --output curves.html
     python tools/plot_metrics.py runs/a runs/b --output curves.png
     python tools/plot_metrics.py runs/a --follow
 
-The page is one file that needs no network (docs/curves.md). With --follow it is served to this machine's browsers,
-and updated while runs continue. Runs are only read, whether they have ended or not.
+The page is a single file that needs no network (docs/curves.md). With --follow it is served to browsers on this
+machine and updated while runs continue. Runs, finished or not, are only read.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are looked for in the root
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
 from command_line import parse_options
 from disk import written_aside
@@ -25,7 +25,7 @@ from ranks.messages import say
 
 
 def plot_metrics(options: PlotOptions) -> None:
-    """Writes or serves the curves; ValueError or OSError for what cannot be done."""
+    """Writes or serves the curves; ValueError or OSError for user errors."""
     runs = open_runs([Path(run) for run in options.runs])
     for warning in iterate_warnings(runs):
         say(f"warning: {warning}", is_error=True)
@@ -36,9 +36,9 @@ def plot_metrics(options: PlotOptions) -> None:
 
 
 def write_curves(path: Path, runs: list[Run], *, smoothing: int | None) -> None:
-    """Writes the file, and says where it is: of a page as an address to open."""
+    """Writes the file and prints its path, or for a page its URL."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        reason = "is a directory" if path.is_dir() else "there is no such directory to write it in"
+        reason = "is a directory" if path.is_dir() else "its directory does not exist"
         raise ValueError(f"--output {path}: {reason}")
     if path.suffix.lower() == ".html":
         with written_aside(path) as (aside,):

@@ -1,1 +1,1 @@
-"""Problems of options that are each possible: out of range, without effect, or contradicting others."""
+"""Problems with option values: out of range, without effect, or contradicting others."""

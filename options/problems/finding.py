@@ -1,4 +1,4 @@
-"""Everything wrong with options that needs no file to see."""
+"""All problems with options that can be found without reading files."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ from options.problems.training import (
 
 
 def find_problems(options: Any) -> list[str]:
-    """Everything wrong with the options that needs no file to see, each as one line."""
+    """Lists all problems with the options that can be found without reading files, one line each."""
     finders = {
         TrainOptions: find_train_problems,
         ProcessDataOptions: find_data_problems,

@@ -1,16 +1,16 @@
-"""Problems of what trains: OSFT's options, LoRA's, frozen parts of models that see."""
+"""Problems with the options of OSFT, LoRA, and frozen parts of vision-language models."""
 
 import math
 
 from options import OSFTOptions, TrainOptions, VisionOptions, flag_name
 from options.problems.given import list_given
 
-# Settings that an adapter to continue from determines, which options may not repeat.
+# Settings that an adapter to continue from determines, so options must not set them.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 
 
 def find_osft_problems(o: OSFTOptions) -> list[str]:
-    """OSFT's options: without effect, missing, or out of range."""
+    """Problems with OSFT's options: without effect, missing, or out of range."""
     given = list_given(o)
     if not o.osft:
         return [f"{', '.join(given)}: no effect without --osft"] if given else []
@@ -28,9 +28,9 @@ def find_osft_problems(o: OSFTOptions) -> list[str]:
     if energy is not None and not 0 < energy <= 1:
         problems.append(f"--osft-keep-energy {energy}: must be above 0 and at most 1")
     if energy is not None and not uses_activations:
-        problems.append("--osft-keep-energy has no effect with --osft-basis weights: it belongs to activations")
+        problems.append("--osft-keep-energy has no effect with --osft-basis weights, only with activations")
     if energy is not None and ratio is not None:
-        problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both say how much to keep: give one")
+        problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both set how much to keep: give only one")
     if energy is not None and o.osft_rank_allocation == "importance":
         problems.append("--osft-rank-allocation importance has no effect with --osft-keep-energy")
     if needs_statistics and not has_statistics:
@@ -47,7 +47,7 @@ def find_osft_problems(o: OSFTOptions) -> list[str]:
 
 
 def find_lora_problems(options: TrainOptions) -> list[str]:
-    """LoRA's options: without effect, out of range, or with what they cannot be used with."""
+    """Problems with LoRA's options: without effect, out of range, or incompatible with others."""
     problems, o = [], options.lora
     given = list_given(o)
     if not o.lora:
@@ -60,33 +60,33 @@ def find_lora_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--lora-dropout {o.lora_dropout}: must be at least 0 and below 1")
     said = sorted(set(given) & {flag_name(f"lora_{name}") for name in LORA_ADAPTER_SAYS})
     if o.lora_adapter is not None and said:
-        problems.append(f"{', '.join(said)}: no effect with --lora-adapter, which says it")
+        problems.append(f"{', '.join(said)}: no effect with --lora-adapter, which determines it")
     if options.osft.osft:
-        problems.append("--lora and --osft both say what trains: give one")
+        problems.append("--lora and --osft are two training methods: give only one")
     if options.optimization.master_weights != "float32":
         problems.append(
             f"--master-weights {options.optimization.master_weights} has no effect with --lora: adapters are float32,"
-            " and what does not train is held in --compute-dtype"
+            " and frozen weights are in --compute-dtype"
         )
     if options.compute.float8:
-        problems.append("--float8 cannot be used with --lora: peft has no adapters for layers in fp8")
+        problems.append("--float8 cannot be used with --lora: peft does not support adapters on fp8 layers")
     if o.base_quantization != "none" and o.lora_use_dora:
-        problems.append(f"--lora-use-dora needs the whole weights, given --base-quantization {o.base_quantization}")
+        problems.append(f"--lora-use-dora cannot be used with --base-quantization {o.base_quantization}")
     return problems
 
 
 def find_vision_problems(options: TrainOptions) -> list[str]:
-    """What --freeze cannot say beside LoRA and OSFT."""
+    """Problems with --freeze, alone or with LoRA and OSFT."""
     if options.vision == VisionOptions():
         return []
     frozen = options.vision.freeze
     if "nothing" in frozen and len(frozen) > 1:
-        return [f"--freeze {' '.join(frozen)}: give nothing alone"]
+        return [f"--freeze {' '.join(frozen)}: nothing cannot be combined with other parts"]
     flag, lora, osft = f"--freeze {' '.join(frozen)}", options.lora, options.osft
     if lora.lora and not lora.lora_target_modules and lora.lora_adapter is None:
-        return [f"{flag}: with --lora it says where --lora-target-modules looks, and none are given"]
+        return [f"{flag}: with --lora it restricts --lora-target-modules, which is not given"]
     if osft.osft and "language" in frozen:
         return [f"{flag}: --osft trains the language model"]
     if osft.osft and not osft.osft_train_others:
-        return [f"{flag}: no effect with --osft, beside which only --osft-train-others lets anything train"]
+        return [f"{flag}: no effect with --osft unless --osft-train-others makes other parameters trainable"]
     return []

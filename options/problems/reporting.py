@@ -1,18 +1,18 @@
-"""Problems of what a run tells others: trackers, and uploads."""
+"""Problems with the options of trackers and uploads."""
 
 import re
 
 from options import HubOptions, TrackingOptions
 from options.problems.given import is_installed, list_given
 
-# What a tracker is imported by.
+# Modules that each tracker needs.
 TRACKER_MODULES = {
     "wandb": ("wandb",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy"), "trackio": ("trackio",)
 }  # fmt: skip
 
 
 def find_tracking_problems(o: TrackingOptions) -> list[str]:
-    """Trackers: without effect, given twice, or not installed."""
+    """Problems with trackers: without effect, given twice, or not installed."""
     given = list_given(o)
     if not o.track:
         return [f"{', '.join(given)}: no effect without --track"] if given else []
@@ -25,7 +25,7 @@ def find_tracking_problems(o: TrackingOptions) -> list[str]:
 
 
 def find_hub_problems(o: HubOptions) -> list[str]:
-    """Uploads: without effect, or to an impossible repository."""
+    """Problems with uploads: without effect, or an invalid repository name."""
     if o.push_to_hub is None:
         return [f"{', '.join(list_given(o))}: no effect without --push-to-hub"] if list_given(o) else []
     part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"

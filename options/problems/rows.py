@@ -1,24 +1,24 @@
-"""Problems of options for rows and how they are tokenized."""
+"""Problems with the options of rows and their tokenization."""
 
 from pathlib import Path
 
 from options import ProcessDataOptions, RowOptions, flag_name
 from options.problems.given import list_changed, list_row_sources
 
-# The least that options of rows can be; a block is cut one token short where the next would begin with an end-of-text
-# token, and two make a target.
+# Minimum values of row options; a block is cut one token short if the next would begin with an end-of-text token, and
+# a target needs two tokens.
 ROW_MINIMA = {"max_sample_num_tokens": 1, "block_size": 3, "num_proc": 1, "mock_data": 1, "mock_length": 2}
 RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
 LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
 
 
 def find_data_problems(o: ProcessDataOptions) -> list[str]:
-    """Values out of range, endings that name no format, options without effect."""
+    """Problems with the options of process_data.py."""
     problems = []
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
         problems.append(f"--output-file {o.output_file}: must end in .arrow, .parquet or .jsonl")
     if not list_row_sources(o.rows):
-        problems.append("no rows are given: name them by --input-file or --input-dataset")
+        problems.append("no rows are given: give --input-file or --input-dataset")
     problems += find_row_problems(o.rows)
     if o.preview < 0:
         problems.append(f"--preview {o.preview}: must be at least 0")
@@ -30,10 +30,10 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
 
 
 def find_row_problems(o: RowOptions) -> list[str]:
-    """Rows: values out of range, options without effect, and two that say the same."""
+    """Problems with row options: values out of range, options without effect, and several row sources."""
     problems, given = [], list_row_sources(o)
     if len(given) > 1:
-        problems.append(f"{' and '.join(given)} both say where rows are: give one of them")
+        problems.append(f"{' and '.join(given)} both specify rows: give only one of them")
     for name, least in ROW_MINIMA.items():
         value = getattr(o, name)
         if value is not None and value < least:
@@ -51,7 +51,7 @@ def find_row_problems(o: RowOptions) -> list[str]:
     if o.format in RANDOM_FORMATS and o.mock_length is not None and 2 <= o.mock_length < LEAST_PAIR:
         problems.append(f"--mock-length {o.mock_length}: must be at least {LEAST_PAIR} with --format {o.format}")
     if o.block_size is not None and o.max_sample_num_tokens is not None:
-        problems.append("--max-sample-num-tokens has no effect with --block-size, which says how long samples are")
+        problems.append("--max-sample-num-tokens has no effect with --block-size, which sets the length of samples")
     if o.block_size is not None and o.format not in (None, "messages", "document"):
         problems.append(f"--block-size has no effect with --format {o.format}: it cuts documents")
     if o.validation_share is not None and not 0 < o.validation_share < 1:
@@ -61,21 +61,21 @@ def find_row_problems(o: RowOptions) -> list[str]:
     if o.allow_downloads and not o.images:
         problems.append("--allow-downloads has no effect without --images")
     if o.images and o.format == "classification":
-        problems.append("--images: classifiers see none, so it has no effect with --format classification")
+        problems.append("--images has no effect with --format classification: classifiers do not support images")
     if o.images and o.format in ("preference", "feedback"):
-        problems.append(f"--images: not with --format {o.format}, whose answers are read without images")
+        problems.append(f"--images cannot be used with --format {o.format}, which does not support images")
     if o.feedback_from_pairs and o.format != "preference":
         problems.append("--feedback-from-pairs: no effect without --format preference")
     if o.images and o.input_dataset is not None:
-        problems.append("--images: paths of images are from the rows' own files: give these by --input-file")
+        problems.append("--images: image paths are relative to the rows' files: give these with --input-file")
     return [*problems, *find_field_problems(o), *find_classification_problems(o)]
 
 
-ONLY_GIVEN = ("chosen_field", "rejected_field")  # of a format that is never detected
+ONLY_GIVEN = ("chosen_field", "rejected_field")  # options of a format that is never detected
 
 
 def find_field_problems(o: RowOptions) -> list[str]:
-    """Column names: of several formats, or of another than --format."""
+    """Problems with column options: for several formats, or for a different one than --format."""
     formats = {
         "messages_field": ("messages", "sharegpt"),
         "prompt_field": ("completion", "preference", "feedback"),
@@ -86,16 +86,16 @@ def find_field_problems(o: RowOptions) -> list[str]:
     }
     given = [name for name in formats if getattr(o, name) is not None]
     if given and not set.intersection(*(set(formats[name]) for name in given)):
-        return [f"{', '.join(map(flag_name, given))}: belong to several formats; rows have one"]
+        return [f"{', '.join(map(flag_name, given))}: are for different formats, but rows have one"]
     return [
-        f"{flag_name(name)} has no effect with --format {o.format}: it belongs to {' and '.join(formats[name])}"
+        f"{flag_name(name)} has no effect with --format {o.format}, only with {' and '.join(formats[name])}"
         for name in given
         if o.format not in (formats[name] if name in ONLY_GIVEN else (None, *formats[name]))
     ]
 
 
 def find_classification_problems(o: RowOptions) -> list[str]:
-    """Options that are for classifiers only, or for all others only; labels that are said twice."""
+    """Problems with options only for classifiers or only for language models, and with labels."""
     only_classification = (
         *("truncate", "text_pair_field", "label_field", "label_separator"),
         *("label_type", "label_names", "labels_from"),
@@ -110,11 +110,11 @@ def find_classification_problems(o: RowOptions) -> list[str]:
         word = "with" if is_classification else "without"
         problems.append(f"{', '.join(given)}: no effect {word} --format classification")
     if o.truncate and o.max_sample_num_tokens is None:
-        problems.append("--truncate needs --max-sample-num-tokens, which says to how many tokens")
+        problems.append("--truncate needs --max-sample-num-tokens, the length to truncate to")
     if o.label_names and o.labels_from is not None:
-        problems.append("--label-names and --labels-from both say which labels there are: give one")
+        problems.append("--label-names and --labels-from both set the labels: give only one")
     if len(set(o.label_names)) < len(o.label_names) or not all(name.strip() == name != "" for name in o.label_names):
-        problems.append(f"--label-names {' '.join(o.label_names)}: has a name twice, or one that is blank")
+        problems.append(f"--label-names {' '.join(o.label_names)}: has a duplicate or blank name")
     if o.label_separator is not None and o.label_type == "single":
         problems.append("--label-separator has no effect with --label-type single: each row has one label")
     if o.label_names and o.label_type == "regression":

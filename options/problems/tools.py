@@ -1,4 +1,4 @@
-"""Problems of the options of tools/plot_metrics.py, generate.py, evaluate_model.py and tools/merge_models.py."""
+"""Problems with the options of tools/plot_metrics.py, generate.py, evaluate_model.py and tools/merge_models.py."""
 
 import dataclasses
 import math
@@ -22,14 +22,14 @@ MOST_TOP_K = 256
 
 
 def find_plot_problems(o: PlotOptions) -> list[str]:
-    """Nothing to draw, nowhere to draw it, values out of range, options without effect."""
+    """Problems with the options of tools/plot_metrics.py."""
     problems, endings = [], (".html", *PICTURES)
     if not o.runs:
-        problems.append("no run is given: name the --output-dir of one or more runs")
+        problems.append("no run is given: give the --output-dir of one or more runs")
     if o.output is None and not o.follow:
-        problems.append("nothing says where the curves go: give --output page.html, --output plot.png, or --follow")
+        problems.append("no output is given: give --output page.html, --output plot.png, or --follow")
     if o.output is not None and o.follow:
-        problems.append("--output has no effect with --follow, which serves the page and writes no file: give one")
+        problems.append("--output has no effect with --follow, which serves the page and writes no file: give only one")
     if o.output is not None and Path(o.output).suffix.lower() not in endings:
         problems.append(f"--output {o.output}: must end in {', '.join(endings[:-1])} or {endings[-1]}")
     if o.port is not None and not o.follow:
@@ -37,17 +37,17 @@ def find_plot_problems(o: PlotOptions) -> list[str]:
     if o.port is not None and not 1 <= o.port <= 65535:
         problems.append(f"--port {o.port}: must be from 1 to 65535")
     if o.smoothing is not None and o.smoothing < 1:
-        problems.append(f"--smoothing {o.smoothing}: must be at least 1, which is none")
+        problems.append(f"--smoothing {o.smoothing}: must be at least 1 (no smoothing)")
     return problems
 
 
 def find_generate_problems(o: GenerateOptions) -> list[str]:
-    """Nowhere to write answers, values out of range, options without effect."""
+    """Problems with the options of generate.py."""
     problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
     if o.prompts and o.output is None:
         problems.append("--prompts needs --output, the file to write the answers to")
     if o.output is not None and not o.prompts:
-        problems.append("--output has no effect without --prompts: a chat in the terminal is not written")
+        problems.append("--output has no effect without --prompts: a chat in the terminal is not saved")
     if o.output is not None and Path(o.output).suffix != ".jsonl":
         problems.append(f"--output {o.output}: must end in .jsonl")
     if o.format is not None and not o.prompts:
@@ -60,7 +60,7 @@ def find_generate_problems(o: GenerateOptions) -> list[str]:
 
 
 def find_engine_problems(o: EngineOptions) -> list[str]:
-    """Options of another engine than the one that is chosen, values out of range."""
+    """Problems with engine options: for a different engine than the chosen one, or out of range."""
     problems = []
     of_engine = {"batch_size": ("hf",), "dtype": ("hf", "vllm"), "base_url": ("openai",), "api_key_env": ("openai",),
                  "concurrency": ("openai",)}  # fmt: skip
@@ -76,7 +76,7 @@ def find_engine_problems(o: EngineOptions) -> list[str]:
     if o.base_url is not None and not is_address(o.base_url):
         problems.append(
             "--base-url: expected http:// or https://, a host, and no query (?...), which the client would not send:"
-            " keys belong in the variable that --api-key-env names"
+            " put keys in the environment variable that --api-key-env names"
         )
     is_named = o.api_key_env != EngineOptions.api_key_env
     if o.engine == "openai" and is_named and o.api_key_env not in os.environ:  # it may be the key itself
@@ -85,54 +85,53 @@ def find_engine_problems(o: EngineOptions) -> list[str]:
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` is a server's address without parts that the client would drop."""
+    """Whether `text` is a server's URL without parts that the client would drop."""
     if any(map(str.isspace, text)):
         return False
     try:
         parts = urlsplit(text)
-        parts.port  # noqa: B018  (a ValueError if it is no number)
+        parts.port  # noqa: B018  (ValueError if it is not a number)
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
 def find_sampling_problems(o: SamplingOptions) -> list[str]:
-    """Values out of range, and what has no effect on greedy answers."""
+    """Problems with sampling options: out of range, or without effect on greedy decoding."""
     problems = []
     for name in ("max_new_tokens", "num_samples"):
         if getattr(o, name) < 1:
             problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 1")
     if not 0 <= o.temperature < math.inf:
-        problems.append(f"--temperature {o.temperature}: must be 0, for the likeliest token, or above")
+        problems.append(f"--temperature {o.temperature}: must be 0 (greedy decoding) or above")
     if o.top_p is not None and not 0 < o.top_p <= 1:
         problems.append(f"--top-p {o.top_p}: must be above 0 and at most 1")
     if o.top_k is not None and o.top_k < 1:
         problems.append(f"--top-k {o.top_k}: must be at least 1")
     if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
         problems.append(
-            "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which is always the"
-            " likeliest token"
+            "--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"
         )
     return problems
 
 
 def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
-    """Nothing to measure, nothing to measure it by, values out of range, options without effect."""
+    """Problems with the options of evaluate_model.py."""
     problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
     if not o.model and o.run is None:
-        problems.append("no model is given: name models by --model, or a run by --run")
+        problems.append("no model is given: give models with --model, or a run with --run")
     if not (o.data or o.task or o.lm_eval):
-        problems.append("nothing to measure: give --data, --task or --lm-eval")
+        problems.append("nothing to evaluate on: give --data, --task or --lm-eval")
     if len(set(o.model)) < len(o.model):
-        problems.append("--model: one is named twice")
+        problems.append("--model: a model is given twice")
     if o.metrics and not o.task:
         problems.append("--metrics has no effect without --task")
     if o.format is not None and not o.task:
         problems.append("--format has no effect without --task")
     if o.sampling.num_samples != 1:
-        problems.append("--num-samples: one answer to each prompt is measured; leave it out")
+        problems.append("--num-samples has no effect: one answer per prompt is evaluated")
     if o.engines.engine != "hf" and (o.data or o.lm_eval):
-        problems.append(f"--data and --lm-eval need --engine hf, given {o.engines.engine}")
+        problems.append(f"--data and --lm-eval need --engine hf, not {o.engines.engine}")
     for name, least in {"max_tokens_per_gpu": 1, "num_resamples": 100}.items():
         if getattr(o, name) < least:
             problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least {least}")
@@ -164,16 +163,16 @@ def find_score_problems(o: ScoreDataOptions) -> list[str]:
 
 
 def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
-    """Too few models, weights that do not belong to them."""
+    """Problems with the options of tools/merge_models.py."""
     problems = []
     if len(o.model) < (2 if o.base is None else 1):
-        problems.append("--model: name two models or more, or one or more and --base")
+        problems.append("--model: give at least two models, or at least one and --base")
     if o.weights and len(o.weights) != len(o.model):
         problems.append(f"--weights: given {len(o.weights)} for {len(o.model)} models")
     if any(not math.isfinite(weight) for weight in o.weights):
         problems.append(f"--weights {' '.join(map(str, o.weights))}: must be numbers")
     elif o.weights and o.base is None and abs(sum(o.weights) - 1) > 1e-6:
-        problems.append(f"--weights: sum to {sum(o.weights):g}, and without --base have to sum to 1")
+        problems.append(f"--weights: sum to {sum(o.weights):g}, but without --base must sum to 1")
     if o.base is not None and not o.weights:
-        problems.append("--base needs --weights: how much of each model's difference from it is added")
+        problems.append("--base needs --weights, the weights of the models' differences from it")
     return problems

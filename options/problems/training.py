@@ -1,4 +1,4 @@
-"""Problems of train.py's options: data, optimization, what a rank computes, how a run ends."""
+"""Problems with train.py's options: data, optimization, computation, and the end of a run."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from options import (
 from options.problems.given import is_installed, list_changed, list_given, list_row_sources
 from options.problems.rows import RANDOM_FORMATS, find_row_problems
 
-FORMATS = {  # of rows, for the objectives that need one of their own
+FORMATS = {  # row formats that objectives require
     "sequence-classification": "classification",
     "token-classification": "classification",
     "preference": "preference",
@@ -24,7 +24,7 @@ FORMATS = {  # of rows, for the objectives that need one of their own
     "reward": "preference",
 }
 WITHOUT_TOKEN_LOSS = ("sequence-classification", "token-classification", "reward")
-PREFERENCE_OPTIONS = {  # by the objectives that have some of the group
+PREFERENCE_OPTIONS = {  # preference options that each objective uses
     "preference": (
         *("preference_loss", "preference_beta", "preference_gamma", "preference_label_smoothing"),
         *("preference_nll_weight", "reference_model", "reuse_reference_only"),
@@ -33,11 +33,11 @@ PREFERENCE_OPTIONS = {  # by the objectives that have some of the group
     "reward": ("reward_centering",),
 }
 CLASSIFIERS = tuple(name for name, wanted in FORMATS.items() if wanted == "classification")
-MOST_SECONDS = 10 * 24 * 3600  # of a timeout; torch's clocks overflow at far larger ones
+MOST_SECONDS = 10 * 24 * 3600  # maximum timeout; torch's clocks overflow at far larger ones
 
 
 def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
-    """Numbers out of range, by option."""
+    """Lists options with numbers out of range."""
     problems = []
 
     def require(condition: bool, name: str, allowed: str) -> None:
@@ -84,13 +84,13 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
 
 
 def find_training_data_problems(options: TrainOptions) -> list[str]:
-    """Training data: none, several sources, or weights that do not fit the data sets."""
+    """Problems with training data: none, several sources, or weights that do not match the data sets."""
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
     problems = find_row_problems(options.rows)
     if not o.data_path and not rows:
-        problems.append("no data is given: name data sets by --data-path, or rows by --input-file or --input-dataset")
+        problems.append("no data is given: give --data-path, or rows with --input-file or --input-dataset")
     if o.data_path and rows:
-        problems.append(f"--data-path and {rows[0]} both say what is trained on: give one of them")
+        problems.append(f"--data-path and {rows[0]} both specify training data: give only one of them")
     if not rows and (given := list_changed(options.rows)):
         problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
     problems += find_format_problems(options, has_rows=bool(rows))
@@ -99,7 +99,7 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
     if not all(0 < weight < math.inf for weight in weights):
         problems.append(f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite")
     if weights and len(o.data_path) <= 1:
-        problems.append("--data-weights has no effect on one data set: name several with --data-path")
+        problems.append("--data-weights has no effect on a single data set: give several with --data-path")
     if not weights and o.data_weights_by != "samples":
         problems.append("--data-weights-by has no effect without --data-weights")
     if o.subset is not None:
@@ -111,21 +111,21 @@ def find_training_data_problems(options: TrainOptions) -> list[str]:
 
 
 def find_validation_problems(options: TrainOptions) -> list[str]:
-    """Options without effect."""
+    """Problems with validation options."""
     o = options.validation
     if not (o.is_asked or options.rows.validation_share):
         given = list_given(o)
         return [f"{', '.join(given)}: no effect without --validation-data-path"] if given else []
     if o.validation_data_path and options.rows.validation_share:
-        return ["--validation-share and --validation-data-path both say what is measured on: give one of them"]
+        return ["--validation-share and --validation-data-path both specify validation data: give only one of them"]
     if o.early_stopping_patience is not None and o.validate_every_steps is None and not o.validate_at_epoch:
-        return ["--early-stopping-patience needs validations on the way: add --validate-every-steps or"
+        return ["--early-stopping-patience needs validations during the run: add --validate-every-steps or"
                 " --validate-at-epoch"]  # fmt: skip
     return []
 
 
 def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
-    """Rows in another format than the objective learns from."""
+    """Problems with row formats that do not match the objective."""
     objective, rows = options.classification.objective, options.rows
     wanted = FORMATS.get(objective)
     if wanted is None:
@@ -146,7 +146,7 @@ def name_random_format(options: TrainOptions) -> str | None:
 
 
 def find_preference_problems(options: TrainOptions) -> list[str]:
-    """Options that only preferences have, or only some of their losses."""
+    """Problems with options only for preferences, or only for some preference losses."""
     o, problems = options.preference, []
     objective, changed = options.classification.objective, list_changed(o)
     given = [flag_name(name) for name in changed if name not in PREFERENCE_OPTIONS.get(objective, ())]
@@ -160,7 +160,9 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
     if options.classification.label_smoothing:
         problems.append("--label-smoothing: no effect on preferences; see --preference-label-smoothing")
     if options.optimization.neftune_alpha is not None:
-        problems.append(f"--neftune-alpha: not with --objective {objective}, whose answers would get different noise")
+        problems.append(
+            f"--neftune-alpha cannot be used with --objective {objective}: answers would get different noise"
+        )
     if objective == "reward":
         if options.optimization.router_aux_loss:
             problems.append("--router-aux-loss: reward models have no such loss here")
@@ -173,7 +175,9 @@ def find_preference_problems(options: TrainOptions) -> list[str]:
     if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
         problems.append(f"--preference-label-smoothing has no effect with {loss}")
     if not 0 <= o.preference_label_smoothing < 0.5:
-        problems.append(f"--preference-label-smoothing {o.preference_label_smoothing}: must be at least 0, below 0.5")
+        problems.append(
+            f"--preference-label-smoothing {o.preference_label_smoothing}: must be at least 0 and below 0.5"
+        )
     if o.preference_nll_weight is not None and not 0 <= o.preference_nll_weight < math.inf:
         problems.append(f"--preference-nll-weight {o.preference_nll_weight}: must be at least 0")
     if o.preference_loss in ("simpo", "orpo"):
@@ -226,7 +230,7 @@ def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
 
 
 def find_classifier_problems(options: TrainOptions) -> list[str]:
-    """What only classifiers have, and what they do not."""
+    """Problems with options only for classifiers, or not for them."""
     problems, o = [], options.classification
     if not 0 <= o.label_smoothing < 1:
         problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
@@ -239,69 +243,69 @@ def find_classifier_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
     if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
         problems.append(
-            "a validation measures classifiers with scikit-learn, which is not installed: pip install scikit-learn"
+            "validation of classifiers needs scikit-learn, which is not installed: pip install scikit-learn"
         )
     return problems
 
 
 def find_optimization_problems(options: TrainOptions) -> list[str]:
-    """Schedule and optimizer."""
+    """Problems with the learning-rate schedule and the optimizer."""
     problems, o = [], options.optimization
     decays = o.lr_scheduler in SCHEDULES_WITH_END
     if o.warmup_ratio is not None and not 0 <= o.warmup_ratio < 1:
         problems.append(f"--warmup-ratio {o.warmup_ratio}: must be at least 0 and below 1")
     if o.warmup_ratio is not None and not options.end.is_given:
         problems.append(
-            "--warmup-ratio is a share of the run's steps, and no end is given: add --max-steps, --max-epochs,"
+            "--warmup-ratio is a share of the run's steps, but no end is given: add --max-steps, --max-epochs,"
             " --max-samples or --max-tokens"
         )
     if o.warmup_ratio is not None and o.num_warmup_steps:
-        problems.append("--warmup-ratio and --num-warmup-steps both say how long warm-up is: give one of them")
+        problems.append("--warmup-ratio and --num-warmup-steps both set the length of warm-up: give only one of them")
     if decays and not options.end.is_given:
         problems.append(
-            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, and none is given:"
+            f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, but none is given:"
             " add --max-steps, --max-epochs, --max-samples or --max-tokens"
         )
     if o.min_lr_ratio is not None and not decays:
         problems.append(
-            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}, which falls towards no end"
+            f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}, which does not decay towards the end"
         )
     for name, scheduler in (("num_cycles", "cosine_with_restarts"), ("lr_power", "polynomial")):
         if getattr(o, name) is not None and o.lr_scheduler != scheduler:
             flag = flag_name(name)
-            problems.append(f"{flag} has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to {scheduler}")
+            problems.append(f"{flag} has no effect with --lr-scheduler {o.lr_scheduler}, only with {scheduler}")
     if o.lr_scheduler == "cosine_with_restarts" and o.num_cycles is None:
-        problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles: how often it falls from the peak")
+        problems.append("--lr-scheduler cosine_with_restarts needs --num-cycles, the number of decays from the peak")
     if o.num_decay_steps is not None and o.lr_scheduler != "wsd":
-        problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}: it belongs to wsd")
+        problems.append(f"--num-decay-steps has no effect with --lr-scheduler {o.lr_scheduler}, only with wsd")
     if (o.num_warmup_steps or o.warmup_ratio) and o.lr_scheduler == "constant":
         flag = "--num-warmup-steps" if o.num_warmup_steps else "--warmup-ratio"
         problems.append(f"{flag} has no effect with --lr-scheduler constant: use constant_with_warmup")
     if options.osft.osft and o.master_weights != "float32":
         problems.append(
-            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would not;"
+            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would break;"
             " use float32"
         )
     return problems
 
 
 def find_compute_problems(options: TrainOptions) -> list[str]:
-    """Computation, sharding, and values that are auto."""
+    """Problems with computation, sharding, and "auto" values."""
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
     if sharding.shard_size is not None and sharding.sharding != "hybrid":
-        problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}: it belongs to hybrid")
+        problems.append(f"--shard-size has no effect with --sharding {sharding.sharding}, only with hybrid")
     problems += find_sharing_problems(options)
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
     if compute.compute_dtype == "float16":
         problems.append(
             "--compute-dtype float16: its smallest number is 6e-8, so gradients become zero unless the loss is scaled,"
-            " which is not implemented here: give bfloat16, or float32 on a device without it"
+            " which is not implemented here: use bfloat16, or float32 on a device without it"
         )
     if compute.float8 and osft:
-        problems.append("--float8: --osft's layers are products of their own, which are not in fp8")
+        problems.append("--float8 cannot be used with --osft, whose layers do not support fp8")
     if compute.float8 and compute.compute_dtype == "float32":
-        problems.append("--float8 needs bfloat16 for all that is not in fp8, given --compute-dtype float32")
+        problems.append("--float8 needs bfloat16 for everything not in fp8, given --compute-dtype float32")
     is_auto = options.data.max_tokens_per_gpu == "auto"
     if is_auto and options.data.drop_overlong:
         problems.append(
@@ -315,22 +319,22 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
             " --dry-run"
         )
     if compute.tiled_mlp and compute.compile:
-        problems.append("--tiled-mlp cannot be used with --compile, which makes one piece of a block: give one of them")
+        problems.append("--tiled-mlp cannot be used with --compile, which compiles whole blocks: give only one of them")
     if compute.offload_activations and compute.activation_checkpointing != "full":
         problems.append(
-            "--offload-activations moves what --activation-checkpointing full keeps, this is"
-            f" {compute.activation_checkpointing}: use full, or leave it out"
+            "--offload-activations moves the block inputs that --activation-checkpointing full keeps, given"
+            f" {compute.activation_checkpointing}: use full, or remove the option"
         )
     if compute.compile and compute.activation_checkpointing == "auto":
         problems.append(
-            "--activation-checkpointing auto cannot be used with --compile, which has to know before: give none,"
-            " selective or full"
+            "--activation-checkpointing auto cannot be used with --compile, which needs to know the mode in advance:"
+            " give none, selective or full"
         )
     return problems
 
 
 def find_sharing_problems(options: TrainOptions) -> list[str]:
-    """What ranks that share packed rows cannot do."""
+    """Problems with options that do not work with --context-parallel."""
     num_sharing, objective = options.sharding.context_parallel, options.classification.objective
     if num_sharing is None:
         return []
@@ -340,12 +344,12 @@ def find_sharing_problems(options: TrainOptions) -> list[str]:
     if options.optimization.neftune_alpha is not None:
         reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
     if options.compute.compile:
-        reasons.append("not with --compile, where it has not been tried")
-    return [f"--context-parallel {num_sharing}: {reason}: leave one of them out" for reason in reasons]
+        reasons.append("not with --compile, with which it has not been tested")
+    return [f"--context-parallel {num_sharing}: {reason}: give only one of them" for reason in reasons]
 
 
 def find_ending_problems(options: TrainOptions) -> list[str]:
-    """Checkpoints, exports and dry runs."""
+    """Problems with checkpoints, exports and dry runs."""
     problems, exports, plan = [], options.exports, options.plan
     if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
         problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
@@ -358,7 +362,7 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
             f"--export-name {name!r}: must be the name of a directory, other than best, samples_N and .NAME"
         )
     if name is not None and exports.keep_exports is not None:
-        problems.append("--keep-exports has no effect with --export-name, of which there is one")
+        problems.append("--keep-exports has no effect with --export-name, which keeps only one export")
     if not exports.on_the_way and not options.end.is_given:
         problems.append(
             "the trained model would never be written: add --min-samples-per-checkpoint or --checkpoint-at-epoch,"
