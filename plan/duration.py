@@ -16,6 +16,8 @@ def plan_time(
         return
     rates, flops = find_rates(target, speed), packing.flops.mean()
     scoring = plan_scoring(run, rates, findings)
+    if run.teacher is not None:
+        findings.lines.append(f"teacher: a forward pass in each step, {run.teacher.flops / 1e12:,.2f} TFLOP")
     if rates is None:
         findings.lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
         return
@@ -23,6 +25,8 @@ def plan_time(
     if speed is None:
         how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
     seconds = flops * rates.seconds_per_flop + rates.update_seconds
+    if speed is None and run.teacher is not None:  # what was measured has the teacher's pass in it
+        seconds += run.teacher.flops * rates.seconds_per_scored_flop
     text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
     if run.inputs.num_steps is None:
         text += "; the run has no end"

@@ -60,6 +60,14 @@ class PlannedReference:
 
 
 @dataclass(frozen=True)
+class PlannedTeacher:
+    """What a teacher does in every step."""
+
+    flops: float  # of its forward pass over a global batch
+    num_bytes: int  # of its weights on a rank
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """What could be found out of a run from its files; None where something is wrong."""
 
@@ -67,3 +75,4 @@ class PlannedRun:
     start: RunPosition
     model: PlannedModel | None
     reference: PlannedReference | None = None  # None, too, where the objective has none
+    teacher: PlannedTeacher | None = None  # one that reads each micro-batch

@@ -23,6 +23,7 @@ KINDS = {  # the kinds of StepMemory.peak in words
     "gathered": "units that FSDP gathers and reduces",
     "activations": "activations",
     "loss": "loss: a chunk of logits, gradient of the head",
+    "teacher": "teacher, sharded",
 }
 
 
@@ -169,7 +170,9 @@ def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, pac
 
 def simulate(options: TrainOptions, target: Target, run: PlannedRun, load: Load) -> StepMemory:
     compute, inputs = simulated_compute(options, target, run.inputs), run.inputs
-    return simulate_step(options, lay_out_model(options, inputs, compute), load, target.ranks)
+    memory = simulate_step(options, lay_out_model(options, inputs, compute), load, target.ranks)
+    memory.peak["teacher"] = 0 if run.teacher is None else run.teacher.num_bytes
+    return memory
 
 
 def describe_memory(target: Target, packing: Packing, memory: StepMemory, findings: Findings) -> None:

@@ -33,6 +33,7 @@ from plan.memory import plan_memory, simulated_compute
 from plan.reference import plan_reference
 from plan.simulation import Ranks, lay_out_model
 from plan.speed import measure_speed
+from plan.teacher import plan_teacher
 from pretrained.files import find_weights
 from ranks.agreement import compare_ranks
 from ranks.devices import DTYPES, PEAK_FLOPS, describe_device, find_peak_flops
@@ -153,7 +154,8 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     if model is not None:
         weigh_images(inputs, model.flops)
     reference = findings.problems.attempt(lambda: plan_reference(options, target, inputs, model))
-    return PlannedRun(inputs, start, model, reference)
+    teacher = findings.problems.attempt(lambda: plan_teacher(options, target, inputs, model))
+    return PlannedRun(inputs, start, model, reference, teacher)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def measure_speed(options: TrainOptions, world: World) -> Speed:
         rows = batch.sample_ids[np.concatenate([np.array(indices, dtype=int) for indices in row])]
         micro_batch = micro_batch.to(world.device)
         times = [now(world)]
+        micro_batch = model.prepare(micro_batch)
         if model.loss.looks_ahead:
             model.look_ahead(micro_batch)
         run_backward(model, micro_batch, batch.divisors)

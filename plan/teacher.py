@@ -1,0 +1,35 @@
+"""What a teacher that reads each micro-batch adds to a run."""
+
+import torch
+
+from lifecycle.inputs import TEACHER_MODEL, RunInputs
+from methods.full import Full
+from model.build import make_meta_model
+from model.flops import count_flops
+from options import TrainOptions
+from plan.choice import NUM_BATCHES
+from plan.findings import PlannedTeacher, Target
+from plan.memory import simulated_compute
+from plan.simulation import PlannedModel
+from ranks.devices import DTYPES
+from sampler import draw_samples
+
+
+def plan_teacher(
+    options: TrainOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
+) -> PlannedTeacher | None:
+    """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
+    objective, data, o = inputs.objective, inputs.data, options.data
+    if model is None or data is None or objective is None or objective.teacher_model is None:
+        return None
+    source = inputs.other_models.get(TEACHER_MODEL)
+    if source is None:  # the model as the run starts: copies of what trains
+        flops, num_bytes = model.flops, model.num_trainable * DTYPES[options.optimization.master_weights].itemsize
+    else:
+        compute, device = simulated_compute(options, target, inputs), torch.device("cpu")
+        other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
+        flops = count_flops(other)
+        num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
+    rows = draw_samples(data, seed=o.seed, start=0, count=NUM_BATCHES * o.batch_size)
+    on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
+    return PlannedTeacher(flops.of_scores(rows, data, objective) / NUM_BATCHES, on_rank)
