@@ -66,7 +66,7 @@ def make_feedback(settings: Settings, family: Family, task: Task, count_labels: 
 
 
 def make_pupil(settings: Settings, family: Family, task: Task, count_labels: CountLabels) -> Taught:
-    return make_taught(settings.teacher, family)
+    return make_taught(settings.teacher, family, settings.noise)
 
 
 def make_rewards(settings: Settings, family: ClassifierFamily, task: Task, count_labels: CountLabels) -> Rewards:

@@ -20,6 +20,7 @@ from families.micro_batch import MicroBatch, Row
 from families.sample import Sample
 from families.text import TextReader
 from objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
+from objectives.embedding_noise import EmbeddingNoise
 from objectives.next_tokens import CausalLM, NextTokens, TokenLoss
 from objectives.objective import TARGETS, Scores
 from objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
@@ -245,9 +246,9 @@ def describe_values(values: Sequence[float], num_targets: float) -> dict[str, fl
     return {name: value / num_targets if num_targets else None for name, value in named.items()}
 
 
-def make_taught(options: TeacherOptions, family: Family) -> Taught:
+def make_taught(options: TeacherOptions, family: Family, noise: EmbeddingNoise | None = None) -> Taught:
     """The objective as the options say."""
     terms = Terms(options.teacher_weight, options.teacher_divergence, options.teacher_temperature)
     if options.teacher_model is not None:
-        return Taught(family, terms=terms, teacher_model=options.teacher_model)
-    return Taught(family, terms=terms, top_k=DEFAULT_TOP_K, scores_name=options.teacher_scores)
+        return Taught(family, noise, terms=terms, teacher_model=options.teacher_model)
+    return Taught(family, noise, terms=terms, top_k=DEFAULT_TOP_K, scores_name=options.teacher_scores)

@@ -325,9 +325,9 @@ def read_numbers(root: Path) -> np.ndarray:
         (2, dict(context_parallel=2)),
         (1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
         (2, dict(teacher_model="T")),
-        (2, dict(teacher_model="self")),
+        (2, dict(teacher_model="self", max_tokens_per_gpu=48, micro_batch_grad_sync="last")),
     ],
-    ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks"],
+    ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks, one reduction a step"],
 )
 def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, world, tmp_path):
     changes = {name: str(models[1]) if value == "T" else value for name, value in changes.items()}
@@ -381,6 +381,17 @@ def test_without_weight_the_run_is_the_one_without_a_teacher(models, world, tmp_
         train_on(1, world, **make_options(tmp_path / root, models, teacher_weight=weight))
     plain, taught = (read_rows(tmp_path / root / "run") for root in ("plain", "taught"))
     assert [(row["loss"], row["grad_norm"]) for row in plain] == [(row["loss"], row["grad_norm"]) for row in taught]
+
+
+def test_noise_on_the_embeddings_counts_with_a_teacher(models, world, tmp_path):
+    """Options of language modelling are not dropped: NEFTune's noise changes the loss."""
+    losses = []
+    for root, alpha in (("plain", None), ("noisy", 50.0)):
+        (tmp_path / root).mkdir()
+        score_here(world, models[1], write_data(tmp_path / root / "data.arrow", models[0]))
+        train_on(1, world, **make_options(tmp_path / root, models, neftune_alpha=alpha, max_steps=1))
+        losses.append(read_numbers(tmp_path / root)[0, 0])
+    assert losses[0] != losses[1]
 
 
 def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_path):
