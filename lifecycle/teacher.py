@@ -1,7 +1,6 @@
 """A run's teacher: files of its scores next to the data sets, or a model that reads each micro-batch first."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from corpus.mixture import Mixture
 from disk import hash_json
@@ -10,15 +9,14 @@ from lifecycle.reference import find_other, find_reference
 from model.config import ModelSource
 from model.fingerprints import fingerprint_model
 from model.teaching import OtherModel, StartWeights
-from objectives.objective import Objective
+from objectives.objective import SELF, Objective
 from objectives.packed_model import PackedModel
 from objectives.soft_targets import SOFT_COLUMN
 from options import TrainOptions
+from pretrained.files import name_model
 from ranks.ending import log
 from ranks.world import World
 from scoring.score_files import ScoreColumn, ScoreFile, locate_scores
-
-SELF = "self"  # --teacher-model: the model as the run starts
 
 
 def open_teacher(inputs: RunInputs, objective: Objective, options: TrainOptions) -> Objective:
@@ -78,4 +76,4 @@ def add_teacher(
     other.requires_grad_(False).eval()
     model.reader.teacher = OtherModel(other)
     num_parameters = sum(param.numel() for param in other.parameters())
-    log.info(f"teacher: {Path(name).name or name}, {num_parameters:,} parameters, in {other.compute_dtype}")
+    log.info(f"teacher: {name_model(name)}, {num_parameters:,} parameters, in {other.compute_dtype}")

@@ -383,11 +383,29 @@ def test_without_weight_the_run_is_the_one_without_a_teacher(models, world, tmp_
     assert [(row["loss"], row["grad_norm"]) for row in plain] == [(row["loss"], row["grad_norm"]) for row in taught]
 
 
-def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_path):
+def test_each_data_set_reports_its_own_share(models, world, tmp_path):
+    paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i, num_samples=12) for i, name in enumerate("ab")]
+    for path in paths:
+        score_here(world, models[1], path)
+    for run, own in {"taught": {}, "weighted": dict(teacher_weight=None, loss_weighting="dft")}.items():
+        options = make_options(tmp_path, models, data_path=tuple(map(str, paths)), output_dir=str(tmp_path / run))
+        train_on(1, world, **options | own)
+        for row in read_rows(tmp_path / run):
+            sources = row["sources"].values()
+            counts = [source["num_loss_counted_tokens"] for source in sources]
+            for name in ("cross_entropy", *(("teacher_kl", "teacher_tail", "teacher_agreement") if not own else ())):
+                values = [source[name] for source in sources]
+                assert row[name] == pytest.approx(np.average(values, weights=counts), rel=1e-5)
+                assert values[0] != values[1] or name == "teacher_agreement"
+
+
+def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_path, caplog):
     paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i) for i, name in enumerate(("data", "a", "b"))]
     for path in paths[:2]:
         score_here(world, models[1], path)
     for held_out, has_scores in ((paths[1], True), (paths[2], False)):
+        caplog.clear()
+        caplog.set_level("INFO", logger="mini_trainer")
         output_dir = tmp_path / held_out.stem / "run"
         output_dir.parent.mkdir()
         options = make_options(tmp_path, models, validation_data_path=(str(held_out),), output_dir=str(output_dir))
@@ -399,6 +417,9 @@ def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_p
             loss = sum(cross_entropy(*pair, reduction="sum") for pair in pairs) / sum(len(pair[1]) for pair in pairs)
         assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert (first["teacher_kl"] is not None) == has_scores
+        card = (output_dir / "hf_format" / "samples_24" / "README.md").read_text()
+        assert "| causal-lm with teacher t (forward-kl, weight 0.6, temperature 1) |" in card
+        assert ("| teacher kl |" in card) == (f"teacher kl {first['teacher_kl']:.4f}" in caplog.text) == has_scores
 
 
 def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):

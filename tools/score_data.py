@@ -43,6 +43,7 @@ from objectives.soft_targets import make_record_type
 from objectives.top_tokens import TopTokens
 from options import EngineOptions, SamplingOptions
 from options.choices import check_choices
+from pretrained.files import name_model
 from ranks.agreement import compare_ranks
 from ranks.devices import DTYPES
 from ranks.messages import say
@@ -218,7 +219,7 @@ def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreData
         **scorer.identity,
     )
     path = locate_scores(source.path, options.name)
-    return ScoreWriter(source, path, identity, teacher=options.model_name_or_path)
+    return ScoreWriter(source, path, identity, teacher=name_model(options.model_name_or_path))
 
 
 def describe_size(data: Mixture, writer: ScoreWriter) -> str:
