@@ -419,7 +419,7 @@ def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_p
         assert (first["teacher_kl"] is not None) == has_scores
         card = (output_dir / "hf_format" / "samples_24" / "README.md").read_text()
         assert "| causal-lm with teacher t (forward-kl, weight 0.6, temperature 1) |" in card
-        assert ("| teacher kl |" in card) == (f"teacher kl {first['teacher_kl']:.4f}" in caplog.text) == has_scores
+        assert ("| teacher kl |" in card) == ("  teacher kl " in caplog.text) == has_scores
 
 
 def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
