@@ -8,26 +8,22 @@ import numpy as np
 import pytest
 import torch
 from in_process import train_on
+from scored_data import score_here, write_data
 from small_runs import read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from objectives.divergences import FROM_LOGITS, FROM_TOP, Top
 from objectives.soft_targets import make_record_type
 from objectives.teachers import Terms, measure_taught_chunk
 from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
-from options import ScoreDataOptions, group_options
-from options.problems.finding import find_problems
 from ranks.ending import RunError
 from sampler import draw_samples
 from scoring.score_files import PART_BYTES, ScoreFile
-from tools.score_data import score
 
 R, V, K = 9, 23, 6
 BATCH_SIZE = 8
@@ -155,22 +151,6 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     """A student and a teacher of other size, with one tokenizer."""
     root = tmp_path_factory.mktemp("models")
     return tuple(save_tokenizer(save_model(FAMILIES["llama"], root / n, seed=i)) for i, n in enumerate("st"))
-
-
-def write_data(path: Path, model: Path, *, seed: int = 0, num_samples: int = 24) -> Path:
-    write_samples(path, make_samples(num_samples, vocab_size=VOCAB_SIZE, seed=seed))
-    fingerprint = fingerprint_tokenizer(load_tokenizer(str(model)))
-    sidecar = {"tokenizer_fingerprint": fingerprint, "max_token_id": VOCAB_SIZE - 1}
-    Path(f"{path}.meta.json").write_text(json.dumps(sidecar))
-    return path
-
-
-def score_here(world, model: Path, data: Path, **changes: object) -> None:
-    options = group_options(
-        ScoreDataOptions, model_name_or_path=str(model), data_path=(str(data),), **(dict(top_k=5) | changes)
-    )
-    assert find_problems(options) == []
-    score(options, world)
 
 
 def make_options(root: Path, models: tuple[Path, Path], **changes: object) -> dict:

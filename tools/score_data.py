@@ -153,7 +153,8 @@ class ServerScorer:
                          "num_ids": 0, "dtype": "server"}  # fmt: skip
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
-        samples = [(f"row {row + 1}", data.read(row)) for row in rows.tolist()]
+        (source,) = data.sources
+        samples = [(f"{source.path}: row {row + 1}", data.read(row)) for row in rows.tolist()]
         return self.scorer.score(
             [(where, sample["input_ids"], mark_trained(sample["labels"])) for where, sample in samples]
         )
