@@ -48,7 +48,6 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
             lambda: make_objective(name, settings, family, inputs.data.task, inputs.data.count_labels)
         )
         inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
-        objective = objective and inputs.errors.attempt(lambda: open_teacher(inputs, objective, options))
         inputs.family = family if objective is None else objective.family
     elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data, which alone names the labels
         objective = make_objective(name, settings, family, Task(find_data_kind(name)))
@@ -62,6 +61,8 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
         num_dropped = (num_dropped or 0) + (inputs.errors.attempt(lambda: count_images(inputs, options)) or 0)
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
+    if inputs.data is not None:
+        objective = objective and inputs.errors.attempt(lambda: open_teacher(inputs, objective, options))
     inputs.objective = objective and replace(objective, family=inputs.family)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))

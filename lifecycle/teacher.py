@@ -43,7 +43,14 @@ def open_teacher(inputs: RunInputs, objective: Objective, options: TrainOptions)
 
 
 def add_scores(data: Mixture, name: str) -> list[ScoreFile]:
+    """Adds the scores to the data; ValueError for ids that the model does not have: padding rows of a server's head."""
     files = [ScoreFile(source, name) for source in data.sources]
+    for file in files:
+        if file.sidecar["max_token_id"] >= data.vocab_size:
+            raise ValueError(
+                f"{file.path}: names token id {file.sidecar['max_token_id']}, beyond the model's vocabulary of"
+                f" {data.vocab_size}: score the data by --engine hf, which leaves out what is not the tokenizer's"
+            )
     data.add_column(SOFT_COLUMN, ScoreColumn(files))
     return files
 

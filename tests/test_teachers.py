@@ -411,6 +411,10 @@ def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
         train_on(1, world, **make_options(tmp_path, models, teacher_temperature=2.0))
     with pytest.raises(ValueError, match="--top-k 2 or more"):
         train_on(1, world, **make_options(tmp_path, models, teacher_divergence="masked-kl"))
+    sidecar = Path(f"{path}.teacher.scores.json")
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | dict(max_token_id=VOCAB_SIZE)))
+    with pytest.raises(ValueError, match=f"names token id {VOCAB_SIZE}, beyond the model's vocabulary"):
+        train_on(1, world, **make_options(tmp_path, models))
     write_data(path, models[0], seed=9)
     with pytest.raises(ValueError, match="its scores are of other data"):
         train_on(1, world, **make_options(tmp_path, models))
