@@ -95,7 +95,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     peak = peak_flops(world.device, inputs.compute_dtype)
     meter = StepMeter(epoch_length, options.data.max_tokens_per_gpu, flops, peak, inputs.objective)
     exports = Exports(options, inputs, world, control)
-    training_log = run.open_log(num_steps=inputs.num_steps, num_validations=validations.num_done)
+    training_log = run.open_log(inputs, num_validations=validations.num_done)
     if run.checkpoint and exports.is_missing(position, epoch_length=epoch_length, num_steps=num_steps):
         exports.write(state, position)
     if validations.is_first_missing:

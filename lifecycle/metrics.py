@@ -92,11 +92,14 @@ class StepMeter:
             mfu=None if peak is None else batch_flops / total_seconds / (peak * world_size),
         )
         own = self.objective.describe_step(sums.reports, batch.divisors)
-        return asdict(metrics) | own | measure_sources(batch, sums, position) | measure_routers(batch, sums)
+        sources = measure_sources(batch, sums, position, self.objective)
+        return asdict(metrics) | own | sources | measure_routers(batch, sums)
 
 
-def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict[str, dict[str, Any]]:
-    """`SourceMetrics` of each data set by name, as `sources`, if there are several."""
+def measure_sources(
+    batch: Batch, sums: StepSums, position: RunPosition, objective: Objective
+) -> dict[str, dict[str, Any]]:
+    """`SourceMetrics` and the objective's own of each data set by name, as `sources`, if there are several."""
     data = batch.data
     if len(data.sources) == 1:
         return {}
@@ -111,7 +114,7 @@ def measure_sources(batch: Batch, sums: StepSums, position: RunPosition) -> dict
             num_samples=int((source_of == i).sum()),
             epoch=int(drawn[i]) / len(data.kept_of[i]),
         )
-        sources[name] = asdict(metrics)
+        sources[name] = asdict(metrics) | objective.describe_source(sums.reports, i, divisor)
     return {"sources": sources}
 
 

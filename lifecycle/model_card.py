@@ -16,8 +16,9 @@ from transformers import AutoModelForImageTextToText
 
 from lifecycle.inputs import RunInputs
 from lifecycle.record import read_params
-from lifecycle.training_log import METRICS_FILE, SHOWN_OF_VALIDATION, VALIDATION_FILE
+from lifecycle.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
 from options import TrainOptions, iterate_fields
+from pretrained.files import name_model
 from pretrained.text_tower import is_multimodal
 from sampler import RunPosition
 
@@ -39,7 +40,7 @@ def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, positi
         f"# {output_dir.absolute().name}, after {position.num_samples:,} samples",
         describe_training(options, inputs, params, position),
         "## Data\n\n" + "\n".join(describe_data(inputs, params)),
-        "## Losses\n\n" + describe_losses(steps, validations),
+        "## Losses\n\n" + describe_losses(steps, validations, list(inputs.objective.metrics)),
         "## Options\n\nThose that differ from their defaults:\n\n" + table(("option", "value"), list_options(options)),
         "## Versions\n\n" + table(("", ""), list(params["versions"].items())),
     ]
@@ -61,11 +62,6 @@ def is_on_hub(options: TrainOptions) -> bool:
     return not Path(options.model.model_name_or_path).exists()
 
 
-def name_base(options: TrainOptions) -> str:
-    name = options.model.model_name_or_path
-    return name if is_on_hub(options) else Path(name).absolute().name
-
-
 def describe_head(options: TrainOptions, inputs: RunInputs) -> ModelCardData:
     """The card's metadata. It names the base model only if that is on the hub, which would look for it."""
     config, method = inputs.config, inputs.method
@@ -82,7 +78,7 @@ def describe_head(options: TrainOptions, inputs: RunInputs) -> ModelCardData:
 
 
 def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
-    base = f"`{name_base(options)}`"
+    base = f"`{name_model(options.model.model_name_or_path)}`"
     if options.model.model_revision is not None:
         base += f", revision `{options.model.model_revision}`"
     commit = f", commit `{params['git_commit']}`" if params["git_commit"] else ""
@@ -117,15 +113,15 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
         yield f"\nValidation data: {names}."
 
 
-def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
+def describe_losses(steps: list[dict[str, Any]], validations: list[dict[str, Any]], metrics: list[str]) -> str:
     parts = [f"![training and validation loss]({CURVE_FILE})"] if steps else ["No step has been completed."]
     if steps:
         parts.append(f"The last step's training loss is {steps[-1]['loss']:.4f}; the first one's was"
                      f" {steps[0]['loss']:.4f}.")  # fmt: skip
     if validations:
         best = [row for row in validations if row["is_best"]][-1:] or [min(validations, key=lambda row: row["loss"])]
-        names = [name for name in SHOWN_OF_VALIDATION if validations[-1].get(name) is not None]
-        rows = [(what, f"{row['step']:,}", *(f"{row[name]:{SHOWN_OF_VALIDATION[name]}}" for name in names))
+        names = [name for name in metrics if None not in (best[0].get(name), validations[-1].get(name))]
+        rows = [(what, f"{row['step']:,}", *(format_metric(name, row[name]) for name in names))
                 for what, row in (("best", best[0]), ("last", validations[-1]))]  # fmt: skip
         parts.append(table(("validation", "step", *(name.replace("_", " ") for name in names)), rows))
     return "\n\n".join(parts)

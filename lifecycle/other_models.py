@@ -4,10 +4,9 @@ from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from lifecycle.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from model.config import ModelSource, load_config
+from objectives.objective import SELF
 from options import TrainOptions
 from pretrained.files import find_model
-
-SELF = "self"  # --teacher-model: the model as the run starts
 
 
 def open_other_models(options: TrainOptions, inputs: RunInputs) -> None:

@@ -98,15 +98,15 @@ class RunDirectory:
         )
         call_on_rank0(self.world, lambda: record_start(self.path, self.options, self.identity, start))
 
-    def open_log(self, *, num_steps: int | None, num_validations: int) -> TrainingLog:
+    def open_log(self, inputs: RunInputs, *, num_validations: int) -> TrainingLog:
         """Opens the sinks for metrics; none on ranks other than 0."""
         if self.world.rank > 0:
             return TrainingLog([])
-        first_step = self.start.step
+        first_step, num_steps, shown = self.start.step, inputs.num_steps, tuple(inputs.objective.metrics)
         return TrainingLog(
             [
                 MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
-                open_console(first_step=first_step, num_steps=num_steps),
+                open_console(first_step=first_step, num_steps=num_steps, shown=shown),
                 *open_trackers(self.options, self.path),
             ]
         )

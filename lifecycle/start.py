@@ -49,7 +49,6 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
             lambda: make_objective(name, settings, family, inputs.data.task, inputs.data.count_labels)
         )
         inputs.errors.attempt(lambda: check_validation(inputs, objective, options.validation))
-        objective = objective and inputs.errors.attempt(lambda: open_scores(inputs, objective))
         inputs.family = family if objective is None else objective.family
     elif not COLUMNS[find_data_kind(name)].has_labels:  # a plan without data; labels come only from data
         objective = make_objective(name, settings, family, Task(find_data_kind(name)))
@@ -64,6 +63,8 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     if inputs.tokenizer is not None:
         inputs.errors.attempt(lambda: inputs.method.open_files(inputs.tokenizer, inputs.data_options))
         open_other_models(options, inputs)
+    if inputs.data is not None:
+        objective = objective and inputs.errors.attempt(lambda: open_scores(inputs, objective))
     inputs.objective = objective and replace(objective, family=inputs.family)
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))

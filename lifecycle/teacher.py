@@ -5,12 +5,12 @@ from collections.abc import Callable
 from corpus.mixture import Mixture
 from disk import hash_json
 from lifecycle.inputs import TEACHER_MODEL, RunInputs
-from lifecycle.other_models import SELF
 from model.config import ModelSource
 from model.teaching import OtherModel, StartWeights
-from objectives.objective import Objective
+from objectives.objective import SELF, Objective
 from objectives.packed_model import PackedModel
 from objectives.soft_targets import SOFT_COLUMN
+from pretrained.files import name_model
 from ranks.ending import log
 from scoring.score_files import ScoreColumn, ScoreFile, locate_scores
 
@@ -37,7 +37,14 @@ def open_scores(inputs: RunInputs, objective: Objective) -> Objective:
 
 
 def add_scores(data: Mixture, name: str) -> list[ScoreFile]:
+    """Adds the scores to the data; ValueError for ids that the model does not have: padding rows of a server's head."""
     files = [ScoreFile(source, name) for source in data.sources]
+    for file in files:
+        if file.sidecar["max_token_id"] >= data.vocab_size:
+            raise ValueError(
+                f"{file.path}: names token id {file.sidecar['max_token_id']}, beyond the model's vocabulary of"
+                f" {data.vocab_size}: score the data by --engine hf, which leaves out what is not the tokenizer's"
+            )
     data.add_column(SOFT_COLUMN, ScoreColumn(files))
     return files
 
@@ -55,4 +62,4 @@ def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSou
         other = build(source).requires_grad_(False).eval()
         model.reader.teacher = OtherModel(other)
         num_parameters = sum(param.numel() for param in other.parameters())
-        log.info(f"teacher: {source.name}, {num_parameters:,} parameters in {str(other.compute_dtype).split('.')[1]}")
+        log.info(f"teacher: {name_model(source.name)}, {num_parameters:,} parameters, in {other.compute_dtype}")

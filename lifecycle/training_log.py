@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -11,12 +12,6 @@ from ranks.devices import describe_duration
 from ranks.ending import log
 
 SECONDS_BETWEEN_LINES = 2.0  # on the console
-
-# Validation metrics to print on the console, and their formats.
-SHOWN_OF_VALIDATION = {
-    "loss": ".4f", "perplexity": ".3f", "token_accuracy": ".2%", "accuracy": ".2%", "f1": ".4f", "matthews": ".4f",
-    "mae": ".4f", "pearson": ".4f", "spearman": ".4f", "rewards/accuracies": ".2%", "rewards/margins": ".4f",
-}  # fmt: skip
 
 
 class Sink(Protocol):
@@ -98,10 +93,13 @@ class MetricsFile:
 
 
 class Console:
-    """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`."""
+    """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`.
 
-    def __init__(self, *, first_step: int, num_steps: int | None):
-        self.first_step, self.num_steps = first_step, num_steps
+    `shown`: names of a validation's metrics for its line.
+    """
+
+    def __init__(self, *, first_step: int, num_steps: int | None, shown: Sequence[str]):
+        self.first_step, self.num_steps, self.shown = first_step, num_steps, shown
         self.first_step_end = self.last_shown = time.monotonic()
         self.validation_loss: float | None = None  # of the last validation
 
@@ -118,7 +116,7 @@ class Console:
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
         self.validation_loss = metrics["loss"]
-        log.info(describe_validation(metrics))
+        log.info(describe_validation(metrics, self.shown))
 
     def flush_to_disk(self) -> None:
         pass
@@ -181,19 +179,18 @@ def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_per
     return line
 
 
-def list_shown(metrics: dict[str, Any]) -> list[str]:
-    """The validation metrics to print, with their names."""
-    found = {name: metrics.get(name) for name in SHOWN_OF_VALIDATION}
-    return [
-        f"{name.replace('_', ' ')} {value:{SHOWN_OF_VALIDATION[name]}}"
-        for name, value in found.items()
-        if value is not None
-    ]
+def format_metric(name: str, value: float) -> str:
+    """A validation's number as text: shares in percent."""
+    if name.endswith(("accuracy", "accuracies")):
+        return f"{value:.2%}"
+    return f"{value:.3f}" if name == "perplexity" else f"{value:.4f}"
 
 
-def describe_validation(metrics: dict[str, Any]) -> str:
-    """The console's line for a validation, with each set's loss if there are several."""
-    line = f"validation after step {metrics['step']}: " + "  ".join(list_shown(metrics))
+def describe_validation(metrics: dict[str, Any], shown: Sequence[str]) -> str:
+    """The console's line for a validation, with the `shown` metrics; each set's loss if there are several."""
+    numbers = {name: metrics[name] for name in shown if metrics.get(name) is not None}
+    line = f"validation after step {metrics['step']}: "
+    line += "  ".join(f"{name.replace('_', ' ')} {format_metric(name, value)}" for name, value in numbers.items())
     if metrics["is_best"]:
         line += "  best so far"
     if len(metrics["sets"]) > 1:

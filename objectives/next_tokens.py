@@ -156,6 +156,12 @@ class CausalLM(Objective):
             return {}
         return {"cross_entropy": float(reports["source_values"][:, 1].sum()) / (divisors[TARGETS] or 1)}
 
+    def describe_source(self, reports: Mapping[str, np.ndarray], source: int, divisor: float) -> dict[str, Any]:
+        if self.weighting is None:
+            return {}
+        cross_entropy = float(reports["source_values"][source, 1])
+        return {"cross_entropy": cross_entropy / divisor if divisor else None}
+
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
         loss_sum, num_right, num_targets = sums.tolist()
         loss = loss_sum / num_targets

@@ -20,6 +20,7 @@ from families.sample import Sample, list_sequences
 from objectives.embedding_noise import EmbeddingNoise
 from ranks.row_group import RowGroup
 
+SELF = "self"  # as a teacher: the model as the run starts
 TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`
 
 
@@ -85,7 +86,7 @@ class Objective(ABC):
     # A column of the samples, computed before training from the scores of a reference model (see `read_reference`).
     reference_column: ClassVar[str | None] = None
     scores_name: str | None = None  # of files of a teacher's scores next to the data (see `with_scores`)
-    teacher_model: str | None = None  # a model that reads each micro-batch first, as `Reader.teacher`, or "self"
+    teacher_model: str | None = None  # a model that reads each micro-batch first, as `Reader.teacher`, or SELF
 
     # What it learns from.
 
@@ -118,6 +119,10 @@ class Objective(ABC):
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a training step beside its loss, from the loss's `reports`, summed over the global batch."""
+        return {}
+
+    def describe_source(self, reports: Mapping[str, np.ndarray], source: int, divisor: float) -> dict[str, Any]:
+        """Metrics of one of several data sets in a step beside its loss. `divisor`: of the sums, 0 without targets."""
         return {}
 
     def describe_prediction(self, prediction: np.ndarray) -> dict[str, Any]:

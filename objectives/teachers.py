@@ -22,10 +22,11 @@ from families.text import TextReader
 from objectives.divergences import FROM_LOGITS, FROM_TOP, Divergence, Top
 from objectives.embedding_noise import EmbeddingNoise
 from objectives.next_tokens import CausalLM, NextTokens, TokenLoss
-from objectives.objective import TARGETS, Scores
+from objectives.objective import SELF, TARGETS, Scores
 from objectives.soft_targets import SOFT_COLUMN, SoftTargets, make_even_records, read_records
 from objectives.token_loss import CHUNK_BYTES, TrainedTokens, compute_logits
 from options import TeacherOptions
+from pretrained.files import name_model
 from ranks.row_group import RowGroup
 
 TAUGHT = "taught"  # among objectives
@@ -189,13 +190,17 @@ class Taught(CausalLM):
     top_k: int | None = None  # tokens that the files name of each; None: the teacher reads the row
     scores_name: str | None = None
     teacher_model: str | None = None
+    teacher_title: str = "a teacher"
 
     metrics = CausalLM.metrics | {"teacher_kl": False}
 
     @property
     def title(self) -> str:
         terms = self.terms
-        return f"{self.name} with a teacher (weight {terms.weight:g}, {terms.divergence}, T {terms.temperature:g})"
+        return (
+            f"{self.name} with {self.teacher_title} ({terms.divergence}, weight {terms.weight:g}, temperature"
+            f" {terms.temperature:g})"
+        )
 
     def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         sample = super().give_targets(sample, trainable, num_trained=num_trained)
@@ -226,7 +231,8 @@ class Taught(CausalLM):
                 f"--teacher-scores {self.scores_name}: name one token of each position, and masked-kl leaves it out"
                 " where it is the target: score the data with --top-k 2 or more"
             )
-        return replace(self, top_k=top_k)
+        names = ", ".join(sorted({sidecar["teacher_name"] for sidecar in sidecars}))
+        return replace(self, top_k=top_k, teacher_title=f"teacher {names}")
 
     def make_loss(self, *, is_fused: bool = False) -> TaughtLoss:
         return TaughtLoss(is_fused=is_fused, terms=self.terms, is_online=self.top_k is None)
@@ -234,10 +240,15 @@ class Taught(CausalLM):
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
         return describe_values(reports["source_values"].sum(0), divisors[TARGETS])
 
+    def describe_source(self, reports: Mapping[str, np.ndarray], source: int, divisor: float) -> dict[str, Any]:
+        return describe_values(reports["source_values"][source], divisor)
+
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
         """`loss` is the cross-entropy, which other runs have, too; without a teacher its metrics are None."""
         own, (*values, num_targets) = sums[:3], sums[3:].tolist()
-        return super().summarize(own, None) | describe_values(values, num_targets)
+        found = describe_values(values, num_targets)
+        del found["cross_entropy"]
+        return super().summarize(own, None) | found
 
 
 def describe_values(values: Sequence[float], num_targets: float) -> dict[str, float | None]:
@@ -250,5 +261,7 @@ def make_taught(options: TeacherOptions, family: Family, noise: EmbeddingNoise |
     """The objective as the options say."""
     terms = Terms(options.teacher_weight, options.teacher_divergence, options.teacher_temperature)
     if options.teacher_model is not None:
-        return Taught(family, noise, terms=terms, teacher_model=options.teacher_model)
+        name = options.teacher_model
+        title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
+        return Taught(family, noise, terms=terms, teacher_model=name, teacher_title=title)
     return Taught(family, noise, terms=terms, top_k=DEFAULT_TOP_K, scores_name=options.teacher_scores)

@@ -22,6 +22,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")  # distinguish runs of the same col
 NUMBERS_ON_PAGE = 450_000  # about 5 MB, for any number of runs
 FEWEST_POINTS, MOST_POINTS = 200, 10_000  # per curve, for any number of runs
 MOST_PARTS = 12  # maximum number of sources or sets with their own chart
+ACRONYMS = {"kl", "nll", "mae", "mse"}  # in names of metrics
 DIGITS = 6  # significant digits of numbers on the page
 
 
@@ -62,6 +63,8 @@ def list_charts(runs: list[Run]) -> list[Chart]:
     """The charts for which some run has numbers, in the order of the page."""
     first, *others = [chart for chart in STEP_CHARTS if chart.key == "loss" or has_numbers(runs, chart)]
     validations = [chart for chart in VALIDATION_CHARTS if has_numbers(runs, chart)]
+    validations += make_other_charts([run.validations for run in runs], is_of_validations=True)
+    others += make_other_charts([run.steps for run in runs], is_of_validations=False)
     sources = [
         Chart(name, name.removeprefix(SOURCE), is_noisy=True, section="Loss by source")
         for name in choose_parts([run.steps for run in runs], SOURCE)
@@ -71,6 +74,26 @@ def list_charts(runs: list[Run]) -> list[Chart]:
         for name in choose_parts([run.validations for run in runs], SET)
     ]
     return [first, *validations, *others, *sources, *(sets if len(sets) > 1 else [])]
+
+
+def make_other_charts(readers: list[MetricsReader], *, is_of_validations: bool) -> list[Chart]:
+    """Charts of the metrics that no table here names, such as an objective's own."""
+    names = dict.fromkeys(name for reader in readers for name in reader.list_others())
+    return [
+        Chart(
+            name,
+            make_title(name, is_of_validations),
+            is_noisy=not is_of_validations,
+            is_of_validations=is_of_validations,
+        )
+        for name in names
+    ]
+
+
+def make_title(name: str, is_of_validations: bool) -> str:
+    words = [word.upper() if word in ACRONYMS else word for word in name.replace("/", "_").split("_")]
+    title = " ".join(["validation", *words] if is_of_validations else words)
+    return title[:1].upper() + title[1:]
 
 
 def has_numbers(runs: list[Run], chart: Chart) -> bool:

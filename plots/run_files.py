@@ -25,7 +25,7 @@ from ranks.lock import LOCK_FILE, SECONDS_TO_WATCH
 
 Row = dict[str, Any]
 Column = NDArray[np.float64]
-# Step metrics that are plotted or shown in tables; others are not stored.
+# Metrics with a place on the page. Others get a chart under their own name, except for `NOT_READ`.
 STEP_COLUMNS = (
     "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB", "mfu", "osft_leak", "time_per_batch",
     "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated", "rewards/accuracies",
@@ -34,6 +34,10 @@ STEP_COLUMNS = (
 VALIDATION_COLUMNS = (
     "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies", "rewards/margins",
 )  # fmt: skip
+NOT_READ = {
+    "epoch", "num_samples", "num_loss_counted_tokens", "num_total_tokens", "grad_accum", "samples_per_second",
+    "packing_efficiency", "rank_balance", "seconds",
+}  # fmt: skip
 SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
 
 
@@ -75,8 +79,8 @@ class MetricsReader:
         while steps and steps[-1] >= row["step"]:  # the step was repeated after a resume
             for column in self.columns.values():
                 column.pop()
-        for name in row.keys() - self.columns.keys():
-            if name.startswith((SOURCE, SET)):
+        for name in [name for name in row if name not in self.columns and name not in NOT_READ]:
+            if name.startswith((SOURCE, SET)) or math.isfinite(to_float(row[name])):
                 self.columns[name] = array("d", [math.nan]) * len(steps)
         for name, column in self.columns.items():
             column.append(to_float(row.get(name)))
@@ -90,6 +94,12 @@ class MetricsReader:
     def list_columns(self, prefix: str) -> list[str]:
         """The columns with this prefix."""
         return [name for name in self.columns if name.startswith(prefix)]
+
+    def list_others(self) -> list[str]:
+        """The columns that only the file names."""
+        return [
+            name for name in self.columns if name not in ("step", *self.names) and not name.startswith((SOURCE, SET))
+        ]
 
 
 def parse_row(line: bytes) -> Row | None:

@@ -49,6 +49,12 @@ def find_model(
     return str(path)
 
 
+def name_model(model_name_or_path: str) -> str:
+    """The model's name without its directories, which are nobody else's; a hub's name as it is."""
+    path = Path(model_name_or_path)
+    return path.absolute().name if path.exists() else model_name_or_path
+
+
 def find_weights(model_name_or_path: str, model_dir: str) -> None:
     """Downloads a hub model's weights to the directory from `find_model`; checks them (`check_weights`)."""
     path = Path(model_dir)

@@ -158,12 +158,12 @@ class ScoreColumn:
 
 
 def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
-    """Means over a file's tokens: the teacher's loss, and the probability of all tokens that it does not name."""
-    record_type, loss, tail, count = make_record_type(top_k), 0.0, 0.0, 0
+    """The largest id, and means over a file's tokens: the teacher's loss, the probability of tokens not named."""
+    record_type, loss, tail, count, largest = make_record_type(top_k), 0.0, 0.0, 0, 0
     with open(path, "rb") as file:
         while part := file.read(record_type.itemsize * (PART_BYTES // record_type.itemsize)):
             records = np.frombuffer(part, record_type)
             loss += float(records["target"].astype(np.float64).sum())
             tail += float(np.exp(-records["tail"].astype(np.float64)).sum())
-            count += len(records)
-    return {"num_tokens": count, "loss": loss / count, "tail": tail / count}
+            count, largest = count + len(records), max(largest, int(records["ids"].max()))
+    return {"num_tokens": count, "loss": loss / count, "tail": tail / count, "max_token_id": largest}

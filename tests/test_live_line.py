@@ -73,7 +73,7 @@ def test_log_lines_come_above_the_live_line(sit_down, monkeypatch, caplog):
     log = logging.getLogger("mini_trainer")
     monkeypatch.setattr(log, "handlers", [LinesAboveBars()])
     caplog.set_level("INFO", logger="mini_trainer")
-    line = open_console(first_step=0, num_steps=2)
+    line = open_console(first_step=0, num_steps=2, shown=("loss", "perplexity", "token_accuracy"))
     assert type(line) is LiveLine
     line.write(STEP)
     log.warning("warning: something that is longer than the live line " + "x" * 100)
@@ -82,13 +82,13 @@ def test_log_lines_come_above_the_live_line(sit_down, monkeypatch, caplog):
     line.close()
     screen = [text for text in read_screen(read_terminal()) if text]
     assert screen[0] == "warning: something that is longer than the live line " + "x" * 100
-    assert screen[1].startswith("validation after step 1: loss 1.5000")
+    assert screen[1].startswith("validation after step 1: loss 1.5000  perplexity 4.500  token accuracy 50.00%")
     assert "| 2/2, loss 1.7500  1,234 tokens/s  validation 1.5000  left 00:00" in screen[2] and len(screen) == 3
 
 
 def test_a_run_without_an_end_counts_its_steps(sit_down):
     read_terminal = sit_down()
-    line = LiveLine(first_step=3, num_steps=None)
+    line = LiveLine(first_step=3, num_steps=None, shown=())
     line.write(STEP)
     line.close()
     (shown,) = [text for text in read_screen(read_terminal()) if text]
@@ -103,4 +103,4 @@ def test_elsewhere_there_are_lines(reason, sit_down, monkeypatch, caplog, tmp_pa
         monkeypatch.setattr(sys, "stderr", (tmp_path / "stderr").open("w"))
     elif reason == "another rank":
         monkeypatch.setenv("RANK", "1")
-    assert type(open_console(first_step=0, num_steps=2)) is Console
+    assert type(open_console(first_step=0, num_steps=2, shown=())) is Console

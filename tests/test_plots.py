@@ -228,6 +228,29 @@ def test_charts_are_there_where_there_is_something_to_draw(tmp_path):
     assert find_chart(describe(bare), "mfu")
 
 
+def test_metrics_that_no_table_names_have_charts_of_their_own(tmp_path):
+    path = write_run(tmp_path / "run", num_steps=20, sets=("held_out",))
+    plain = write_run(tmp_path / "plain", num_steps=9, sets=("held_out",))
+    own = ("cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")
+    rows = [row | {name: i / row["step"] for i, name in enumerate(own)} for row in read_rows(path / METRICS)]
+    rows[0] |= dict.fromkeys(own)  # a step without targets
+    write_jsonl(path / METRICS, rows)
+    validations = [row | {"teacher_kl": row["loss"] / 2} for row in read_rows(path / VALIDATIONS)]
+    write_jsonl(path / VALIDATIONS, validations)
+    page = describe(plain, path)
+    first, *tails = page["runs"][1]["curves"]["teacher_tail"]["mean"]
+    assert first is None and tails == pytest.approx([2 / step for step in range(2, 21)], rel=1e-5)
+    assert page["runs"][1]["validations"]["curves"]["teacher_kl"] == pytest.approx(
+        [row["teacher_kl"] for row in validations], rel=1e-5
+    )
+    assert "teacher_kl" not in page["runs"][0]["curves"]
+    titles = {chart["title"] for chart in page["charts"] if not chart["is_of_validations"]}
+    assert titles - {chart["title"] for chart in describe(plain)["charts"]} == {
+        "Cross entropy", "Teacher KL", "Teacher tail", "Teacher agreement",
+    }  # fmt: skip
+    assert find_chart(page, "teacher_kl", of_validations=True)["title"] == "Validation teacher KL"
+
+
 def test_of_many_sources_the_page_says_which_have_a_chart(tmp_path):
     path = write_run(tmp_path / "run", num_steps=30, sources=tuple(f"source {i}" for i in range(20)))
     page = describe(path)

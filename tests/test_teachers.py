@@ -8,26 +8,22 @@ import numpy as np
 import pytest
 import torch
 from in_process import train_on
+from scored_data import score_here, write_data
 from small_runs import read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
-from chat.fingerprints import fingerprint_tokenizer
-from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
 from objectives.divergences import FROM_LOGITS, FROM_TOP, Top
 from objectives.soft_targets import make_record_type
 from objectives.teachers import Terms, measure_taught_chunk
 from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
-from options import ScoreDataOptions, group_options
-from options.problems.finding import find_problems
 from ranks.ending import RunError
 from sampler import draw_samples
 from scoring.score_files import PART_BYTES, ScoreFile
-from tools.score_data import score
 
 R, V, K = 9, 23, 6
 BATCH_SIZE = 8
@@ -155,22 +151,6 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     """A student and a teacher of other size, with one tokenizer."""
     root = tmp_path_factory.mktemp("models")
     return tuple(save_tokenizer(save_model(FAMILIES["llama"], root / n, seed=i)) for i, n in enumerate("st"))
-
-
-def write_data(path: Path, model: Path, *, seed: int = 0, num_samples: int = 24) -> Path:
-    write_samples(path, make_samples(num_samples, vocab_size=VOCAB_SIZE, seed=seed))
-    fingerprint = fingerprint_tokenizer(load_tokenizer(str(model)))
-    sidecar = {"tokenizer_fingerprint": fingerprint, "max_token_id": VOCAB_SIZE - 1}
-    Path(f"{path}.meta.json").write_text(json.dumps(sidecar))
-    return path
-
-
-def score_here(world, model: Path, data: Path, **changes: object) -> None:
-    options = group_options(
-        ScoreDataOptions, model_name_or_path=str(model), data_path=(str(data),), **(dict(top_k=5) | changes)
-    )
-    assert find_problems(options) == []
-    score(options, world)
 
 
 def make_options(root: Path, models: tuple[Path, Path], **changes: object) -> dict:
@@ -394,11 +374,29 @@ def test_noise_on_the_embeddings_counts_with_a_teacher(models, world, tmp_path):
     assert losses[0] != losses[1]
 
 
-def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_path):
+def test_each_data_set_reports_its_own_share(models, world, tmp_path):
+    paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i, num_samples=12) for i, name in enumerate("ab")]
+    for path in paths:
+        score_here(world, models[1], path)
+    for run, own in {"taught": {}, "weighted": dict(teacher_weight=None, loss_weighting="dft")}.items():
+        options = make_options(tmp_path, models, data_path=tuple(map(str, paths)), output_dir=str(tmp_path / run))
+        train_on(1, world, **options | own)
+        for row in read_rows(tmp_path / run):
+            sources = row["sources"].values()
+            counts = [source["num_loss_counted_tokens"] for source in sources]
+            for name in ("cross_entropy", *(("teacher_kl", "teacher_tail", "teacher_agreement") if not own else ())):
+                values = [source[name] for source in sources]
+                assert row[name] == pytest.approx(np.average(values, weights=counts), rel=1e-5)
+                assert values[0] != values[1] or name == "teacher_agreement"
+
+
+def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_path, caplog):
     paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i) for i, name in enumerate(("data", "a", "b"))]
     for path in paths[:2]:
         score_here(world, models[1], path)
     for held_out, has_scores in ((paths[1], True), (paths[2], False)):
+        caplog.clear()
+        caplog.set_level("INFO", logger="mini_trainer")
         output_dir = tmp_path / held_out.stem / "run"
         output_dir.parent.mkdir()
         options = make_options(tmp_path, models, validation_data_path=(str(held_out),), output_dir=str(output_dir))
@@ -410,6 +408,9 @@ def test_validations_report_the_teacher_where_they_have_one(models, world, tmp_p
             loss = sum(cross_entropy(*pair, reduction="sum") for pair in pairs) / sum(len(pair[1]) for pair in pairs)
         assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert (first["teacher_kl"] is not None) == has_scores
+        card = (output_dir / "hf_format" / "samples_24" / "README.md").read_text()
+        assert "| causal-lm with teacher t (forward-kl, weight 0.6, temperature 1) |" in card
+        assert ("| teacher kl |" in card) == ("  teacher kl " in caplog.text) == has_scores
 
 
 def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
@@ -421,6 +422,10 @@ def test_what_does_not_fit_is_refused_by_name(models, world, tmp_path):
         train_on(1, world, **make_options(tmp_path, models, teacher_temperature=2.0))
     with pytest.raises(ValueError, match="--top-k 2 or more"):
         train_on(1, world, **make_options(tmp_path, models, teacher_divergence="masked-kl"))
+    sidecar = Path(f"{path}.teacher.scores.json")
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | dict(max_token_id=VOCAB_SIZE)))
+    with pytest.raises(ValueError, match=f"names token id {VOCAB_SIZE}, beyond the model's vocabulary"):
+        train_on(1, world, **make_options(tmp_path, models))
     write_data(path, models[0], seed=9)
     with pytest.raises(ValueError, match="its scores are of other data"):
         train_on(1, world, **make_options(tmp_path, models))

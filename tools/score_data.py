@@ -52,6 +52,7 @@ from objectives.top_tokens import TopTokens
 from options import ComputeOptions, EngineOptions, SamplingOptions, flag_name
 from options.choices import check_choices
 from options.problems.given import list_changed
+from pretrained.files import name_model
 from ranks.agreement import compare_ranks
 from ranks.devices import DTYPES
 from ranks.messages import say
@@ -207,7 +208,8 @@ class ServerScorer:
         raise AssertionError("its key is asked for before")
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
-        samples = [(f"row {row + 1}", data.read(row)) for row in rows.tolist()]
+        (source,) = data.sources
+        samples = [(f"{source.path}: row {row + 1}", data.read(row)) for row in rows.tolist()]
         return self.scorer.score(
             [(where, sample["input_ids"], mark_trained(sample["labels"])) for where, sample in samples]
         )
@@ -277,7 +279,7 @@ def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreData
         **scorer.identity,
     )
     path = locate_scores(source.path, options.name)
-    return ScoreWriter(source, path, identity, teacher=options.model_name_or_path)
+    return ScoreWriter(source, path, identity, teacher=name_model(options.model_name_or_path))
 
 
 def describe_size(data: Mixture, writer: ScoreWriter) -> str:

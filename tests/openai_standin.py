@@ -1,0 +1,94 @@
+"""A stand-in for a server that speaks OpenAI's protocol."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from hub_standin import send_json
+
+
+def repeat(body: dict[str, Any]) -> dict[str, Any]:
+    """The response that repeats what it is asked, in capitals."""
+    is_chat = "messages" in body
+    said = (body["messages"][-1]["content"] if is_chat else body["prompt"]).upper()
+    content = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
+    usage = {"prompt_tokens": 3, "completion_tokens": len(said), "total_tokens": 3 + len(said)}
+    choice = content | {"index": 0, "finish_reason": "stop"}
+    kind = "chat.completion" if is_chat else "text_completion"
+    return dict(id="1", object=kind, created=1, model="m", choices=[choice], usage=usage)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each request with `complete` of its body; what it was asked, and how it fails."""
+
+    daemon_threads = True
+
+    def __init__(self, complete: Callable[[dict[str, Any]], dict[str, Any]] = repeat) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.complete = complete
+        self.asked: list[tuple[str, dict]] = []
+        self.num_running = self.most_running = 0
+        self.failures = 0  # requests that still fail with 503
+        self.refuses: str | None = None
+        self.says: tuple[str, str] | None = None  # a content type and a body, instead of an answer
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.asked.append((self.path, body | {"key": self.headers["Authorization"]}))
+            server.num_running += 1
+            server.most_running = max(server.most_running, server.num_running)
+            fails, server.failures = server.failures > 0, max(0, server.failures - 1)
+        time.sleep(0.05)
+        with server.lock:
+            server.num_running -= 1
+        if fails or server.refuses is not None:
+            send_json(self, 503 if fails else 400, {"error": {"message": server.refuses or "busy"}})
+        elif server.says is not None:
+            kind, text = server.says
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(text.encode())
+        elif body.get("stream"):
+            self.stream(body["messages"][-1]["content"].upper())
+        else:
+            send_json(self, 200, server.complete(body))
+
+    def stream(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for word in text.split(" "):
+            delta = dict(index=0, delta=dict(content=word + " "), finish_reason=None)
+            chunk = dict(id="1", object="chat.completion.chunk", created=1, model="m", choices=[delta])
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@contextmanager
+def serve(complete: Callable[[dict[str, Any]], dict[str, Any]] = repeat) -> Iterator[Server]:
+    """A running server, which ends with the block."""
+    server = Server(complete)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
