@@ -14,7 +14,7 @@ SOFT_COLUMN = "soft_targets"  # of samples: records (trained tokens,) of `make_r
 
 
 def make_record_type(top_k: int) -> np.dtype:
-    """A token's record: probabilities as -log q in half precision, which keeps 3 digits of the smallest ones, too."""
+    """A token's record: probabilities as -log q in half precision, which keeps three digits of even the smallest."""
     return np.dtype([("ids", "<i4", (top_k,)), ("nll", "<f2", (top_k,)), ("tail", "<f2"), ("target", "<f2")])
 
 

@@ -244,7 +244,7 @@ class Taught(CausalLM):
         return describe_values(reports["source_values"][source], divisor)
 
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
-        """`loss` is the cross-entropy, which other runs have, too; without a teacher its metrics are None."""
+        """`loss` is the cross-entropy, as in other runs; without a teacher its metrics are None."""
         own, (*values, num_targets) = sums[:3], sums[3:].tolist()
         found = describe_values(values, num_targets)
         del found["cross_entropy"]

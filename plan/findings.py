@@ -74,5 +74,5 @@ class PlannedRun:
     inputs: RunInputs
     start: RunPosition
     model: PlannedModel | None
-    reference: PlannedReference | None = None  # None, too, where the objective has none
+    reference: PlannedReference | None = None  # None also if the objective has none
     teacher: PlannedTeacher | None = None  # one that reads each micro-batch
