@@ -81,7 +81,7 @@ class Prober:
         ]
         set_gradient_sync(model, self.grad_sync, is_last=False)
         for micro_batch in micro_batches:
-            model(micro_batch.to(device)).backward()  # to make the gradients, and to warm up
+            model(model.prepare(micro_batch.to(device))).backward()  # to make the gradients, and to warm up
         self.counter.reset_peak()
         before = self.counter.num_live
         if self.is_cuda:
@@ -90,7 +90,7 @@ class Prober:
             before = torch.cuda.memory_allocated(device)
         begin = time.perf_counter()
         for micro_batch in micro_batches:
-            model(micro_batch.to(device)).backward()
+            model(model.prepare(micro_batch.to(device))).backward()
         if self.is_cuda:
             torch.cuda.synchronize(device)
         seconds = (time.perf_counter() - begin) / len(micro_batches)
