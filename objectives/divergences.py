@@ -97,7 +97,7 @@ def diverge_forward(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergen
     """KL(q || p) over the whole vocabulary."""
     log_p, log_q = logits.log_softmax(dim=1), teacher.log_softmax(dim=1)
     q = log_q.exp()
-    return Divergence(weigh_logs(q, log_q - log_p), log_p.exp_().sub_(q))
+    return Divergence(weigh_logs(q, log_q.sub_(log_p)), log_p.exp_().sub_(q))
 
 
 def diverge_forward_beside_target(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:
@@ -119,13 +119,13 @@ def diverge_jensen_shannon(logits: Tensor, target: Tensor, teacher: Tensor) -> D
     log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
     p, ratio = log_p.exp(), log_p - log_m
     own = weigh_logs(p, ratio)
-    values = (own + weigh_logs(log_q.exp(), log_q - log_m)) / 2
+    values = (own + weigh_logs(log_q.exp(), log_q.sub_(log_m))) / 2
     return Divergence(values, p.mul_(ratio.sub_(own)).div_(2))
 
 
 def weigh_logs(weights: Tensor, logs: Tensor) -> Tensor:  # (R, n) each -> (R, 1)
-    """The sum of weights * logs, where a weight of 0 counts 0."""
-    return (weights * logs.masked_fill(weights == 0, 0)).sum(dim=1, keepdim=True)
+    """The sum of weights * logs, in which a weight of 0 counts 0; `logs` become 0 there."""
+    return (weights * logs.masked_fill_(weights == 0, 0)).sum(dim=1, keepdim=True)
 
 
 def leave_out(logits: Tensor, target: Tensor) -> Tensor:
