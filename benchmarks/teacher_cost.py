@@ -3,11 +3,11 @@
     pip install trl==1.16
     OMP_NUM_THREADS=1 python benchmarks/teacher_cost.py --work-dir /tmp/teacher_cost
 
-trains a random Llama of 35 million parameters in fp32 on random rows, each way in a process of its own, in turns. The
-teacher's files are scored by another random model of the same shape, which is also the teacher that reads the rows.
-TRL is a plain loop over padded batches with the `generalized_jsd_loss` of its GKDTrainer on both models' full logits.
-Seconds are CPU seconds of one thread: the median over rounds of a round's median step. Memory is the largest private
-resident memory during the steps (RssAnon).
+trains a random Llama of 35 million parameters in fp32 on random rows. The teacher's files are scored by another random
+model of the same shape, which is also the teacher that reads the rows. TRL is a plain loop over padded batches with the
+`generalized_jsd_loss` of its GKDTrainer on both models' full logits. Seconds are CPU seconds of one thread in one
+process where all ways take a step in turns: medians over rounds, of seconds and of ratios within a round. Memory is the
+largest private resident memory (RssAnon) of a process that trains one way.
 """
 
 import argparse
@@ -43,10 +43,11 @@ from objectives.teachers import make_taught
 from objectives.token_columns import TextColumns
 from options import DataOptions, TrainOptions
 from ranks.row_group import Place
-from ranks.world import init_world, setup_logging
+from ranks.world import World, init_world, setup_logging
 from sampler import Batch, iterate_batches
 
-NUM_ROWS, BATCH_SIZE, NUM_STEPS, NUM_ROUNDS, TOP_K = 32, 8, 4, 3, 32
+NUM_ROWS, BATCH_SIZE, TOP_K = 32, 8, 32
+NUM_ROUNDS, NUM_MEMORY_STEPS = 5, 2  # after a first step that is not counted; steps of a process that is watched
 LEARNING_RATE = 1e-4
 MASKED = dict(teacher_weight=0.5, teacher_divergence="masked-kl")
 # The options of train.py, and the way to compare with.
@@ -80,8 +81,7 @@ def make_objective(options: TrainOptions, data: Mixture) -> CausalLM:
     return objective.with_scores([file.sidecar for file in add_scores(data, objective.scores_name)])
 
 
-def open_state(folder: Path, options: TrainOptions, objective: CausalLM) -> TrainState:
-    world = init_world()
+def open_state(folder: Path, options: TrainOptions, objective: CausalLM, world: World) -> TrainState:
     method = LoRA(options.lora, seed=0) if options.lora.lora else Full()
     state = build_state(folder / "model", options, world, method=method)
     state.model.loss = objective.make_loss()
@@ -94,11 +94,11 @@ def open_state(folder: Path, options: TrainOptions, objective: CausalLM) -> Trai
     return state
 
 
-def open_ours(folder: Path, given: dict) -> tuple[Step, Iterator[Batch]]:
+def open_ours(folder: Path, given: dict, *, world: World) -> tuple[Step, Iterator[Batch]]:
     data = open_data(folder)
     options = make_options(activation_checkpointing="none", compute_dtype="float32", **given)
     objective = make_objective(options, data)
-    state = open_state(folder, options, objective)
+    state = open_state(folder, options, objective, world)
     return lambda batch: train_step(state, batch, options, lr=LEARNING_RATE), read_batches(data, objective)
 
 
@@ -136,18 +136,37 @@ def pad_rows(samples: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 def read_batches(data: Mixture, objective: CausalLM) -> Iterator[Batch]:
     order = DataOptions(data_path="", batch_size=BATCH_SIZE, max_tokens_per_gpu=2048, seed=0)
-    return iterate_batches(data, order, objective=objective, num_steps=NUM_STEPS, attention_cost=0.0, world=Place())
+    return iterate_batches(
+        data, order, objective=objective, num_steps=NUM_ROUNDS + 1, attention_cost=0.0, world=Place()
+    )
 
 
-def measure(folder: Path, name: str) -> tuple[float, float]:
-    """CPU seconds of a step, the median without the first; GB of memory at the peak."""
+def open_ways(folder: Path, names: list[str]) -> list[tuple[Step, Iterator[Batch]]]:
     torch.set_num_threads(1)
     setup_logging("ERROR")
-    step, batches = open_trl(folder) if name.startswith("TRL") else open_ours(folder, WAYS[name][0])
-    device = torch.device("cpu")
+    world = init_world()
+    return [
+        open_trl(folder) if name.startswith("TRL") else open_ours(folder, WAYS[name][0], world=world) for name in names
+    ]
+
+
+def measure_seconds(folder: Path, names: list[str]) -> dict[str, list[float]]:
+    """CPU seconds of the steps of each round, one of each way in turns."""
+    ways, seconds = open_ways(folder, names), {name: [] for name in names}
+    for _ in range(NUM_ROUNDS + 1):
+        for name, (step, batches) in zip(names, ways, strict=True):
+            batch = next(batches)
+            seconds[name].append(time_call(lambda step=step, batch=batch: step(batch), torch.device("cpu")))
+    return {name: of_way[1:] for name, of_way in seconds.items()}
+
+
+def measure_memory(folder: Path, name: str) -> float:
+    """GB at the peak of the first steps."""
+    ((step, batches),) = open_ways(folder, [name])
     with watch_memory() as peak:
-        seconds = [time_call(lambda batch=batch: step(batch), device) for batch in batches]
-    return statistics.median(seconds[1:]), peak[0]
+        for _ in range(NUM_MEMORY_STEPS):
+            step(next(batches))
+    return peak[0]
 
 
 def prepare(folder: Path) -> None:
@@ -167,22 +186,21 @@ def prepare(folder: Path) -> None:
         subprocess.run(list(map(str, command)), check=True, capture_output=True)
 
 
-def describe(found: dict[str, list[tuple[float, float]]]) -> str:
-    seconds = {name: statistics.median(s for s, _ in rounds) for name, rounds in found.items()}
-    memory = {name: max(m for _, m in rounds) for name, rounds in found.items()}
+def describe(seconds: dict[str, list[float]], memory: dict[str, float]) -> str:
     lines = [
         "OMP_NUM_THREADS=1 python benchmarks/teacher_cost.py --work-dir /tmp/teacher_cost",
-        f"{describe_versions('torch', 'transformers', 'trl')}; {len(next(iter(found.values())))} rounds",
+        f"{describe_versions('torch', 'transformers', 'trl')}; {NUM_ROUNDS} rounds",
         "",
         "| | CPU seconds a step | memory, GB | compared with | seconds | memory |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name in found:
+    for name, own in seconds.items():
         other = WAYS[name][1]
-        ratios = (
-            f"{other} | {seconds[name] / seconds[other]:.2f} | {memory[name] / memory[other]:.2f}" if other else "| |"
-        )
-        lines.append(f"| {name} | {seconds[name]:.2f} | {memory[name]:.2f} | {ratios} |")
+        ratios = " | "
+        if other in seconds:
+            rounds = [a / b for a, b in zip(own, seconds[other], strict=True)]
+            ratios = f"{statistics.median(rounds):.2f} | {memory[name] / memory[other]:.2f}"
+        lines.append(f"| {name} | {statistics.median(own):.2f} | {memory[name]:.2f} | {other or ''} | {ratios} |")
     return "\n".join(lines) + "\n"
 
 
@@ -190,17 +208,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     args = parser.parse_args()
     if not args.work_dir.exists():
         prepare(args.work_dir)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in args.ways}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for _ in range(args.rounds):  # in turns
-            for name in args.ways:
-                found[name].append(pool.submit(measure, args.work_dir, name).result())
-                print(name, found[name][-1], flush=True)
-    text = describe(found)
+        seconds = pool.submit(measure_seconds, args.work_dir, args.ways).result()
+        print(seconds, flush=True)
+        memory = {name: pool.submit(measure_memory, args.work_dir, name).result() for name in args.ways}
+    text = describe(seconds, memory)
     print(text)
     if args.ways == list(WAYS):
         (ROOT / "benchmarks/results/teacher_cost.txt").write_text(text)
