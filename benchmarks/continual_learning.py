@@ -1,4 +1,5 @@
-"""How much of what it knows a model forgets while it learns: full fine-tuning, LoRA, and OSFT of both kinds.
+"""How much of what it knows a model forgets while it learns: full fine-tuning, LoRA, OSFT of both kinds, and the model
+as the run starts as a teacher.
 
     OMP_NUM_THREADS=1 python benchmarks/continual_learning.py --output-dir runs/continual
     for seed in 0 1 2; do … --output-dir runs/seed_$seed --seed $seed; done
@@ -46,8 +47,10 @@ from methods.osft_calibration import prepare_statistics
 from methods.osft_subspaces import find_targets
 from model.blocks import find_blocks
 from model.config import ModelSource, load_generation_config
+from model.teaching import StartWeights
 from objectives.next_tokens import CausalLM
 from objectives.packed_model import PackedModel
+from objectives.teachers import make_taught
 from optim.optimizers import build_optimizer
 from optim.schedules import learning_rate_at
 from options import DataOptions, LoRAOptions, ProcessDataOptions, TrainOptions, group_options
@@ -57,6 +60,8 @@ from ranks.row_group import Place
 from ranks.world import World, init_world, setup_logging
 from sampler import Batch, iterate_batches
 
+KL = dict(teacher_model="self", teacher_weight=0.5)  # --teacher-divergence forward-kl
+MASKED_KL = KL | dict(teacher_divergence="masked-kl")
 METHODS: dict[str, dict] = {  # train.py's options, `only_linear` apart
     "full": {},
     "full linear": dict(only_linear=True),  # embeddings, norms, head frozen, as the others have them
@@ -69,9 +74,15 @@ METHODS: dict[str, dict] = {  # train.py's options, `only_linear` apart
     "OSFT activations 0.5": dict(osft_unfreeze_rank_ratio=0.5, osft_basis="activations"),
     "OSFT activations 0.75": dict(osft_unfreeze_rank_ratio=0.75, osft_basis="activations"),
     "OSFT activations 99 %": dict(osft_keep_energy=0.99, osft_basis="activations"),
+    "kl 0.5": KL,
+    "masked-kl 0.5": MASKED_KL,
+    "masked-kl 0.9": MASKED_KL | dict(teacher_weight=0.9),
+    "OSFT + masked-kl": dict(osft_unfreeze_rank_ratio=0.5, osft_basis="activations") | MASKED_KL,
 }
 LEARNING_RATES = {
     "full": ["1e-4", "3e-4", "1e-3", "3e-3", "3e-5"],
+    "kl": ["1e-4", "3e-4", "1e-3", "3e-3", "3e-5"],
+    "masked-kl": ["1e-4", "3e-4", "1e-3", "3e-3", "3e-5"],
     "LoRA": ["1e-3", "3e-3", "1e-2", "3e-4", "1e-4"],
     "OSFT": ["1e-3", "3e-3", "1e-2"],
 }
@@ -135,16 +146,19 @@ def data_options(*, batch_size: int, seed: int) -> DataOptions:
     return DataOptions(data_path="", batch_size=batch_size, max_tokens_per_gpu=MAX_TOKENS, seed=seed)
 
 
-def read_batches(data: Mixture, options: DataOptions, *, num_steps: int) -> Iterator[Batch]:
-    return iterate_batches(data, options, objective=CausalLM(), num_steps=num_steps, attention_cost=0.0, world=Place())
+def read_batches(data: Mixture, options: DataOptions, *, objective: CausalLM, num_steps: int) -> Iterator[Batch]:
+    return iterate_batches(data, options, objective=objective, num_steps=num_steps, attention_cost=0.0, world=Place())
 
 
 @torch.no_grad()
-def measure_loss(model: PackedModel, path: Path) -> float:
+def measure_loss(model: PackedModel, path: Path, objective: CausalLM) -> float:
     """Mean cross-entropy over the trained tokens of a data set."""
     data = open_data(path)
-    batch = next(read_batches(data, data_options(batch_size=len(data.kept), seed=0), num_steps=1))
-    return sum(model(micro_batch).item() for micro_batch in batch.micro_batches) / batch.num_loss_tokens
+    options = data_options(batch_size=len(data.kept), seed=0)
+    batch = next(read_batches(data, options, objective=objective, num_steps=1))
+    return (
+        sum(model.score(micro_batch).sums[0, 0].item() for micro_batch in batch.micro_batches) / batch.num_loss_tokens
+    )
 
 
 def gather(work: Path, model: str, task: str, file: Path) -> None:
@@ -155,6 +169,21 @@ def gather(work: Path, model: str, task: str, file: Path) -> None:
         build_plain=lambda: build(work / model, make_options(activation_checkpointing="none"), world),
         objective=CausalLM(), world=world,
     )  # fmt: skip
+
+
+def split_teacher(method: dict) -> tuple[dict, dict]:
+    """A method's options of the teacher, and its others."""
+    teacher = {name: value for name, value in method.items() if name.startswith("teacher_")}
+    return teacher, {name: value for name, value in method.items() if name not in teacher}
+
+
+def add_teacher(state: TrainState, options: TrainOptions) -> CausalLM:
+    """Makes the model as it is now its teacher, if the options name one; returns the objective."""
+    if options.teacher.teacher_model is None:
+        return CausalLM()
+    objective = make_taught(options.teacher, TextFamily())
+    state.model.loss, state.model.reader.teacher = objective.make_loss(), StartWeights(state.model)
+    return objective
 
 
 def apply_method(
@@ -188,23 +217,24 @@ def run(
     work: Path, start: str, task: str, name: str, *, method: dict, lr: float, num_steps: int, batch_size: int,
 ) -> dict[str, float]:  # fmt: skip
     """Trains the export `start` on `task`, exports it as `name`, and returns losses, CPU seconds a step, and bytes."""
-    common = dict(
+    teacher, own = split_teacher(method)
+    common = teacher | dict(
         activation_checkpointing="none",
         learning_rate=lr,
         lr_scheduler="cosine",
         num_warmup_steps=int(WARMUP * num_steps),
     )
-    state, options = apply_method(work, start, task, name=name, method=method, common=common)
-    seconds = []
-    data = open_data(data_path(work, task, "train"))
-    for batch in read_batches(data, data_options(batch_size=batch_size, seed=1), num_steps=num_steps):
+    state, options = apply_method(work, start, task, name=name, method=own, common=common)
+    objective, seconds = add_teacher(state, options), []
+    data, order = open_data(data_path(work, task, "train")), data_options(batch_size=batch_size, seed=1)
+    for batch in read_batches(data, order, objective=objective, num_steps=num_steps):
         lr = learning_rate_at(batch.step, options.optimization, num_steps=num_steps)
         seconds.append(
             time_call(lambda batch=batch, lr=lr: train_step(state, batch, options, lr=lr), torch.device("cpu"))
         )
     save(state, work / name, work / start)  # before FSDP gathers the weights for another forward pass
     state.model.eval()
-    losses = {key: measure_loss(state.model, data_path(work, key, "held_out")) for key in "abc"}
+    losses = {key: measure_loss(state.model, data_path(work, key, "held_out"), objective) for key in "abc"}
     return losses | dict(seconds=sorted(seconds)[len(seconds) // 2], bytes=count_state_bytes(state))
 
 
@@ -319,14 +349,16 @@ def plot(results: dict[str, dict], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     styles = {
         "full": ("black", "o"), "LoRA": ("tab:orange", "s"), "OSFT weights": ("tab:blue", "^"),
-        "OSFT activations": ("tab:green", "D"),
+        "OSFT activations": ("tab:green", "D"), "kl": ("tab:red", "v"), "masked-kl": ("tab:purple", "P"),
+        "OSFT + masked-kl": ("tab:olive", "X"),
     }  # fmt: skip
     for kind, (color, marker) in styles.items():
         for method, line in zip([m for m in METHODS if m.startswith(kind)], ("-", "--", ":", "-."), strict=False):
             names = [name for name in results if name.startswith(f"{method} @ ") and name.count(" @ ") == 1]
             runs = [results[name] for name in sorted(names, key=lambda name: float(name.split(" @ ")[1]))]
-            axes.plot([r["b"] for r in runs], [r["a"] for r in runs], line, color=color, marker=marker, markersize=5,
-                      label=method)  # fmt: skip
+            if runs:
+                axes.plot([r["b"] for r in runs], [r["a"] for r in runs], line, color=color, marker=marker,
+                          markersize=5, label=method)  # fmt: skip
     axes.axhline(results["a"]["a"], color="grey", linewidth=0.8)
     axes.set(xlabel="loss on the new task B", ylabel="loss on the old task A (grey: before B)")
     axes.legend(fontsize=8, handlelength=4)
@@ -352,6 +384,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--learning-rates", nargs="+", help="of all methods, in place of each one's own")
     parser.add_argument("--levels", nargs="+", default=["0.02", "0.05", "0.1", "0.2", "0.5"], help="of forgetting")
+    parser.add_argument("--without-c", action="store_true", help="leave out the third task")
     parser.add_argument("--num-workers", type=int, default=2)
     args = parser.parse_args()
     if args.summarize is not None:
@@ -392,7 +425,8 @@ def main() -> None:
         for done in as_completed(waiting):
             keep(waiting[done], done.result())
         waiting = {}
-        for name in (f"{method} @ {lr} @ c" for method in IN_SEQUENCE for lr in rates_of(method)):
+        in_sequence = () if args.without_c else IN_SEQUENCE
+        for name in (f"{method} @ {lr} @ c" for method in in_sequence for lr in rates_of(method)):
             method, lr, _ = name.split(" @ ")
             if name not in results and method in args.methods:
                 waiting[pool.submit(

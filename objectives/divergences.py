@@ -5,10 +5,12 @@ names for each of them; its bucket K + 1 holds all others.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # A target outside of the K tokens that holds more of the others' probability than this leaves none to the rest: below,
 # the difference is rounding of the file's half precision.
@@ -28,46 +30,74 @@ class Divergence(NamedTuple):
     d_logits: Tensor  # (R, V)
 
 
-def diverge_on_top(logits: Tensor, target: Tensor, top: Top) -> Divergence:  # (R, V), (R, 1)
-    """KL(q || p) over the K tokens and one bucket for all others."""
-    log_p = logits.log_softmax(dim=1)
-    rest = log_p.scatter(1, top.ids, -torch.inf)
-    log_p_rest = rest.logsumexp(dim=1, keepdim=True)
-    log_p_buckets = torch.cat([log_p.gather(1, top.ids), log_p_rest], dim=1)
-    q, log_q_rest = top.log_q.exp(), top.log_q[:, -1:]
-    values = weigh_logs(q, top.log_q - log_p_buckets)
-    log_scale = torch.where(log_p_rest.isfinite(), log_q_rest - log_p_rest, -torch.inf)
-    d_logits = log_p.exp_().sub_(rest.add_(log_scale).exp_())  # p, less the bucket's q spread as p is
-    return Divergence(values, d_logits.scatter_add_(1, top.ids, -q[:, :-1]))
+@dataclass(frozen=True)
+class FromTop:
+    """KL(q || p) over the K tokens and one bucket for all others, both as `restrict` leaves them."""
+
+    restrict: Callable[[Tensor, Tensor], Tensor]  # log-probabilities (R, K + 1) and where the target is -> the same
+    leaves_target_out: bool = False
+
+    def __call__(self, logits: Tensor, target: Tensor, top: Top) -> Divergence:  # (R, V), (R, 1)
+        return self.diverge_within(logits.log_softmax(dim=1), target, top)
+
+    def diverge_within(
+        self, log_p: Tensor, target: Tensor, top: Top, *, share: float = 0.0, scale: float = 1.0
+    ) -> Divergence:
+        """The divergence, and share * p + scale * its derivatives in place of `log_p`, so that a cross-entropy's
+        derivatives need no memory of their own.
+
+        The student's probability of all others counts as no less than the smallest normal number.
+        """
+        log_named = log_p.gather(1, top.ids)
+        p = log_p.exp_()
+        p_named, p_target = p.gather(1, top.ids), p.gather(1, target)
+        p.scatter_(1, top.ids, 0)
+        if self.leaves_target_out:
+            p.scatter_(1, target, 0)
+            top = leave_target_out(top, target)
+        p_others = p.sum(dim=1, keepdim=True).clamp_(min=torch.finfo(p.dtype).tiny)
+        is_target = top.ids == target
+        log_q = self.restrict(top.log_q, is_target)
+        log_buckets = self.restrict(torch.cat([log_named, p_others.log()], dim=1), is_target)
+        q = log_q.exp()
+        d_buckets = log_buckets.exp() - q
+        p.mul_(share + scale * d_buckets[:, -1:] / p_others)  # the others share their bucket's as they share its p
+        if self.leaves_target_out:
+            p.scatter_(1, target, share * p_target)
+        p.scatter_(1, top.ids, share * p_named + scale * d_buckets[:, :-1])
+        return Divergence(weigh_logs(q, log_q - log_buckets), p)
 
 
-def diverge_within_top(logits: Tensor, target: Tensor, top: Top) -> Divergence:
-    """KL(q || p) with both renormalised over the K tokens."""
-    log_p, log_q = logits.gather(1, top.ids).log_softmax(dim=1), top.log_q[:, :-1].log_softmax(dim=1)
-    d_logits = torch.zeros_like(logits).scatter_(1, top.ids, log_p.exp() - log_q.exp())
-    return Divergence(weigh_logs(log_q.exp(), log_q - log_p), d_logits)
-
-
-def diverge_beside_target(logits: Tensor, target: Tensor, top: Top) -> Divergence:
-    """KL(q || p) with the target left out of both, which are renormalised (arXiv 2605.29498): the target itself can be
-    learned, and everything else is kept."""
-    is_target = top.ids == target
-    share = (top.log_q_target - top.log_q[:, -1:]).exp()
-    without = top.log_q[:, -1:] + torch.log1p(-share.clamp(max=MOST_OF_TAIL))
+def leave_target_out(top: Top, target: Tensor) -> Top:
+    """The file's others without a target that is one of them."""
+    log_others = top.log_q[:, -1:]
+    share = (top.log_q_target - log_others).exp()
+    without = log_others + torch.log1p(-share.clamp(max=MOST_OF_TAIL))
     without = without.masked_fill(share > MOST_OF_TAIL, -torch.inf)
-    is_named = is_target.any(dim=1, keepdim=True)
-    log_q = torch.cat(
-        [top.log_q[:, :-1].masked_fill(is_target, -torch.inf), torch.where(is_named, top.log_q[:, -1:], without)], dim=1
-    )
-    top = top._replace(log_q=log_q.log_softmax(dim=1))
-    return diverge_on_top(leave_out(logits, target), target, top)
+    is_named = (top.ids == target).any(dim=1, keepdim=True)
+    return top._replace(log_q=torch.cat([top.log_q[:, :-1], torch.where(is_named, log_others, without)], dim=1))
+
+
+def keep_all(log: Tensor, is_target: Tensor) -> Tensor:
+    return log
+
+
+def keep_named(log: Tensor, is_target: Tensor) -> Tensor:
+    """Both renormalised over the K tokens."""
+    return nn.functional.pad(log[:, :-1].log_softmax(dim=1), (0, 1), value=-torch.inf)
+
+
+def keep_others_than_target(log: Tensor, is_target: Tensor) -> Tensor:
+    """The target left out of both, which are renormalised (arXiv 2605.29498): the target itself can be learned, and
+    everything else is kept."""
+    return log.masked_fill(nn.functional.pad(is_target, (0, 1)), -torch.inf).log_softmax(dim=1)
 
 
 def diverge_forward(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:  # (R, V), (R, 1), (R, V) logits
     """KL(q || p) over the whole vocabulary."""
     log_p, log_q = logits.log_softmax(dim=1), teacher.log_softmax(dim=1)
     q = log_q.exp()
-    return Divergence(weigh_logs(q, log_q - log_p), log_p.exp_().sub_(q))
+    return Divergence(weigh_logs(q, log_q.sub_(log_p)), log_p.exp_().sub_(q))
 
 
 def diverge_forward_beside_target(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:
@@ -89,13 +119,13 @@ def diverge_jensen_shannon(logits: Tensor, target: Tensor, teacher: Tensor) -> D
     log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
     p, ratio = log_p.exp(), log_p - log_m
     own = weigh_logs(p, ratio)
-    values = (own + weigh_logs(log_q.exp(), log_q - log_m)) / 2
+    values = (own + weigh_logs(log_q.exp(), log_q.sub_(log_m))) / 2
     return Divergence(values, p.mul_(ratio.sub_(own)).div_(2))
 
 
 def weigh_logs(weights: Tensor, logs: Tensor) -> Tensor:  # (R, n) each -> (R, 1)
-    """The sum of weights * logs, where a weight of 0 counts 0."""
-    return (weights * logs.masked_fill(weights == 0, 0)).sum(dim=1, keepdim=True)
+    """The sum of weights * logs, in which a weight of 0 counts 0; `logs` become 0 there."""
+    return (weights * logs.masked_fill_(weights == 0, 0)).sum(dim=1, keepdim=True)
 
 
 def leave_out(logits: Tensor, target: Tensor) -> Tensor:
@@ -103,7 +133,11 @@ def leave_out(logits: Tensor, target: Tensor) -> Tensor:
 
 
 # By --teacher-divergence: from a file of the K most probable tokens, and from the teacher's own logits.
-FROM_TOP = {"forward-kl": diverge_on_top, "top-k-kl": diverge_within_top, "masked-kl": diverge_beside_target}
+FROM_TOP = {
+    "forward-kl": FromTop(keep_all),
+    "top-k-kl": FromTop(keep_named),
+    "masked-kl": FromTop(keep_others_than_target, leaves_target_out=True),
+}
 FROM_LOGITS = {
     "forward-kl": diverge_forward,
     "masked-kl": diverge_forward_beside_target,

@@ -80,31 +80,50 @@ def measure_taught_chunk(
     logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
     if softcap is not None:
         logits = (logits / softcap).tanh_().mul_(softcap)
+    shares_softmax = temperature == 1 and isinstance(teacher, Top)
+    divergence = None if shares_softmax else compare(logits, target, teacher, terms)  # frees its copies first
     log_probs = logits.log_softmax(dim=1)
-    cross_entropy, best = -log_probs.gather(1, target), log_probs.argmax(dim=1, keepdim=True)
-    divergence, tail, teachers_best = compare(logits, target, teacher, terms)
-    d_logits = log_probs.exp_()
-    d_logits.scatter_add_(1, target, d_logits.new_full((), -1.0).expand_as(target)).mul_(1 - weight)
-    d_logits[:, : divergence.d_logits.shape[1]].add_(divergence.d_logits, alpha=weight * temperature)
+    cross_entropy, (tail, agrees) = -log_probs.gather(1, target), describe_teacher(teacher, log_probs)
+    if shares_softmax:
+        diverge = FROM_TOP[terms.divergence].diverge_within
+        divergence = diverge(log_probs, target, teacher, share=1 - weight, scale=weight)
+        d_logits = divergence.d_logits
+    else:
+        d_logits = log_probs.exp_().mul_(1 - weight)
+        d_logits[:, : divergence.d_logits.shape[1]].add_(divergence.d_logits, alpha=weight * temperature)
+    d_logits.scatter_add_(1, target, d_logits.new_full((), weight - 1).expand_as(target))
     if softcap is not None:
         d_logits.mul_(1 - (logits / softcap).square_())  # tanh' of the capped logits
     losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence.values
     values = torch.cat([losses, cross_entropy, divergence.values], dim=1)
     if token_weights is not None:
         values, d_logits = values * token_weights, d_logits.mul_(token_weights)
-    values = torch.cat([values, tail.to(values.dtype), (best == teachers_best).to(values.dtype)], dim=1)
+    values = torch.cat([values, tail.to(values.dtype), agrees.to(values.dtype)], dim=1)
     return values, d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
 
 
-def compare(logits: Tensor, target: Tensor, teacher: Top | Tensor, terms: Terms) -> tuple[Divergence, Tensor, Tensor]:
-    """The divergence, the teacher's probability of the tokens that a file does not name, and its likeliest token."""
+def compare(logits: Tensor, target: Tensor, teacher: Top | Tensor, terms: Terms) -> Divergence:
+    """The divergence at the terms' temperature."""
     if isinstance(teacher, Top):
-        divergence = FROM_TOP[terms.divergence](logits / terms.temperature, target, teacher)
-        return divergence, teacher.log_q[:, -1:].exp(), teacher.ids[:, :1]
+        return FROM_TOP[terms.divergence](temper(logits, terms), target, teacher)
     width = min(logits.shape[1], teacher.shape[1])
-    teacher = teacher[:, :width].to(logits.dtype) / terms.temperature
-    divergence = FROM_LOGITS[terms.divergence](logits[:, :width] / terms.temperature, target, teacher)
-    return divergence, torch.zeros_like(divergence.values), teacher.argmax(dim=1, keepdim=True)
+    teacher = temper(teacher[:, :width].to(logits.dtype), terms)
+    return FROM_LOGITS[terms.divergence](temper(logits[:, :width], terms), target, teacher)
+
+
+def temper(logits: Tensor, terms: Terms) -> Tensor:
+    return logits if terms.temperature == 1 else logits / terms.temperature
+
+
+def describe_teacher(teacher: Top | Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # -> (rows, 1) each
+    """The teacher's probability of the tokens that a file does not name, and whether its likeliest token is the
+    model's."""
+    if isinstance(teacher, Top):
+        tail, best = teacher.log_q[:, -1:].exp(), teacher.ids[:, :1]
+    else:
+        best = teacher[:, : log_probs.shape[1]].argmax(dim=1, keepdim=True)
+        tail = torch.zeros_like(best)
+    return tail, log_probs.gather(1, best) == log_probs.amax(dim=1, keepdim=True)
 
 
 @functools.cache
@@ -176,7 +195,7 @@ class TaughtLoss(TokenLoss):
             return (1 - self.terms.weight) * super().sum_own(own, targets)
         logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
         top = Top(targets.soft.ids.long(), targets.soft.log_q, targets.soft.log_q_target)
-        divergence, *_ = compare(logits, labels[:, None], top, self.terms)
+        divergence = compare(logits, labels[:, None], top, self.terms)
         return (1 - self.terms.weight) * super().sum_own(own, targets) + (
             self.terms.weight * self.terms.temperature**2 * divergence.values.sum()
         )

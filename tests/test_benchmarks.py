@@ -115,9 +115,9 @@ def test_continual_learning_trains_with_every_method_and_goes_on_from_its_export
                 "4", "--num-problems", "60", "--vocab-size", "300", "--hidden-size", "32", "--num-layers", "2",
                 "--steps-a", "2", "--steps", "2", "--batch-size", "2", "--learning-rates", "1e-3", "--num-workers", "1",
                 "--methods", "full", "full linear", "LoRA 32", "OSFT weights 0.25",
-                "OSFT activations 0.5")  # fmt: skip
+                "OSFT activations 0.5", "OSFT + masked-kl")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(read_table((tmp_path / "results.md").read_text(), "method")) == 5
+    assert len(read_table((tmp_path / "results.md").read_text(), "method")) == 6
     assert (tmp_path / "LoRA 32 @ 1e-3 @ c" / "model.safetensors").exists(), "no third task from LoRA's export"
 
 
