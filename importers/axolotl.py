@@ -26,6 +26,7 @@ from importers.rules import (
     refuse,
     say,
     say_data,
+    say_entropy_weighting,
     say_epochs,
     say_evals,
     say_if_true,
@@ -216,6 +217,8 @@ KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddin
            "liger_rms_norm_gated", "tokenizer_use_fast", "flash_optimum", "bnb_config_kwargs")  # fmt: skip
 RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
     "base_model": say_model,
+    "use_eaft": say_entropy_weighting,
+    **dict.fromkeys(("eaft_alpha", "eaft_k"), needless("they are use_eaft's, which needs 1 and 20")),
     "revision_of_model": say_revision,
     "lr_scheduler": say_schedule,
     "optimizer": say_optimizer,

@@ -16,7 +16,7 @@ OTHER_OBJECTIVES = {
     **dict.fromkeys(("export_dir", "infer_backend", "do_predict", "predict_with_generate", "merge_lora_only",
                      "sampler_type"), NOT_TRAINING),
     **dict.fromkeys(("ebft", "diffusion"), "has no objective here"),
-    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft"), "the loss is always cross-entropy"),
+    "use_asft_loss": "no such loss is here",
     **dict.fromkeys(("quantization", "qat", "llmcompressor"),
                     "quantization-aware training and compression are not supported"),
 }  # fmt: skip

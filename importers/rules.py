@@ -116,6 +116,17 @@ def say_if_true(**values: Any) -> Rule:
     return rule
 
 
+def say_entropy_weighting(to: Conversion, key: str, value: Any) -> str:
+    """EAFT; other powers or numbers of tokens than the paper's are refused."""
+    if not value:
+        return NEEDLESS
+    for name, default in (("eaft_alpha", 1), ("eaft_k", 20)):
+        if to.get(name, default=default) != default:
+            raise Refusal(f"{name} {to.get(name)}: the weight is the entropy of the 20 most probable tokens itself")
+    to.train["loss_weighting"] = "eaft"
+    return f"loss_weighting: eaft; {DIFFERS}: the entropy is divided by ln 20 = 2.9957, there by 3"
+
+
 def needless(reason: str) -> Rule:
     return lambda to, key, value: f"{NEEDLESS}: {reason}"
 

@@ -130,6 +130,9 @@ def say_mixer(to: Conversion, key: str, value: Any) -> str:
 def say_loss(to: Conversion, key: str, value: Any) -> str:
     if value in ("nll", "chunked_nll"):
         return NEEDLESS
+    if value == "dft":
+        to.train["loss_weighting"] = "dft"
+        return "loss_weighting: dft"
     raise Refusal(f"the loss {value!r} has no objective here")
 
 

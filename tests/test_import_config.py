@@ -371,7 +371,8 @@ CHATS = [dict(path="c.jsonl", type="chat_template")]
         ("llama-factory", dict(pissa_init=True), "changes how or what"),
         ("trl", dict(reward_funcs=["a"], num_generations=4), "reinforcement learning"),
         ("trl", dict(beta=0.1, loss_type="sigmoid"), "beta: a key of preference learning that this trainer does not"),
-        ("trl", dict(loss_type="dft"), "the loss 'dft'"),
+        ("trl", dict(loss_type="other"), "the loss 'other'"),
+        ("llama-factory", dict(stage="sft", use_eaft_loss=True, eaft_alpha=2.0), "eaft_alpha 2"),
     ],
 )
 def test_what_cannot_be_trained_as_it_is_asked_is_refused_by_its_key(trainer, given, reason):
@@ -800,3 +801,16 @@ def test_the_scripts_train_what_was_written(make, tiny_model, tmp_path):
     steps = [step for step in steps if "rewards/margins" in step]
     assert len(steps) == 2 and all(math.isfinite(step["loss"]) for step in steps)
     assert ("nll_loss" in steps[0]) == ("loss_type" in given)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "weighting"),
+    [
+        ("trl", dict(loss_type="dft"), "dft"),
+        ("llama-factory", dict(stage="sft", use_dft_loss=True), "dft"),
+        ("llama-factory", dict(stage="sft", use_eaft_loss=True), "eaft"),
+        ("axolotl", dict(datasets=CHATS, use_eaft=True, eaft_k=20), "eaft"),
+    ],
+)
+def test_weights_by_the_models_own_probabilities_are_written(trainer, given, weighting):
+    assert convert(given, trainer, num_gpus=1).train["loss_weighting"] == weighting
