@@ -125,6 +125,23 @@ def test_the_chunks_derivatives_are_those_of_autograd(softcap):
     torch.testing.assert_close(values[:, 2], divergence.detach() * weights[:, 0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
+def test_the_compiled_chunk_computes_the_same(name):
+    """Traced as --compile traces it, for chunks of any number of rows, without a break."""
+    compiled = torch.compile(measure_taught_chunk, dynamic=True, backend="aot_eager", fullgraph=True)
+    logits, target, whole, top = make_chunk()
+    for rows in (R, R - 2):
+        single = Top(top.ids, top.log_q.float(), top.log_q_target.float())
+        teacher = Top(*(part[:rows] for part in single)) if name in FROM_TOP else whole[:rows].float()
+        arguments = (target[:rows], torch.rand(rows, 1), 1.5, teacher, Terms(0.3, name, 2.0), True)
+        for ours, expected in zip(
+            compiled(logits[:rows].float(), *arguments),
+            measure_taught_chunk(logits[:rows].float(), *arguments),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("weighting", ["dft", "eaft"])
 def test_weights_by_the_models_own_probabilities(weighting):
     hidden, weight = torch.randn(R, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
