@@ -62,10 +62,10 @@ def train(work: Path, name: str, *words: object) -> float:
     return seconds
 
 
-def prefer(work: Path, name: str, *words: object) -> float:
+def prefer(work: Path, name: str, *words: object, data: str = "pairs") -> float:
     """Preference learning from the model after supervised fine-tuning; CPU seconds."""
     return train(work, name, "--config", ROOT / "recipes/preferences.yaml", "--model-name-or-path", work / "sft",
-                 "--data-path", work / "pairs.arrow", "--validation-data-path", work / "held_out_pairs.arrow",
+                 "--data-path", work / f"{data}.arrow", "--validation-data-path", work / f"held_out_{data}.arrow",
                  *words)  # fmt: skip
 
 
@@ -100,10 +100,9 @@ def run_others(work: Path) -> None:
                  "--output-file", work / "feedback.arrow")  # fmt: skip
         tokenize(work, "held_out_pairs", "--format", "preference", "--feedback-from-pairs",
                  "--output-file", work / "held_out_feedback.arrow")  # fmt: skip
-    feedback = ("--data-path", work / "feedback.arrow", "--validation-data-path", work / "held_out_feedback.arrow")
     for name, words in WAYS.items():
         if not (work / name).exists():
-            prefer(work, name, *words, *(feedback if name == "kto" else ()))
+            prefer(work, name, *words, data="feedback" if name == "kto" else "pairs")
     measure(work, "sft", "dpo", "simpo", "orpo", "kto")
 
 
