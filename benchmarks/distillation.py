@@ -115,7 +115,7 @@ def count_parameters(work: Path, name: str) -> int:
 
 
 def make_table(work: Path) -> str:
-    """Mean and standard deviation over seeds, and the differences from cross-entropy alone for as long, seed by seed."""
+    """Mean and standard deviation over seeds, and differences from cross-entropy alone for as long, seed by seed."""
     measures = [read_measures(work, seed) for seed in SEEDS]
     lines = [
         "| | held-out loss | exact match | loss, less cross-entropy's of the same seed |",
