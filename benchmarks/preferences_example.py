@@ -15,9 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 from harness import describe_versions
 
-ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (0, 1, 2)
 SFT = ("--batch-size", 32, "--max-tokens-per-gpu", 4096, "--max-epochs", 3, "--learning-rate", "3e-3",
        "--lr-scheduler", "cosine", "--num-warmup-steps", 20, "--activation-checkpointing", "none")  # fmt: skip
@@ -82,7 +83,7 @@ def run_example(work: Path, seed: int) -> None:
     phases = {
         "data and model": lambda: prepare(work, seed),
         "SFT": lambda: train(work, "sft", *model, *SFT),
-        "DPO": lambda: prefer(work, "dpo", "--seed", seed),
+        "DPO": lambda: prefer(work, "dpo", "--seed", seed, "--preference-nll-weight", 1),
         "measuring": lambda: measure(work, "sft", "dpo"),
     }
     file = work / "seconds.json"

@@ -245,7 +245,7 @@ def test_weights_that_are_not_finite_are_named(value, inputs, world, tmp_path):
     shutil.copytree(inputs["model_name_or_path"], tmp_path / "model")
     name = damage(tmp_path / "model" / "model.safetensors", value)
     message = train_refused(world, inputs | dict(model_name_or_path=str(tmp_path / "model")), tmp_path / "run")
-    assert f"--model-name-or-path {tmp_path / 'model'}: {name} holds 1 " in message
+    assert f"--model-name-or-path {tmp_path / 'model'}: {name} has 1 " in message
 
 
 def test_an_adapter_that_is_not_finite_is_named(inputs, world, tmp_path):
@@ -254,13 +254,13 @@ def test_an_adapter_that_is_not_finite_is_named(inputs, world, tmp_path):
     (adapter,) = (tmp_path / "run" / "hf_format").rglob("adapter_model.safetensors")
     name = damage(adapter, float("nan"))
     message = train_refused(world, inputs, tmp_path / "next", **lora, lora_adapter=str(adapter.parent))
-    assert f"{name} holds 1 NaN" in message
+    assert f"{name} has 1 NaN" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 def test_only_what_is_not_finite_is_refused(dtype):
     check_finite(torch.full((70_000,), 400.0).to(dtype), "large", where="here")  # its sum is beyond float16
-    with pytest.raises(ValueError, match="here: x holds 1 NaN of 3 numbers"):
+    with pytest.raises(ValueError, match="here: x has 1 NaN among 3 numbers"):
         check_finite(torch.tensor([1.0, float("nan"), 2.0]).to(dtype), "x", where="here")
 
 
