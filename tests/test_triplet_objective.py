@@ -79,7 +79,7 @@ class TripletColumns(Columns):
 
 @dataclass
 class TripletTargets(Targets):
-    """Of each sequence its last token; which triplet it is of, and whether it is the anchor, positive or negative."""
+    """The last token of each sequence; its triplet, and whether it is the anchor, positive or negative."""
 
     places: Tensor = None  # (N,) int64: three times the triplet, plus 0, 1 or 2
     num_triplets: int = 0
