@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from in_process import train_on
+from in_process import print_plan, train_on
 from scored_data import score_here, write_data
 from small_runs import read_rows
 from tiny_data import make_samples, write_samples
@@ -21,7 +21,7 @@ from objectives.divergences import FROM_LOGITS, FROM_TOP, Top
 from objectives.soft_targets import make_record_type
 from objectives.teachers import Terms, measure_taught_chunk
 from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
-from ranks.ending import RunError
+from ranks.ending import ExitCode, RunError
 from sampler import draw_samples
 from scoring.score_files import PART_BYTES, ScoreFile
 
@@ -466,3 +466,13 @@ def test_the_teacher_may_read_other_prompts(models, world, tmp_path):
     write_data(seen, models[0], seed=1)
     with pytest.raises((ValueError, RunError), match=r"seen\.arrow: row 1: trains other tokens"):
         score_here(world, models[1], path, teacher_data=(str(seen),), name="other")
+
+
+def test_a_plan_counts_a_teacher_that_reads_each_row(models, elsewhere, tmp_path):
+    write_data(tmp_path / "data.arrow", models[0])
+    plain, taught = (
+        elsewhere(print_plan, make_options(tmp_path, models, dry_run=True, **own))
+        for own in (dict(teacher_weight=None), dict(teacher_model=str(models[1])))
+    )
+    assert (plain[0], taught[0]) == (ExitCode.DONE, ExitCode.DONE)
+    assert "teacher: a forward pass in each step" in taught[1] and "teacher:" not in plain[1]
