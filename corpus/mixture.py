@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,12 @@ from objectives.data_kinds import describe_task
 CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
 
 WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
+
+
+class ByRow(Protocol):
+    """A column's values by the mixture's rows: an array (rows, ...), or a reader of files."""
+
+    def __getitem__(self, row: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Mixture:
         self.sequences = join_sequences([source.sequences for source in sources]) if has_sequences else None
         self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by `count_images`
-        self.computed: dict[str, np.ndarray] = {}  # columns (rows, ...) that no file has; set by `add_column`
+        self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
         self._find_kept()
 
     def _find_kept(self) -> None:
@@ -198,8 +205,8 @@ class Mixture:
             | {name: values[row] for name, values in self.computed.items()}
         )
 
-    def add_column(self, name: str, values: np.ndarray) -> None:
-        """Gives each row (rows, ...) one value more of the sample."""
+    def add_column(self, name: str, values: ByRow) -> None:
+        """Gives each row's sample one value more."""
         self.computed[name] = values
 
     def restricted_to(self, rows: np.ndarray) -> "Mixture":

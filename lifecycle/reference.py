@@ -12,13 +12,13 @@ from corpus.reader import TokenizedData
 from disk import hash_json, written_aside
 from lifecycle.inputs import REFERENCE_MODEL, RunInputs
 from model.config import ModelSource
-from model.fingerprints import fingerprint_data
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import TrainOptions
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
 from scoring.data_scores import score_data
+from scoring.score_files import digest_data
 
 # Rows of a data set that are scored together and then written: a run that is killed continues from there.
 PART_SIZE = 4096
@@ -115,8 +115,8 @@ def assume_reference(inputs: RunInputs) -> None:
 
 
 def locate_values(source: TokenizedData, key: str) -> Path:
-    rows = fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.lengths[:0])
-    return source.path.with_name(f"{source.path.name}.reference-{hash_json([key, rows])[:16]}.npy")
+    digest = hash_json([key, digest_data(source)])
+    return source.path.with_name(f"{source.path.name}.reference-{digest[:16]}.npy")
 
 
 def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32

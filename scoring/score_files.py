@@ -42,6 +42,7 @@ def locate_scores(data_path: Path, name: str) -> Path:
 
 
 def digest_data(data: TokenizedData) -> str:
+    """A digest of all rows, whichever of them are kept."""
     return fingerprint_data(data.path, source=None, lengths=data.lengths, kept=data.lengths[:0])
 
 
