@@ -71,12 +71,18 @@ def draw_means(scores: Scores, *, seed: int, num_resamples: int) -> Iterator[np.
     for num_drawn in cut(num_resamples, num_samples):
         rows = random.integers(num_samples, size=(num_drawn, num_samples))
         if scores.folded is not None:
-            places = rows + num_samples * np.arange(num_drawn)[:, None]
-            times = np.bincount(places.ravel(), minlength=rows.size).reshape(rows.shape)  # draws of each sample
+            times = count_draws(rows)
             yield np.stack([scores.folded.fold(times @ counts) for counts in scores.folded.counts], axis=1)
             continue
         divisors = scores.divisors[rows].sum(1)
         yield np.stack([sums[rows].sum(1) / divisors for sums in scores.sums], axis=1)
+
+
+def count_draws(rows: np.ndarray) -> np.ndarray:  # (r, n) -> (r, n)
+    """How often each of n samples was drawn in each resample."""
+    num_drawn, num_samples = rows.shape
+    places = rows + num_samples * np.arange(num_drawn)[:, None]
+    return np.bincount(places.ravel(), minlength=rows.size).reshape(rows.shape)
 
 
 def cut(num_resamples: int, num_samples: int) -> Iterator[int]:
