@@ -214,3 +214,17 @@ class PlotOptions:
     smoothing: int | None = None
     """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
     Default: depends on the longest run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinualOptions:
+    """Train on tasks one after the other, and measure what is learnt and forgotten (docs/continual.md)."""
+
+    paths: tuple[str, ...]
+    """YAML file of the tasks; with --compare, output directories of experiments."""
+    output_dir: str | None = None
+    """Output directory. Default: the file's output_dir."""
+    compare: bool = False
+    """Compare experiments with the same tasks, instead of running one."""
+    output: str | None = None
+    """--compare only: page to write (.html), in addition to the tables."""

@@ -1,0 +1,92 @@
+"""Measures a model on tasks and probes by evaluate_model.py, and reads the scores of each question."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from continual.data import Prepared, describe
+from continual.matrix import Cell, Row
+from continual.settings import CHOICE_METRICS, SetSettings, Settings, Values
+from continual.stages import Runner, Stage
+from evaluation.kept import read_lines
+
+SCORE, LOSS = "score", "loss"  # kinds of a row
+FEW_RESAMPLES = {"num_resamples": 100}  # of evaluate's own intervals, which nothing here reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """One start of evaluate: sets that are measured with the same options."""
+
+    name: str  # of its folder
+    kind: str
+    sets: tuple[SetSettings, ...]
+    options: Values
+
+
+def measure(
+    model: str, sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings, folder: Path, runner: Runner
+) -> Row:
+    """The model's scores and losses on the sets."""
+    row: Row = {}
+    for one in group(sets, prepared, settings):
+        place = folder / one.name
+        options = FEW_RESAMPLES | one.options | {"model": [model], "output_dir": str(place)}
+        runner.run(Stage(program="evaluate", folder=place, options=options), what=describe(place, settings))
+        for own in one.sets:
+            row.setdefault(one.kind, {})[own.name] = read_cell(place, own, one.kind, root=Path(settings.output_dir))
+    return row
+
+
+def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings) -> list[Measuring]:
+    """Sets that one start of evaluate can measure together. Probes come first: their names stay as tasks are added."""
+    found: list[Measuring] = []
+    answered: dict[str, list[SetSettings]] = {}
+    for one in sets:
+        if one.test is not None:
+            answered.setdefault(json.dumps([settings.evaluate | one.evaluate, one.metric]), []).append(one)
+    for i, own in enumerate(answered.values()):
+        metrics = [] if own[0].metric in (None, *CHOICE_METRICS) else [own[0].metric]
+        options = settings.evaluate | own[0].evaluate
+        options |= {"task": [str(prepared[one.name].test) for one in own]} | ({"metrics": metrics} if metrics else {})
+        name = "answers" if i == 0 else f"answers_{i + 1}"
+        found.append(Measuring(name=name, kind=SCORE, sets=tuple(own), options=options))
+    for one in sets:
+        if one.lm_eval is not None:
+            options = drop_format(settings.evaluate | one.evaluate) | {"lm_eval": [one.lm_eval]}
+            found.append(Measuring(name=f"harness_{one.name}", kind=SCORE, sets=(one,), options=options))
+    held_out = [one for one in sets if prepared[one.name].held_out is not None]
+    if held_out:
+        options = drop_format(settings.evaluate) | {"data": [str(prepared[one.name].held_out) for one in held_out]}
+        found.append(Measuring(name="losses", kind=LOSS, sets=tuple(held_out), options=options))
+    return found
+
+
+def drop_format(options: Values) -> Values:
+    """The options without that of rows, which only files of prompts have."""
+    return {name: value for name, value in options.items() if name != "format"}
+
+
+def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
+    """Each question's score, or each sample's mean loss with its number of trained tokens."""
+    (samples,) = (folder / "samples").iterdir()
+    if kind == LOSS:
+        lines = [line for line in read_lines(samples / f"{one.name}.losses.jsonl") if line["num_targets"] > 0]
+        weights = np.array([line["num_targets"] for line in lines], float)
+        return Cell("loss", np.array([line["loss_sum"] for line in lines]) / weights, weights)
+    path = samples / ("lm_eval.json" if one.lm_eval is not None else f"{one.name}.scores.jsonl")
+    lines = read_harness(path) if one.lm_eval is not None else read_lines(path)
+    metric = one.metric or next(iter(lines[0]["scores"]))
+    if metric not in lines[0]["scores"]:
+        raise ValueError(f"{one.name}: metric: given {metric!r}, allowed: {', '.join(lines[0]['scores'])}")
+    values = np.array([line["scores"][metric] for line in lines], float)
+    return Cell(metric, values, None, str(path.relative_to(root.absolute())))
+
+
+def read_harness(path: Path) -> list[dict[str, Any]]:
+    """The samples of a task of the harness; of a group of tasks, of all of them."""
+    found = json.loads(path.read_text())
+    return [sample for task in sorted(found) for sample in sorted(found[task], key=lambda sample: sample["index"])]
