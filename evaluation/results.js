@@ -8,21 +8,15 @@ const signed = value => (value < 0 ? "−" : "+") + format(Math.abs(value));
 const interval = value => `[${format(value.low)}, ${format(value.high)}]`;
 const known = chosen => chosen.metrics[metric];
 
-function option(value, text) {
-  const node = make("option", "", text);
-  node.value = value;
-  return node;
-}
-
 function choose(set) {
   chosen = set;
   metric = 0;
   byId("set").textContent = set.name;
-  byId("metric").replaceChildren(...set.metrics.map((one, i) => option(i, one.name.replaceAll("_", " "))));
+  byId("metric").replaceChildren(...set.metrics.map((one, i) => makeOption(i, one.name.replaceAll("_", " "))));
   byId("filter").replaceChildren(
-    option("all", "all samples"),
-    ...(data.models.length > 1 ? [option("differ", "where models differ")] : []),
-    ...data.models.map((label, i) => option(`low ${i}`, `where ${label} is wrong, or behind`)),
+    makeOption("all", "all samples"),
+    ...(data.models.length > 1 ? [makeOption("differ", "where models differ")] : []),
+    ...data.models.map((label, i) => makeOption(`low ${i}`, `where ${label} is wrong, or behind`)),
   );
   for (const button of byId("sets").children) button.setAttribute("aria-pressed", button.textContent === set.name);
   draw();
@@ -132,24 +126,6 @@ function find() {
   drawSamples();
 }
 
-// Text is only ever put in as text; what was searched for is marked.
-function fill(node, text) {
-  const wanted = byId("search").value.toLowerCase(), lower = text.toLowerCase();
-  node.textContent = "";
-  if (!wanted || lower.length !== text.length) {
-    node.textContent = text;
-    return node;
-  }
-  for (let from = 0; from < text.length;) {
-    const hit = lower.indexOf(wanted, from);
-    node.append(text.slice(from, hit < 0 ? text.length : hit));
-    if (hit < 0) break;
-    node.append(make("mark", "", text.slice(hit, hit + wanted.length)));
-    from = hit + wanted.length;
-  }
-  return node;
-}
-
 function drawSamples() {
   const last = Math.min(at + PER_PAGE, found.length);
   byId("position").textContent = found.length ? `${at + 1}–${last} of ${found.length}` : "none";
@@ -160,14 +136,14 @@ function drawSamples() {
 
 function drawSample(sample) {
   const node = make("article", "sample", ""), answers = make("div", "answers", "");
-  node.append(fill(make("p", "place", ""), sample.place));
-  if (sample.prompt) node.append(fill(make("p", "prompt", ""), sample.prompt));
-  for (const reference of sample.references) node.append(fill(make("p", "reference", ""), reference));
+  node.append(makeSearched("p", "place", sample.place));
+  if (sample.prompt) node.append(makeSearched("p", "prompt", sample.prompt));
+  for (const reference of sample.references) node.append(makeSearched("p", "reference", reference));
   const tells = known(chosen).is_right_or_wrong || spread(sample) > 1e-6;
   sample.answers.forEach((answer, i) => {
     const box = make("div", "answer" + (tells ? isGood(sample, i) ? " right" : " wrong" : ""), "");
     box.append(make("h3", "", data.models[i]));
-    if (!["losses", "pairs"].includes(chosen.kind)) box.append(fill(make("p", "", ""), answer.text || "(nothing)"));
+    if (!["losses", "pairs"].includes(chosen.kind)) box.append(makeSearched("p", "", answer.text || "(nothing)"));
     const scores = chosen.metrics.flatMap((one, k) =>
       one.is_mean ? [`${one.name.replaceAll("_", " ")} ${Number(answer.scores[k].toFixed(4))}`] : []);
     box.append(make("small", "", scores.join(" · ") + (answer.is_cut ? " · cut at its longest" : "")));
