@@ -38,7 +38,7 @@ ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python AP
 
 # Options of torchrun that `PARALLEL` words take beside their own; each has one value.
 TORCHRUN_OPTIONS = {
-    "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; train: one per GPU if not given",
+    "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; train starts one per GPU",
     "nnodes": "machines, each of which runs the same command",
     "node-rank": "number of this machine, from 0, where there is no rendezvous",
     "rdzv-id": "name of the job, the same on every machine",
@@ -174,8 +174,8 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         "score-data": groups.ScoreDataOptions,
     }
     options = parse_options(classes[word])  # what cannot be used is refused once, and not by every rank
-    exit_file = Path(getattr(options, "output_dir", FOLDER)) / EXIT_FILE  # train.py alone writes it
-    before = identify_file(exit_file)
+    exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
+    before = exit_file and identify_file(exit_file)
     try:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -197,7 +197,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     except ValueError as error:  # what torchrun says of an option's value
         refuse(f"torchrun: {error}")
     # The ranks heard of it and ended together: they have written why.
-    was_written = exit_file.exists() and identify_file(exit_file) != before
+    was_written = exit_file is not None and exit_file.exists() and identify_file(exit_file) != before
     return json.loads(exit_file.read_text())["code"] if was_written else 128 + killed_by
 
 

@@ -10,7 +10,7 @@ from continual.page import write_page
 from continual.context import Context
 from continual.data import Prepared, prepare
 from continual.matrix import FILE, Experiment, Row, Sequence, write_experiment
-from continual.measuring import measure
+from continual.measuring import describe_row, measure
 from continual.sequence import run_sequence
 from continual.settings import SetSettings, Settings, draw_orders
 from continual.stages import Runner
@@ -50,7 +50,9 @@ def measure_start(
 ) -> Row:
     """The start model's row; with measure: seen, that of the probes alone."""
     measured = sets if settings.measure == "all" else list(settings.probes)
-    return measure(settings.model, measured, prepared, settings, root / "start", runner) if measured else {}
+    row = measure(settings.model, measured, prepared, settings, root / "start", runner)
+    say(f"start: {describe_row(row)}")
+    return row
 
 
 def write_results(settings: Settings, sequences: list[Sequence], root: Path) -> None:

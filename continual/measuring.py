@@ -22,8 +22,7 @@ class Measuring:
     """One start of evaluate: sets that are measured with the same options."""
 
     name: str  # of its folder
-    kind: str
-    sets: tuple[SetSettings, ...]
+    measured: tuple[tuple[str, SetSettings], ...]  # kinds and sets
     options: Values
 
 
@@ -36,33 +35,42 @@ def measure(
         place = folder / one.name
         options = FEW_RESAMPLES | one.options | {"model": [model], "output_dir": str(place)}
         runner.run(Stage(program="evaluate", folder=place, options=options), what=describe(place, settings))
-        for own in one.sets:
-            row.setdefault(one.kind, {})[own.name] = read_cell(place, own, one.kind, root=Path(settings.output_dir))
+        for kind, own in one.measured:
+            row.setdefault(kind, {})[own.name] = read_cell(place, own, kind, root=Path(settings.output_dir))
     return row
 
 
 def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings) -> list[Measuring]:
     """Sets that one start of evaluate can measure together. Probes come first: their names stay as tasks are added."""
     found: list[Measuring] = []
-    answered: dict[str, list[SetSettings]] = {}
-    for one in sets:
-        if one.test is not None:
-            answered.setdefault(json.dumps([settings.evaluate | one.evaluate, one.metric]), []).append(one)
-    for i, own in enumerate(answered.values()):
-        metrics = [] if own[0].metric in (None, *CHOICE_METRICS) else [own[0].metric]
-        options = settings.evaluate | own[0].evaluate
-        options |= {"task": [str(prepared[one.name].test) for one in own]} | ({"metrics": metrics} if metrics else {})
-        name = "answers" if i == 0 else f"answers_{i + 1}"
-        found.append(Measuring(name=name, kind=SCORE, sets=tuple(own), options=options))
+    held_out = [one for one in sets if prepared[one.name].held_out is not None]
+    losses = {"data": [str(prepared[one.name].held_out) for one in held_out]} if held_out else {}
+    with_losses = tuple((LOSS, one) for one in held_out)
+    for own in group_tests(sets, settings):
+        metrics = sorted({one.metric for one in own} - {None, *CHOICE_METRICS})
+        options = settings.evaluate | own[0].evaluate | {"task": [str(prepared[one.name].test) for one in own]}
+        options |= ({"metrics": metrics} if metrics else {}) | losses
+        name = "answers" if not found else f"answers_{len(found) + 1}"
+        found.append(Measuring(name=name, measured=(*((SCORE, one) for one in own), *with_losses), options=options))
+        losses, with_losses = {}, ()  # the first start measures the losses, too
+    if losses:
+        options = drop_format(settings.evaluate) | losses
+        found.append(Measuring(name="losses", measured=with_losses, options=options))
     for one in sets:
         if one.lm_eval is not None:
             options = drop_format(settings.evaluate | one.evaluate) | {"lm_eval": [one.lm_eval]}
-            found.append(Measuring(name=f"harness_{one.name}", kind=SCORE, sets=(one,), options=options))
-    held_out = [one for one in sets if prepared[one.name].held_out is not None]
-    if held_out:
-        options = drop_format(settings.evaluate) | {"data": [str(prepared[one.name].held_out) for one in held_out]}
-        found.append(Measuring(name="losses", kind=LOSS, sets=tuple(held_out), options=options))
+            found.append(Measuring(name=f"harness_{one.name}", measured=((SCORE, one),), options=options))
     return found
+
+
+def group_tests(sets: list[SetSettings], settings: Settings) -> list[list[SetSettings]]:
+    """Tests with the same options of evaluate; those without a metric, which have the default ones, are apart."""
+    found: dict[str, list[SetSettings]] = {}
+    for one in sets:
+        if one.test is not None:
+            key = json.dumps([settings.evaluate | one.evaluate, one.metric is None])
+            found.setdefault(key, []).append(one)
+    return list(found.values())
 
 
 def drop_format(options: Values) -> Values:
@@ -90,3 +98,9 @@ def read_harness(path: Path) -> list[dict[str, Any]]:
     """The samples of a task of the harness; of a group of tasks, of all of them."""
     found = json.loads(path.read_text())
     return [sample for task in sorted(found) for sample in sorted(found[task], key=lambda sample: sample["index"])]
+
+
+def describe_row(row: Row) -> str:
+    """The means of a row in one line."""
+    cells = [(name, cell) for kind in sorted(row, reverse=True) for name, cell in row[kind].items()]
+    return ", ".join(f"{name} {cell.mean:.3f} ({cell.metric})" for name, cell in cells)

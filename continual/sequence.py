@@ -7,12 +7,13 @@ from pathlib import Path
 from continual.context import Context, Model
 from continual.data import describe
 from continual.matrix import Row, Sequence
-from continual.measuring import measure
+from continual.measuring import describe_row, measure
 from continual.replay import find_replay, mix
 from continual.rounds import learn_in_rounds
 from continual.settings import SetSettings, Task, Values
 from continual.stages import Stage
 from disk import written_aside
+from ranks.messages import say
 
 STATISTICS = "osft_statistics.safetensors"
 
@@ -30,6 +31,7 @@ def run_sequence(
         measured = choose_sets(context, tasks, t)
         row = measure(model.path, measured, context.prepared, settings, folder / "measured", context.runner)
         rows.append(fill_in(rows, row, tasks, t) if settings.adapters == "separate" else row)
+        say(f"{describe(folder, settings)}: {describe_row(rows[-1])}")
         report(Sequence(names, order, context.seed, tuple(rows)))
 
 
