@@ -86,8 +86,9 @@ class EvaluateOptions:
     lm_eval: tuple[str, ...] = ()
     """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
     metrics: tuple[str, ...] = ()
-    """Metrics of the answers: exact_match, normalised_match, contains, number, token_f1, label, rouge_1, rouge_2,
-    rouge_l, bleu, chrf. Default: those that suit the references. Choices are always scored by their likelihood."""
+    """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
+    rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references. Choices are always
+    scored by their likelihood."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
