@@ -32,15 +32,14 @@ class Prepared:
 
     train: Path | None = None
     validation: Path | None = None
-    held_out: Path | None = None  # its name begins with the set's, as does that of `test`
-    test: Path | None = None
+    held_out: Path | None = None  # NAME_held_out.ENDING
+    test: Path | None = None  # NAME.ENDING
 
 
-def prepare(one: SetSettings, settings: Settings, runner: Runner) -> Prepared:
-    """Tokenizes the set's rows."""
-    folder = Path(settings.output_dir).absolute() / "data" / one.name
+def prepare(one: SetSettings, settings: Settings, folder: Path, runner: Runner) -> Prepared:
+    """Tokenizes the set's rows in `folder`."""
     held_out = None if one.held_out is None else open_set(one, "held_out", one.held_out, settings, folder, runner)
-    test = None if one.test is None else link(Path(one.test), folder / "test")
+    test = None if one.test is None else link(Path(one.test), folder / "test", name=one.name)
     if not isinstance(one, Task):
         return Prepared(held_out=held_out, test=test)
     validation = (
@@ -51,7 +50,8 @@ def prepare(one: SetSettings, settings: Settings, runner: Runner) -> Prepared:
     options = settings.process_data | one.process_data
     train = tokenize(list(one.input_file), options, settings, folder / "train", name=one.name, runner=runner)
     if splits_off(one, settings):
-        held_out = Outputs(train, None, True).validation.data
+        files = Outputs(train, None, True).validation
+        held_out = link_set(files, folder / "held_out", name=f"{one.name}_held_out")
     return Prepared(train=train, validation=validation, held_out=held_out, test=test)
 
 
@@ -62,11 +62,10 @@ def open_set(one: SetSettings, kind: str, path: str, settings: Settings, folder:
         objective = json.loads(files.sidecar.read_text()).get("objective", CAUSAL_LM)
         if objective != CAUSAL_LM:
             raise ValueError(f"{one.name}: {kind} {path} is for {objective}; allowed: data of language models")
-        link(files.sidecar, folder / kind, name=f"{one.name}{files.data.suffix}.meta.json")
-        return link(files.data, folder / kind)
+        return link_set(files, folder / kind, name=f"{one.name}_{kind}")
     options = settings.process_data | (one.process_data if isinstance(one, Task) else {})
     options = {name: value for name, value in options.items() if name != "validation_share"}
-    return tokenize([path], options, settings, folder / kind, name=one.name, runner=runner)
+    return tokenize([path], options, settings, folder / kind, name=f"{one.name}_{kind}", runner=runner)
 
 
 def tokenize(
@@ -75,25 +74,26 @@ def tokenize(
     """Makes a data set of rows by process-data; returns its path."""
     output = folder / f"{name}.arrow"
     given = {"input_file": rows, "output_file": str(output), "model_name_or_path": settings.model}
-    runner.run(Stage(program="process-data", folder=folder, options=options | given), what=describe(folder, settings))
+    runner.run(Stage(program="process-data", folder=folder, options=options | given))
     return output
 
 
-def describe(folder: Path, settings: Settings) -> str:
-    """The stage's place in the experiment, for messages."""
-    return str(folder.relative_to(Path(settings.output_dir).absolute()))
-
-
-def link(target: Path, folder: Path, *, name: str | None = None) -> Path:
-    """A link to a file in the set's `folder`, whose parent is named after the set. Measurements have its name."""
+def link(target: Path, folder: Path, *, name: str) -> Path:
+    """A link in `folder` to a file, whose name there begins with `name`, as that of its measurements does."""
     if not target.exists():
         raise ValueError(f"{target}: does not exist")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / (name or f"{folder.parent.name}{''.join(target.suffixes)}")
+    path = folder / f"{name}{''.join(target.suffixes)}"
     if not path.is_symlink():
         with written_aside(path) as (aside,):
             os.symlink(target.absolute(), aside)
     return path
+
+
+def link_set(files: DataSetFiles, folder: Path, *, name: str) -> Path:
+    """Links to a data set and its sidecar; returns that to the data set."""
+    link(files.sidecar, folder, name=name)
+    return link(files.data, folder, name=name)
 
 
 def count_samples(data: Path) -> int:

@@ -5,12 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from continual.page import write_page
-
+from continual.compare import describe_comparison
 from continual.context import Context
 from continual.data import Prepared, prepare
-from continual.matrix import FILE, Experiment, Row, Sequence, write_experiment
+from continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
 from continual.measuring import describe_row, measure
+from continual.page import write_page
 from continual.sequence import run_sequence
 from continual.settings import SetSettings, Settings, draw_orders
 from continual.stages import Runner
@@ -21,46 +21,57 @@ RECORD, PAGE = "continual.json", "results.html"
 Record = dict[str, Any]
 
 
-def run_experiment(settings: Settings) -> None:
-    """Runs, or continues, an experiment; ValueError, OSError or RunError say why it cannot."""
-    root = Path(settings.output_dir).absolute()
-    runner = Runner(root, num_processes=settings.num_processes)
-    orders = settle(settings, root / RECORD)
-    sets: list[SetSettings] = [*settings.probes, *settings.tasks]
-    prepared = {one.name: prepare(one, settings, runner) for one in sets}
+def run_experiments(several: list[Settings]) -> None:
+    """Runs, or continues, one experiment, or one for each method with the data and the start model's measurements that
+    they share. ValueError, OSError or RunError say why it cannot."""
+    root = several[0].root if len(several) == 1 else several[0].root.parent
+    runner = Runner(root, num_processes=several[0].num_processes)
+    orders = [settle(settings, settings.root / RECORD) for settings in several]
+    sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
+    prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
+    for settings, own in zip(several, orders, strict=True):
+        run_experiment(settings, own, prepared, runner)
+    if len(several) > 1:
+        directories = [settings.root for settings in several]
+        experiments = [read_experiment(directory) for directory in directories]
+        write_page(root / PAGE, experiments, directories)
+        say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
+    runner.lock.release()
+
+
+def run_experiment(settings: Settings, orders: list[list[str]], prepared: dict[str, Prepared], runner: Runner) -> None:
+    """Trains on all orders with all seeds."""
     done: dict[tuple[int, int], Sequence] = {}
 
     def report(sequence: Sequence) -> None:
         done[sequence.order, sequence.seed] = sequence
-        write_results(settings, list(done.values()), root)
+        write_results(settings, list(done.values()))
 
-    start = measure_start(sets, prepared, settings, root, runner)
+    start = measure_start(settings, prepared, runner)
     for i, names in enumerate(orders):
         for seed in settings.seeds:
-            folder = root / f"order_{i + 1}_seed_{seed}"
+            folder = settings.root / f"order_{i + 1}_seed_{seed}"
             context = Context(settings=settings, runner=runner, prepared=prepared, folder=folder, seed=seed)
             tasks = [settings.find_task(name) for name in names]
             run_sequence(context, tasks, order=i + 1, start=start, report=report)
-    say(f"results: {root / FILE}\nresults page: {(root / PAGE).as_uri()}")
-    runner.lock.release()
+    say(f"results: {settings.root / FILE}\nresults page: {(settings.root / PAGE).as_uri()}")
 
 
-def measure_start(
-    sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings, root: Path, runner: Runner
-) -> Row:
+def measure_start(settings: Settings, prepared: dict[str, Prepared], runner: Runner) -> Row:
     """The start model's row; with measure: seen, that of the probes alone."""
-    measured = sets if settings.measure == "all" else list(settings.probes)
-    row = measure(settings.model, measured, prepared, settings, root / "start", runner)
-    say(f"start: {describe_row(row)}")
+    measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
+    folder = runner.root / "start"
+    row = measure(settings.model, measured, prepared, settings, folder, runner)
+    runner.say(folder, describe_row(row))
     return row
 
 
-def write_results(settings: Settings, sequences: list[Sequence], root: Path) -> None:
+def write_results(settings: Settings, sequences: list[Sequence]) -> None:
     """Writes results.json and the page of what is known so far."""
     names = [tuple(one.name for one in group) for group in (settings.tasks, settings.probes)]
     experiment = Experiment(settings.label, describe_method(settings), *names, tuple(sequences), settings.measure)
-    write_experiment(experiment, root / FILE)
-    write_page(root / PAGE, [experiment], [root])
+    write_experiment(experiment, settings.root / FILE)
+    write_page(settings.root / PAGE, [experiment], [settings.root])
 
 
 def describe_method(settings: Settings) -> str:
@@ -110,6 +121,7 @@ def settle(settings: Settings, path: Path) -> list[list[str]]:
 
 
 def write_record(path: Path, record: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as (aside,):
         aside.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -1,13 +1,14 @@
 """Measures a model on tasks and probes by evaluate_model.py, and reads the scores of each question."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from continual.data import Prepared, describe
+from continual.data import Prepared
 from continual.matrix import Cell, Row
 from continual.settings import CHOICE_METRICS, SetSettings, Settings, Values
 from continual.stages import Runner, Stage
@@ -29,15 +30,15 @@ class Measuring:
 def measure(
     model: str, sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings, folder: Path, runner: Runner
 ) -> Row:
-    """The model's scores and losses on the sets."""
+    """The model's scores and losses on the sets, in their order."""
     row: Row = {}
     for one in group(sets, prepared, settings):
         place = folder / one.name
         options = FEW_RESAMPLES | one.options | {"model": [model], "output_dir": str(place)}
-        runner.run(Stage(program="evaluate", folder=place, options=options), what=describe(place, settings))
+        runner.run(Stage(program="evaluate", folder=place, options=options))
         for kind, own in one.measured:
-            row.setdefault(kind, {})[own.name] = read_cell(place, own, kind, root=Path(settings.output_dir))
-    return row
+            row.setdefault(kind, {})[own.name] = read_cell(place, own, kind, root=settings.root)
+    return {kind: {one.name: cells[one.name] for one in sets if one.name in cells} for kind, cells in row.items()}
 
 
 def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Settings) -> list[Measuring]:
@@ -82,7 +83,7 @@ def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
     """Each question's score, or each sample's mean loss with its number of trained tokens."""
     (samples,) = (folder / "samples").iterdir()
     if kind == LOSS:
-        lines = [line for line in read_lines(samples / f"{one.name}.losses.jsonl") if line["num_targets"] > 0]
+        lines = [line for line in read_lines(samples / f"{one.name}_held_out.losses.jsonl") if line["num_targets"] > 0]
         weights = np.array([line["num_targets"] for line in lines], float)
         return Cell("loss", np.array([line["loss_sum"] for line in lines]) / weights, weights)
     path = samples / ("lm_eval.json" if one.lm_eval is not None else f"{one.name}.scores.jsonl")
@@ -91,7 +92,7 @@ def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
     if metric not in lines[0]["scores"]:
         raise ValueError(f"{one.name}: metric: given {metric!r}, allowed: {', '.join(lines[0]['scores'])}")
     values = np.array([line["scores"][metric] for line in lines], float)
-    return Cell(metric, values, None, str(path.relative_to(root.absolute())))
+    return Cell(metric, values, None, os.path.relpath(path, root))
 
 
 def read_harness(path: Path) -> list[dict[str, Any]]:

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from continual.context import Context, Model
-from continual.data import OF_ROWS, as_row, count_samples, describe, read_questions, read_rows, tokenize, write_rows
+from continual.data import OF_ROWS, as_row, count_samples, read_questions, read_rows, tokenize, write_rows
 from continual.settings import Replay, Task, Values
 from continual.stages import Stage
 from evaluation.metrics import score_answer
-from inference.prompts import Prompt
-from ranks.messages import say
+from inference.prompts import Prompt, read_prompts
 
 
 def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder: Path) -> list[Path]:
@@ -44,7 +43,7 @@ def choose_rows(context: Context, task: Task, folder: Path) -> Path:
             f"replay: {num_held_out:,} rows of {data} hold questions of a test or held-out set: remove them, or give"
             f" input_file for task {task.name}, whose rows can be left out"
         )
-    say(f"{describe(folder, context.settings)}: {num_held_out:,} rows with held-out questions are not replayed")
+    context.runner.say(folder, f"{num_held_out:,} rows with held-out questions are not replayed")
     questions = [prompt for prompt in read_questions(task, context.settings) if not context.held_out.has(prompt)]
     rows = folder / "rows.jsonl"
     write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in questions])
@@ -62,11 +61,11 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
     if options.get("temperature", 0) != 0:
         options["seed"] = context.seed
     stage = Stage(program="generate", folder=folder, options=options)
-    context.runner.run(stage, what=describe(folder, settings))
+    context.runner.run(stage)
     if not rows.is_file():
         write_rows(rows, keep_passing(prompts, answers, task, replay))
     num_kept, num_asked = len(read_rows(rows)), len(read_rows(prompts))
-    say(f"{describe(folder, settings)}: {num_kept:,} of {num_asked:,} own answers pass {task.metric}")
+    context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}")
     return tokenize_own(context, task, rows, folder) if num_kept else None
 
 
@@ -79,13 +78,13 @@ def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:
 
 def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> list[dict]:
     """Rows of the answers that ended by themselves and score enough."""
-    asked, kept = read_rows(prompts), []
-    labels = sorted({find_reference(row) for row in asked}) if task.metric == "label" else []
+    rows, asked, kept = read_rows(prompts), read_prompts([str(prompts)], None), []
+    labels = sorted({find_reference(row) for row in rows})
     for line in read_rows(answers):
-        row = asked[line["index"]]
-        score = score_answer(task.metric, line["answer"], [find_reference(row)], labels)
+        prompt, answer = asked[line["index"]], line["answer"]
+        score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
         if line["finish_reason"] == "stop" and score >= replay.min_score:
-            kept.append(replace_answer(row, line["answer"]))
+            kept.append(replace_answer(rows[line["index"]], answer))
     return kept
 
 

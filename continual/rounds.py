@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from continual.context import Context, Model
-from continual.data import as_row, describe, read_questions, read_rows, write_rows
+from continual.data import as_row, read_questions, read_rows, write_rows
 from continual.replay import find_reference, replace_answer, tokenize_own
 from continual.settings import SelfDistillation, Settings, Task, Values
 from continual.stages import Stage
 from disk import hash_file, remove, written_aside
 from options import DataOptions
-from ranks.messages import say
 
 EXPORT = Path("hf_format/last")
 
@@ -52,7 +51,7 @@ def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, op
         own |= {"data_path": [str(data)], "teacher_weight": 1.0, "output_dir": str(place / "run")}
         if checkpoint is not None:
             own["continue_from"] = str(checkpoint)
-        context.runner.run(Stage(program="train", folder=place, options=own), what=describe(place, context.settings))
+        context.runner.run(Stage(program="train", folder=place, options=own))
         run = place / "run"
         checkpoint, student = run / "checkpoints" / f"step_{steps[i]}", str(run / EXPORT)
         if settings.teacher == "average" and i + 1 < len(parts):
@@ -87,20 +86,20 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
     options = sampling | {"model": one.student, "prompts": [str(prompts)], "output": str(answers)}
     if options["temperature"] != 0:
         options["seed"] = context.seed + one.number
-    runner.run(Stage(program="generate", folder=folder, options=options), what=describe(folder, settings))
+    runner.run(Stage(program="generate", folder=folder, options=options))
     rows = {"student": folder / "student.jsonl", "teacher": folder / "teacher.jsonl"}
     if not rows["teacher"].is_file():
         pairs = [pair for pair in map(lambda line: pair_rows(part, line, settings), read_rows(answers)) if pair]
         if not pairs:
             raise ValueError(f"{answers}: every answer is empty, so there is nothing to learn from")
         if len(pairs) < len(part):
-            say(f"{describe(folder, settings)}: {len(part) - len(pairs):,} empty answers are left out")
+            runner.say(folder, f"{len(part) - len(pairs):,} empty answers are left out")
         for path, own in zip(rows.values(), zip(*pairs, strict=True), strict=True):
             write_rows(path, list(own))
     data = {name: tokenize_own(context, task, path, folder, name=name) for name, path in rows.items()}
     scoring = settings.score_data | {"model_name_or_path": one.teacher, "top_k": settings.self_distillation.top_k}
     scoring |= {"data_path": [str(data["student"])], "teacher_data": [str(data["teacher"])]}
-    runner.run(Stage(program="score-data", folder=folder, options=scoring), what=describe(folder, settings))
+    runner.run(Stage(program="score-data", folder=folder, options=scoring))
     record(folder, [*rows.values(), *data.values()])
     return data["student"]
 
@@ -141,5 +140,5 @@ def average(context: Context, one: Round, student: str, settings: SelfDistillati
     stage = Stage(program="merge-models", folder=one.folder, options=options)
     if not stage.is_done:
         remove(output)  # of a start that was killed before it was recorded
-    context.runner.run(stage, what=describe(one.folder, context.settings))
+    context.runner.run(stage)
     return str(output)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from continual.context import Context, Model
-from continual.data import describe
 from continual.matrix import Row, Sequence
 from continual.measuring import describe_row, measure
 from continual.replay import find_replay, mix
@@ -13,7 +12,6 @@ from continual.rounds import learn_in_rounds
 from continual.settings import SetSettings, Task, Values
 from continual.stages import Stage
 from disk import written_aside
-from ranks.messages import say
 
 STATISTICS = "osft_statistics.safetensors"
 
@@ -31,7 +29,7 @@ def run_sequence(
         measured = choose_sets(context, tasks, t)
         row = measure(model.path, measured, context.prepared, settings, folder / "measured", context.runner)
         rows.append(fill_in(rows, row, tasks, t) if settings.adapters == "separate" else row)
-        say(f"{describe(folder, settings)}: {describe_row(rows[-1])}")
+        context.runner.say(folder, describe_row(rows[-1]))
         report(Sequence(names, order, context.seed, tuple(rows)))
 
 
@@ -69,7 +67,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     else:
         options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
         run = folder / "run"
-        context.runner.run(Stage(program="train", folder=folder, options=options), what=describe(folder, settings))
+        context.runner.run(Stage(program="train", folder=folder, options=options))
     export = run / "hf_format" / settings.export
     if settings.adapters == "merged":
         return Model(path=str(export), start=str(export), statistics=statistics)

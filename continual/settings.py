@@ -159,8 +159,12 @@ class Settings:
     self_distillation: SelfDistillation | None = None
 
     @property
+    def root(self) -> Path:
+        return Path(self.output_dir).absolute()
+
+    @property
     def label(self) -> str:
-        return self.name or Path(self.output_dir).name
+        return self.name or self.root.name
 
     def train_options(self, task: Task) -> Values:
         """Options of train for a task; between tasks weights stay in full precision unless another type is given."""
@@ -173,17 +177,45 @@ class Settings:
 NESTED = {"replay": Replay, "self_distillation": SelfDistillation}
 
 
-def read_settings(path: Path, *, output_dir: str | None = None) -> Settings:
-    """Reads and checks a YAML file; `output_dir` replaces its own. ValueError names the file and the key."""
+def read_settings(path: Path, *, output_dir: str | None = None) -> list[Settings]:
+    """Reads and checks a YAML file: the settings of one experiment, or of one for each of its `methods`.
+
+    `output_dir` replaces the file's own. ValueError names the file and the key.
+    """
     given = read_yaml(path, named=str(path), numbers_as_written=True)
-    if output_dir is not None:
-        given["output_dir"] = output_dir
+    given |= {} if output_dir is None else {"output_dir": output_dir}
+    methods = given.pop("methods", None)
     try:
-        settings = read_group(Settings, given, where="")
-        check_settings(settings)
+        if methods is None:
+            return [check_settings(read_group(Settings, given, where=""))]
+        return [read_method(name, values, given) for name, values in check_methods(methods).items()]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return settings
+
+
+# What a method may set: how tasks are learnt, and neither data nor measurements, which all methods share.
+OF_METHODS = ("train", "replay", "self_distillation", "adapters", "export", "generate", "score_data")
+
+
+def check_methods(methods: Any) -> dict[str, Values]:
+    if not isinstance(methods, dict) or len(methods) < 2:
+        raise ValueError(f"methods: given {methods!r}, allowed: two or more names, each with its settings")
+    check_names(list(methods))
+    for name, values in methods.items():
+        unknown = [] if values is None else [key for key in values if key not in OF_METHODS]
+        if not isinstance(values, dict | None) or unknown:
+            raise ValueError(f"methods: {name}: given {unknown or values!r}, allowed: {', '.join(OF_METHODS)}")
+    return {name: values or {} for name, values in methods.items()}
+
+
+def read_method(name: str, values: Values, given: Values) -> Settings:
+    """The settings of one method: its options of a program are added to those of all methods."""
+    own = {key: given.get(key, {}) | value if key in RESERVED else value for key, value in values.items()}
+    root = Path(given.get("output_dir", "")) / name
+    try:
+        return check_settings(read_group(Settings, given | own | {"output_dir": str(root), "name": name}, where=""))
+    except ValueError as error:
+        raise ValueError(f"methods: {name}: {error}") from None
 
 
 def read_group(group: type[Group], given: Any, *, where: str) -> Group:
@@ -245,8 +277,8 @@ def check_options(program: str, given: Mapping[str, Any], *, where: str) -> Valu
     return found
 
 
-def check_settings(settings: Settings) -> None:
-    """Raises ValueError for settings that contradict each other or say too little."""
+def check_settings(settings: Settings) -> Settings:
+    """Returns the settings; ValueError if they contradict each other or say too little."""
     if not settings.tasks:
         raise ValueError("tasks: none is given; give a list of tasks, each with a name and rows")
     check_names([one.name for one in (*settings.tasks, *settings.probes)])
@@ -266,12 +298,15 @@ def check_settings(settings: Settings) -> None:
     uses_lora = [bool(settings.train_options(task).get("lora")) for task in settings.tasks]
     if settings.adapters != "merged" and not all(uses_lora):
         raise ValueError(f"adapters: {settings.adapters}: has no effect without train: {{lora: true}} for every task")
+    return settings
 
 
 def check_names(names: list[str]) -> None:
     for name in names:
         if not NAME.fullmatch(name):
             raise ValueError(f"name: given {name!r}, allowed: letters, digits, _ and -, since folders have it")
+        if name.endswith("_held_out"):
+            raise ValueError(f"name: given {name!r}, allowed: names without the ending _held_out")
         if names.count(name) > 1:
             raise ValueError(f"name: {name!r} is given to two tasks or probes")
 
@@ -301,7 +336,7 @@ def check_task(task: Task, settings: Settings) -> None:
     if splits_off(task, settings) and task.held_out is not None:
         raise ValueError(f"{where} held_out is given, and validation_share splits off another; give one of them")
     values = settings.train_options(task)
-    problems = find_problems(group_options(TrainOptions, **as_complete(values)))
+    problems = find_problems(group_options(TrainOptions, **as_complete(values, settings)))
     if problems:
         raise ValueError(f"{where} train: " + "\n  ".join(problems))
     if not {"max_epochs", "max_steps", "max_samples", "max_tokens"} & {k for k, v in values.items() if v is not None}:
@@ -310,13 +345,15 @@ def check_task(task: Task, settings: Settings) -> None:
         raise ValueError(f"{where} export: best needs validation data for every task")
 
 
-def as_complete(values: Values) -> Values:
+def as_complete(values: Values, settings: Settings) -> Values:
     """The options of train with stand-ins for those that are known when the task starts."""
     later = {"model_name_or_path": "M", "output_dir": "D", "data_path": ("data.arrow",)}
     if values.get("osft_basis") == "activations":
         later["osft_statistics"] = "statistics"
-    if any(values.get(key) for key in ("validate_every_steps", "validate_at_epoch", "early_stopping_patience")):
+    if any(task.validation is not None for task in settings.tasks):
         later["validation_data_path"] = ("validation.arrow",)
+    if settings.replay is not None and settings.replay.teacher_weight is not None:
+        later |= {"teacher_weight": settings.replay.teacher_weight, "teacher_model": "self"}
     return values | later
 
 

@@ -54,16 +54,20 @@ class Stage:
 class Runner:
     """Runs stages, one after the other, in a locked directory."""
 
-    def __init__(self, output_dir: Path, *, num_processes: int):
+    def __init__(self, root: Path, *, num_processes: int):
         """Locks the directory; RunError if another process uses it."""
-        self.lock, self.num_processes = wait_for_lock(output_dir), num_processes
+        self.root, self.num_processes, self.lock = root, num_processes, wait_for_lock(root)
         signal.signal(signal.SIGTERM, self.stop)
 
     def stop(self, *_: object) -> None:
         """Ends as a scheduler asks; the running program saves first (`run_child`)."""
         raise RunError(ExitCode.SAVED_AND_REQUEUE, "stopped (SIGTERM); start the same command again to continue")
 
-    def run(self, stage: Stage, *, what: str) -> None:
+    def say(self, folder: Path, text: str) -> None:
+        """Prints what happens in a folder of the directory."""
+        say(f"{folder.relative_to(self.root)}: {text}")
+
+    def run(self, stage: Stage) -> None:
         """Runs a stage unless it is done; RunError if it fails or stops."""
         if stage.is_done:
             return
@@ -74,15 +78,15 @@ class Runner:
         if self.num_processes > 1 and is_parallel(stage):
             words += ["--nproc-per-node", str(self.num_processes)]
         start = time.monotonic()
-        say(f"{what}: mini-trainer {' '.join(words)}")
+        self.say(stage.folder, f"mini-trainer {' '.join(words)}")
         with stage.file("log").open("a", encoding="utf-8") as log:
             code, last_words = run_child(words, log, prints=False, pass_fds=(self.lock.file,))
         if code != ExitCode.DONE:
-            raise RunError(describe_code(code), f"{what}: {last_words}\n(all output: {stage.file('log')})")
+            raise RunError(describe_code(code), f"{last_words}\n(all output: {stage.file('log')})")
         seconds = time.monotonic() - start
         with written_aside(stage.file("done")) as (aside,):
             aside.write_text(json.dumps({"options": hash_json(stage.text), "seconds": round(seconds, 1)}) + "\n")
-        say(f"{what}: done in {seconds:.0f} s")
+        self.say(stage.folder, f"{stage.program} took {seconds:.0f} s")
 
 
 def is_parallel(stage: Stage) -> bool:

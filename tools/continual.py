@@ -20,10 +20,9 @@ if __name__ == "__main__":
     options = parse_options(ContinualOptions)  # before the slow imports, so that --help and typos respond at once
 
 from continual.compare import describe_comparison
-from continual.page import write_page
-
-from continual.experiment import run_experiment
+from continual.experiment import run_experiments
 from continual.matrix import read_experiment
+from continual.page import write_page
 from continual.settings import read_settings
 from ranks.ending import ExitCode, RunError, exit_with_message
 from ranks.messages import say
@@ -32,7 +31,7 @@ from ranks.messages import say
 def continual(options: ContinualOptions) -> None:
     """Runs an experiment, or compares several."""
     if not options.compare:
-        return run_experiment(read_settings(Path(options.paths[0]), output_dir=options.output_dir))
+        return run_experiments(read_settings(Path(options.paths[0]), output_dir=options.output_dir))
     directories = [Path(path) for path in options.paths]
     experiments = [read_experiment(directory) for directory in directories]
     say(describe_comparison(experiments))
