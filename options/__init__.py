@@ -59,5 +59,6 @@ from .training import (
     TrainOptions,
     list_defaults,
     list_identifying_options,
+    list_shared_options,
     list_unchangeable_options,
 )

@@ -291,6 +291,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "teacher_model",
     "async_checkpoint",  # these: test_resume.py
     "resume",
+    "continue_from",  # these two: test_continue_from.py
+    "schedule_steps",
     "allow_changed_options",
     "hang_timeout",  # these: test_faults.py
     "start_timeout",  # test_agreement.py
