@@ -33,4 +33,5 @@ class Model:
     path: str  # of the model to measure: of an export, of an adapter, or a name on the hub
     start: str  # of the model that the next task trains
     adapter: Path | None = None  # that the next task trains further
-    statistics: Path | None = None  # of OSFT
+    statistics: Path | None = None  # of OSFT, as are the bases
+    bases: Path | None = None

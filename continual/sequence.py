@@ -14,6 +14,7 @@ from continual.stages import Stage
 from disk import written_aside
 
 STATISTICS = "osft_statistics.safetensors"
+BASES = Path("osft", "bases.safetensors")  # methods.osft_bases.BASES_FILE, without its imports
 
 
 def run_sequence(
@@ -62,6 +63,8 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     if own.validation is not None:
         options["validation_data_path"] = [str(own.validation)]
     options |= choose_adapter(context, options, model) | choose_statistics(context, options, earlier, statistics)
+    if options.get("osft") and settings.keep_osft_bases:
+        options["osft_bases"] = "new" if model.bases is None else str(model.bases)
     if settings.self_distillation is not None:
         run = learn_in_rounds(context, task, model, folder, options)
     else:
@@ -70,7 +73,8 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
         context.runner.run(Stage(program="train", folder=folder, options=options))
     export = run / "hf_format" / settings.export
     if settings.adapters == "merged":
-        return Model(path=str(export), start=str(export), statistics=statistics)
+        bases = export / BASES if "osft_bases" in options else model.bases
+        return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)
     adapter = export if settings.adapters == "continued" else None
     return Model(path=str(export), start=settings.model, adapter=adapter, statistics=statistics)
 

@@ -43,7 +43,15 @@ RESERVED = {
     "train": {
         *("config", "model_name_or_path", "output_dir", "data_path", "data_weights", "data_weights_by", "seed"),
         *("resume", "continue_from", "schedule_steps", "export_name", "lora_adapter", "lora_export"),
-        *("osft_statistics", "validation_data_path", "input_file", "input_dataset", "mock_data", "dry_run"),
+        *(
+            "osft_statistics",
+            "osft_bases",
+            "validation_data_path",
+            "input_file",
+            "input_dataset",
+            "mock_data",
+            "dry_run",
+        ),
         *("print_config", "preset", "push_to_hub", "allow_changed_options", "keep_exports"),
     },
     "process_data": {"config", "input_file", "output_file", "model_name_or_path", "preview_html"},
@@ -148,6 +156,8 @@ class Settings:
     adapters: Literal["merged", "continued", "separate"] = "merged"
     """LoRA. merged: each task trains a new adapter, merged into the model before the next; continued: one adapter,
     trained further by every task; separate: one adapter for each task, all from the start model."""
+    keep_osft_bases: bool = True
+    """OSFT: keep every direction that earlier tasks kept, exactly (train --osft-bases)."""
     train: Values = field(default_factory=dict)
     process_data: Values = field(default_factory=dict)
     evaluate: Values = field(default_factory=dict)
@@ -194,7 +204,7 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> list[Settings
 
 
 # What a method may set: how tasks are learnt, and neither data nor measurements, which all methods share.
-OF_METHODS = ("train", "replay", "self_distillation", "adapters", "export", "generate", "score_data")
+OF_METHODS = ("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data")
 
 
 def check_methods(methods: Any) -> dict[str, Values]:

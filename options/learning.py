@@ -179,6 +179,9 @@ class OSFTOptions:
     osft_keep_energy: float | None = None
     """activations only: keep the directions that carry this share of each layer's input energy, instead of
     --osft-unfreeze-rank-ratio."""
+    osft_bases: str | None = None
+    """Tasks in a row: osft/bases.safetensors of the export that this run starts from, whose kept directions are all
+    kept exactly, or new for the first task. Exports then hold these and this run's directions."""
     osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
     """importance: blocks that change their input less keep more directions; the unfreeze ratio is then the mean."""
 

@@ -91,7 +91,7 @@ IDENTIFYING_GROUPS = (
 
 # Options of these groups that are places of files, whose content identifies the run instead.
 PLACES = (
-    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter"),
+    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "osft_bases", "lora_adapter"),
     *("reference_model", "teacher_model", "teacher_scores"),
 )
 

@@ -240,6 +240,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "osft_keep_energy",
     "osft_rank_allocation",
     "osft_cache_dir",
+    "osft_bases",  # test_osft_bases.py
     "freeze",  # test_vision.py
     "max_image_tokens_per_gpu",  # test_vision_packing.py
     "lora_rank",  # these: test_lora.py
