@@ -26,6 +26,14 @@ def run_experiments(several: list[Settings]) -> None:
     they share. ValueError, OSError or RunError say why it cannot."""
     root = several[0].root if len(several) == 1 else several[0].root.parent
     runner = Runner(root, num_processes=several[0].num_processes)
+    try:
+        run_methods(several, root, runner)
+    finally:
+        runner.lock.release()
+
+
+def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
+    """Runs the experiments one after the other, then compares them."""
     orders = [settle(settings, settings.root / RECORD) for settings in several]
     sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
     prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
@@ -36,7 +44,6 @@ def run_experiments(several: list[Settings]) -> None:
         experiments = [read_experiment(directory) for directory in directories]
         write_page(root / PAGE, experiments, directories)
         say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
-    runner.lock.release()
 
 
 def run_experiment(settings: Settings, orders: list[list[str]], prepared: dict[str, Prepared], runner: Runner) -> None:

@@ -5,6 +5,7 @@ SDFT: Shenfeld et al. 2026, arXiv 2601.19897. Here the teacher's distribution is
 tokens and one bucket, and the divergence is KL(teacher || model).
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ from continual.replay import find_reference, replace_answer, tokenize_own
 from continual.settings import SelfDistillation, Settings, Task, Values
 from continual.stages import Stage
 from disk import hash_file, remove, written_aside
-from options import DataOptions
+from options import DataOptions, OptimizationOptions
 
 EXPORT = Path("hf_format/last")
 
@@ -47,7 +48,8 @@ def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, op
         place = folder / f"round_{i + 1}"
         one = Round(folder=place, number=i, student=student, teacher=teacher, checkpoint=checkpoint)
         data = make_data(context, task, one, part)
-        own = options | {"max_steps": steps[i], "schedule_steps": sum(steps), "checkpoint_every_steps": steps[i]}
+        own = options | {"max_steps": steps[i], "checkpoint_every_steps": steps[i]}
+        own |= {"schedule_steps": sum(steps)} if needs_end(options) else {}
         own |= {"data_path": [str(data)], "teacher_weight": 1.0, "output_dir": str(place / "run")}
         if checkpoint is not None:
             own["continue_from"] = str(checkpoint)
@@ -57,6 +59,12 @@ def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, op
         if settings.teacher == "average" and i + 1 < len(parts):
             teacher = average(context, one, student, settings)
     return run
+
+
+def needs_end(options: Values) -> bool:
+    """Whether the learning rate depends on the number of steps, which is that of all rounds."""
+    names = [entry.name for entry in dataclasses.fields(OptimizationOptions)]
+    return OptimizationOptions(**{name: options[name] for name in names if name in options}).needs_end
 
 
 def draw_rows(context: Context, task: Task, *, epochs: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from continual.rounds import learn_in_rounds
 from continual.settings import SetSettings, Task, Values
 from continual.stages import Stage
 from disk import written_aside
+from options.problems.methods import LORA_ADAPTER_SAYS
 
 STATISTICS = "osft_statistics.safetensors"
 BASES = Path("osft", "bases.safetensors")  # methods.osft_bases.BASES_FILE, without its imports
@@ -62,7 +63,8 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     }
     if own.validation is not None:
         options["validation_data_path"] = [str(own.validation)]
-    options |= choose_adapter(context, options, model) | choose_statistics(context, options, earlier, statistics)
+    options = choose_adapter(context, options, model)
+    options |= choose_statistics(context, options, earlier, statistics)
     if options.get("osft") and settings.keep_osft_bases:
         options["osft_bases"] = "new" if model.bases is None else str(model.bases)
     if settings.self_distillation is not None:
@@ -80,12 +82,16 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
 
 
 def choose_adapter(context: Context, options: Values, model: Model) -> Values:
-    """LoRA's options: what it starts from and exports."""
+    """The options with LoRA's: what it starts from and exports."""
     if not options.get("lora"):
-        return {}
+        return options
     if context.settings.adapters == "merged":
-        return {"lora_export": "merged"}
-    return {"lora_export": "adapter"} | ({} if model.adapter is None else {"lora_adapter": str(model.adapter)})
+        return options | {"lora_export": "merged"}
+    if model.adapter is None:
+        return options | {"lora_export": "adapter"}
+    determined = {f"lora_{name}" for name in LORA_ADAPTER_SAYS}  # by the adapter that is trained further
+    kept = {name: value for name, value in options.items() if name not in determined}
+    return kept | {"lora_export": "adapter", "lora_adapter": str(model.adapter)}
 
 
 def hand_on_statistics(context: Context, task: Task, model: Model, folder: Path) -> Path | None:
