@@ -67,7 +67,7 @@ def choose_objective(options: TrainOptions) -> str:
                 "--context-parallel: not supported with images, whose tokens cannot be split over ranks; remove the"
                 " option, or tokenize the data without process_data.py --images"
             )
-        if options.teacher.teacher_weight is not None:
+        if options.teacher.teacher_weight:
             raise ValueError("--teacher-weight: not with images, which score-data does not read; leave it out")
         return VISION
     default = VisionOptions()
@@ -76,7 +76,7 @@ def choose_objective(options: TrainOptions) -> str:
         raise ValueError(
             f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
         )
-    return name if options.teacher.teacher_weight is None else TAUGHT
+    return TAUGHT if options.teacher.teacher_weight else name
 
 
 def choose_settings(options: TrainOptions) -> Settings:

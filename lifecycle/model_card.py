@@ -27,7 +27,7 @@ MAX_POINTS = 300  # maximum points of the curve; each is the mean of equally man
 WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
 LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
-            "track", "track_project", "track_name", "push_to_hub", "hub_private")  # fmt: skip
+            "continue_from", "track", "track_project", "track_name", "push_to_hub", "hub_private")  # fmt: skip
 
 
 def make_card(output_dir: Path, options: TrainOptions, inputs: RunInputs, position: RunPosition) -> dict[str, str]:
@@ -90,9 +90,18 @@ def describe_training(options: TrainOptions, inputs: RunInputs, params: dict[str
         ("samples", f"{position.num_samples:,}"),
         ("tokens", f"{position.num_tokens:,}, trained and masked"),
         ("ranks", f"{params['world_size']} x {params['device']}"),
+        *describe_origin(inputs),
         ("starts", f"{len(params['starts'])}, the first {params['starts'][0]['started']}"),
     ]
     return f"Trained by mini_trainer{commit}.\n\n" + table(("", ""), rows)
+
+
+def describe_origin(inputs: RunInputs) -> list[tuple[str, str]]:
+    """A row for a run that continues another one, in which the base model trained before."""
+    origin = inputs.origin
+    if origin is None:
+        return []
+    return [("trained before", f"{origin.num_steps:,} steps in other runs, to the checkpoint `{origin.digest}`")]
 
 
 def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:

@@ -185,6 +185,8 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
         if name not in before and name not in defaults:
             continue
         old, new = before.get(name, defaults.get(name)), now.get(name)
+        if isinstance(new, list) and not isinstance(old, list):  # an older version took one value, or None
+            old = [] if old is None else [old]
         if old != new:
             is_digest = name in (OF_METHOD, ORIGIN) or (isinstance(old, str) and len(old) == 64)
             changes[name] = name if is_digest else f"{name} ({old} before, now {new})"

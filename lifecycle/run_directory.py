@@ -60,7 +60,9 @@ class RunDirectory:
             control.own(self.path)
         self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.checkpoints.resume)
         origin = options.checkpoints.continue_from
-        self.origin: Checkpoint | None = origin and call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
+        self.origin: Checkpoint | None = None
+        if origin is not None:
+            self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
         self.identity: dict[str, Any] = {}
         self.changes: list[str] = []

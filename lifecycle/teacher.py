@@ -1,8 +1,9 @@
 """A run's teacher: files of its scores next to the data sets, or a model that reads each micro-batch first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
 from disk import hash_json
 from lifecycle.inputs import TEACHER_MODEL, RunInputs
 from model.config import ModelSource
@@ -12,41 +13,47 @@ from objectives.packed_model import PackedModel
 from objectives.soft_targets import SOFT_COLUMN
 from pretrained.files import name_model
 from ranks.ending import log
-from scoring.score_files import ScoreColumn, ScoreFile, locate_scores
+from scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
 
 
 def open_scores(inputs: RunInputs, objective: Objective) -> Objective:
     """Adds the teacher's scores to the run's data, if the objective learns from them; returns the objective for them.
 
-    ValueError if a training set has none, or they do not fit. Validation sets are measured by them if all have some.
+    ValueError if a training set that needs them has none, or they do not fit. Validation sets are measured by them if
+    all have some.
     """
     inputs.teacher = SELF if objective.teacher_model == SELF else None
     name = objective.scores_name
     if name is None:
         return objective
-    files = add_scores(inputs.data, name)
+    taught = [source for i, source in enumerate(inputs.data.sources) if objective.needs_scores(i)]
+    files = add_scores(inputs.data, name, taught)
     held_out = inputs.validation_data
     if held_out is not None:
         without = [str(source.path) for source in held_out.sources if not locate_scores(source.path, name).exists()]
         if without:
             log.info(f"validation: no teacher's scores of {', '.join(without)}: measured by the cross-entropy alone")
         else:
-            files += add_scores(held_out, name)
+            files += add_scores(held_out, name, held_out.sources)
     inputs.teacher = hash_json([file.sidecar for file in files])
     return objective.with_scores([file.sidecar for file in files])
 
 
-def add_scores(data: Mixture, name: str) -> list[ScoreFile]:
-    """Adds the scores to the data; ValueError for ids that the model does not have: padding rows of a server's head."""
-    files = [ScoreFile(source, name) for source in data.sources]
-    for file in files:
+def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> list[ScoreFile]:
+    """Adds the scores to the data; returns the files of the `taught` sets, the only ones that are read.
+
+    ValueError for ids that the model does not have: padding rows of a server's head.
+    """
+    files = {source: ScoreFile(source, name) for source in taught}
+    for file in files.values():
         if file.sidecar["max_token_id"] >= data.vocab_size:
             raise ValueError(
                 f"{file.path}: names token id {file.sidecar['max_token_id']}, beyond the model's vocabulary of"
                 f" {data.vocab_size}: score the data by --engine hf, which leaves out what is not the tokenizer's"
             )
-    data.add_column(SOFT_COLUMN, ScoreColumn(files))
-    return files
+    top_k = files[taught[0]].sidecar["top_k"]
+    data.add_column(SOFT_COLUMN, ScoreColumn([files.get(source) or NoScores(source, top_k) for source in data.sources]))
+    return list(files.values())
 
 
 def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:

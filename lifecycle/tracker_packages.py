@@ -20,7 +20,10 @@ from ranks.ending import log
 DEFAULT_PROJECT = "mini_trainer"
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # maximum that MLflow accepts in one call
 MLFLOW_LONGEST = 6000  # maximum characters of a parameter
-FACTS = ("started", "first_step", "resumed_from", "changed_options", "world_size", "device", "versions", "git_commit")
+FACTS = (
+    *("started", "first_step", "resumed_from", "continued_from", "changed_options"),
+    *("world_size", "device", "versions", "git_commit"),
+)
 
 
 class Wandb:

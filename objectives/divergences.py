@@ -41,10 +41,10 @@ class FromTop:
         return self.diverge_within(logits.log_softmax(dim=1), target, top)
 
     def diverge_within(
-        self, log_p: Tensor, target: Tensor, top: Top, *, share: float = 0.0, scale: float = 1.0
+        self, log_p: Tensor, target: Tensor, top: Top, *, share: float | Tensor = 0.0, scale: float | Tensor = 1.0
     ) -> Divergence:
         """The divergence, and share * p + scale * its derivatives in place of `log_p`, so that a cross-entropy's
-        derivatives need no memory of their own.
+        derivatives need no memory of their own. `share` and `scale` are numbers, or (R, 1).
 
         The student's probability of all others counts as no less than the smallest normal number.
         """

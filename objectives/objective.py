@@ -134,6 +134,10 @@ class Objective(ABC):
         scores) by the reference model."""
         raise NotImplementedError
 
+    def needs_scores(self, source: int) -> bool:
+        """Whether the training set of this index has to have one of `scores_name`'s files."""
+        return True
+
     def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Objective":
         """The objective for data with these sidecars of `scores_name`'s files; ValueError if they do not fit."""
         raise NotImplementedError

@@ -32,15 +32,26 @@ from ranks.row_group import RowGroup
 TAUGHT = "taught"  # among objectives
 DEFAULT_TOP_K = 32
 VALUES = ("loss", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")  # of a token
+NUM_VALUES = len(VALUES) + 1  # and 1 if the token has a teacher, which the last three are means over
 
 
 @dataclass(frozen=True)
 class Terms:
     """The weights of the loss's two terms."""
 
-    weight: float  # of the divergence; the cross-entropy has the rest
+    weight: float | Tensor  # of the divergence, the cross-entropy has the rest; or one of each row (rows, 1)
     divergence: str  # a key of FROM_TOP or FROM_LOGITS
     temperature: float = 1.0
+    by_source: tuple[float, ...] = ()  # weights of data sets that have different ones; `weight` is then the largest
+
+    def weigh_rows(self, targets: NextTokens) -> Tensor | None:  # (N, 1)
+        """The weight of each target; None if it is `weight`."""
+        if not self.by_source or targets.sources is None:  # no sources: a check's row, or one without targets
+            return None
+        weights = torch.zeros(len(targets.sources), 1, device=targets.sources.device)
+        for source, weight in enumerate(self.by_source):
+            weights.masked_fill_(targets.sources[:, None] == source, weight)
+        return weights
 
 
 @dataclass
@@ -72,12 +83,16 @@ def measure_taught_chunk(
     terms: Terms,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """VALUES (rows, 5), the loss's derivatives by the logits (rows, V) in their type, and by the bias (V,).
+    """VALUES and 1 with a teacher (rows, NUM_VALUES), the loss's derivatives by the logits (rows, V) in their type, and
+    by the bias (V,).
 
     Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared on what both have.
+    Rows with a weight of 0 of their own have no teacher.
     """
     dtype, weight, temperature = logits.dtype, terms.weight, terms.temperature
     logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    has_own_weights = isinstance(weight, Tensor)
+    weight = weight.to(logits.dtype) if has_own_weights else weight
     if softcap is not None:
         logits = (logits / softcap).tanh_().mul_(softcap)
     shares_softmax = temperature == 1 and isinstance(teacher, Top)
@@ -90,15 +105,23 @@ def measure_taught_chunk(
         d_logits = divergence.d_logits
     else:
         d_logits = log_probs.exp_().mul_(1 - weight)
-        d_logits[:, : divergence.d_logits.shape[1]].add_(divergence.d_logits, alpha=weight * temperature)
-    d_logits.scatter_add_(1, target, d_logits.new_full((), weight - 1).expand_as(target))
+        compared, scale = d_logits[:, : divergence.d_logits.shape[1]], weight * temperature
+        if has_own_weights:
+            compared.addcmul_(divergence.d_logits, scale)
+        else:
+            compared.add_(divergence.d_logits, alpha=scale)
+    at_target = weight - 1 if has_own_weights else d_logits.new_full((), weight - 1).expand_as(target)
+    d_logits.scatter_add_(1, target, at_target)
     if softcap is not None:
         d_logits.mul_(1 - (logits / softcap).square_())  # tanh' of the capped logits
     losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence.values
     values = torch.cat([losses, cross_entropy, divergence.values], dim=1)
     if token_weights is not None:
         values, d_logits = values * token_weights, d_logits.mul_(token_weights)
-    values = torch.cat([values, tail.to(values.dtype), agrees.to(values.dtype)], dim=1)
+    is_taught = weight > 0 if has_own_weights else torch.ones_like(agrees)
+    values = torch.cat([values, *(part.to(values.dtype) for part in (tail, agrees, is_taught))], dim=1)
+    if has_own_weights:
+        values[:, 2:].mul_(is_taught)
     return values, d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
 
 
@@ -133,18 +156,20 @@ def fuse_taught_chunk() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
 
 @dataclass(frozen=True)
 class TaughtChunk:
-    """The loss of a chunk's tokens: a `MeasureChunk` whose values are VALUES."""
+    """The loss of a chunk's tokens: a `MeasureChunk` whose values are `measure_taught_chunk`'s."""
 
     tokens: TrainedTokens
     targets: TaughtTargets
     terms: Terms
+    weights: Tensor | None  # (N, 1), of each token in place of the terms'
     is_fused: bool = False
 
     def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, teacher = self.tokens, self.read_teacher(chunk)
         measure = fuse_taught_chunk() if self.is_fused and len(logits) > 1 else measure_taught_chunk
         weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
-        return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, self.terms, needs_bias)
+        terms = self.terms if self.weights is None else replace(self.terms, weight=self.weights[chunk])
+        return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, terms, needs_bias)
 
     def read_teacher(self, chunk: slice) -> Top | Tensor:
         """The chunk's part of what a file says, or the teacher's logits."""
@@ -172,22 +197,26 @@ class TaughtLoss(TokenLoss):
         targets = micro_batch.targets
         if targets.soft is None and targets.teacher is None:
             return (1 - self.terms.weight) * super().sum(reader, micro_batch, shared=shared)
-        return self.sum_taught(reader, self.predict(reader, micro_batch), targets)
+        weights = self.terms.weigh_rows(targets)
+        return self.sum_taught(reader, self.predict(reader, micro_batch), targets, weights=weights)
 
-    def sum_taught(self, reader: TextReader, tokens: TrainedTokens, targets: TaughtTargets) -> Tensor:
-        measure = TaughtChunk(tokens, targets, self.terms, self.is_fused)
-        return self.sum_by_source(
-            reader, targets, tokens, measure, num_values=len(VALUES), chunk_bytes=CHUNK_BYTES // 2
-        )
+    def sum_taught(
+        self, reader: TextReader, tokens: TrainedTokens, targets: TaughtTargets, *, weights: Tensor | None = None
+    ) -> Tensor:
+        measure = TaughtChunk(tokens, targets, self.terms, weights, self.is_fused)
+        return self.sum_by_source(reader, targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
 
     def score(self, reader: TextReader, micro_batch: MicroBatch) -> Scores:
-        """What a language model scores, VALUES and the number of targets that have a teacher."""
+        """What a language model scores, VALUES and the number of targets that have a teacher.
+
+        The weights of data sets are of those that train: here all targets count.
+        """
         tokens, targets = self.predict(reader, micro_batch), micro_batch.targets
         scores = self.score_sources(tokens, targets)
-        taught = scores.new_zeros(len(scores), len(VALUES) + 1)
+        taught = scores.new_zeros(len(scores), NUM_VALUES)
         if targets.soft is not None or targets.teacher is not None:
             self.sum_taught(reader, tokens, targets)
-            taught[:, :-1], taught[:, -1] = reader.reports["source_values"].double(), scores[:, -1]
+            taught = reader.reports["source_values"].double()
         return Scores(torch.cat([scores, taught], dim=1))
 
     def sum_own(self, own: Own, targets: TaughtTargets) -> Tensor:
@@ -216,9 +245,10 @@ class Taught(CausalLM):
     @property
     def title(self) -> str:
         terms = self.terms
+        weights = ", ".join(f"{weight:g}" for weight in terms.by_source or (terms.weight,))
+        weight = f"weight{'s' if terms.by_source else ''} {weights}"
         return (
-            f"{self.name} with {self.teacher_title} ({terms.divergence}, weight {terms.weight:g}, temperature"
-            f" {terms.temperature:g})"
+            f"{self.name} with {self.teacher_title} ({terms.divergence}, {weight}, temperature {terms.temperature:g})"
         )
 
     def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
@@ -235,6 +265,9 @@ class Taught(CausalLM):
             soft = read_records([sample[SOFT_COLUMN] for sample in samples])
             assert len(soft.ids) == len(targets.index), (len(soft.ids), len(targets.index))
         return TaughtTargets(**vars(targets), soft=soft)
+
+    def needs_scores(self, source: int) -> bool:
+        return not self.terms.by_source or self.terms.by_source[source] > 0
 
     def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Taught":
         for name, wanted in (("temperature", self.terms.temperature), ("top_k", sidecars[0]["top_k"])):
@@ -264,21 +297,24 @@ class Taught(CausalLM):
 
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
         """`loss` is the cross-entropy, as in other runs; without a teacher its metrics are None."""
-        own, (*values, num_targets) = sums[:3], sums[3:].tolist()
-        found = describe_values(values, num_targets)
+        own, values = sums[:3], sums[3:].tolist()
+        found = describe_values(values, values[-1])
         del found["cross_entropy"]
         return super().summarize(own, None) | found
 
 
 def describe_values(values: Sequence[float], num_targets: float) -> dict[str, float | None]:
-    """Means over targets, without the loss's own."""
-    named = dict(zip(VALUES[1:], map(float, values[1:]), strict=True))
-    return {name: value / num_targets if num_targets else None for name, value in named.items()}
+    """The means of sums (NUM_VALUES,), without the loss: over targets, or over those that have a teacher."""
+    _, cross_entropy, *said, num_taught = map(float, values)
+    found = {"cross_entropy": cross_entropy / num_targets if num_targets else None}
+    return found | {n: value / num_taught if num_taught else None for n, value in zip(VALUES[2:], said, strict=True)}
 
 
 def make_taught(options: TeacherOptions, family: Family, noise: EmbeddingNoise | None = None) -> Taught:
     """The objective as the options say."""
-    terms = Terms(options.teacher_weight, options.teacher_divergence, options.teacher_temperature)
+    weights = options.teacher_weight
+    by_source = weights if len(set(weights)) > 1 else ()
+    terms = Terms(max(weights), options.teacher_divergence, options.teacher_temperature, by_source)
     if options.teacher_model is not None:
         name = options.teacher_model
         title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"

@@ -70,8 +70,9 @@ class PreferenceOptions:
 class TeacherOptions:
     """Learning from a teacher's next-token distributions (docs/teachers.md)."""
 
-    teacher_weight: float | None = None
-    """Weight of the divergence from the teacher, from 0 to 1; the cross-entropy has the rest. Default: no teacher."""
+    teacher_weight: tuple[float, ...] = ()
+    """Weight of the divergence from the teacher, from 0 to 1, for all rows or for those of each --data-path; the
+    cross-entropy has the rest. Default: no teacher."""
     teacher_divergence: Literal["forward-kl", "top-k-kl", "masked-kl", "reverse-kl", "jsd"] = "forward-kl"
     """forward-kl: KL(teacher || model), in files with one bucket for all tokens that they do not name; top-k-kl: the
     same, renormalised over the named ones; masked-kl: leaves the target out, so that it can be learned and everything

@@ -18,7 +18,7 @@ import numpy as np
 from corpus.reader import TokenizedData
 from disk import read_object, written_aside
 from model.fingerprints import fingerprint_data
-from objectives.soft_targets import make_record_type
+from objectives.soft_targets import make_even_records, make_record_type
 
 PART_BYTES = 32 << 20  # of records that are computed before they are written
 
@@ -146,10 +146,20 @@ class ScoreFile:
         return os.open(self.path, os.O_RDONLY)
 
 
+class NoScores:
+    """In place of the scores of a data set that has no teacher: records that say nothing."""
+
+    def __init__(self, data: TokenizedData, top_k: int):
+        self.before, self.top_k = count_before(data), top_k
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return make_even_records(int(self.before[row + 1] - self.before[row]), self.top_k)
+
+
 class ScoreColumn:
     """The scores of several data sets that follow each other, by the mixture's rows."""
 
-    def __init__(self, files: Sequence[ScoreFile]):
+    def __init__(self, files: Sequence[ScoreFile | NoScores]):
         self.files = list(files)
         self.first_rows = np.cumsum([0, *(len(file.before) - 1 for file in self.files)])
 

@@ -103,6 +103,8 @@ def test_two_rounds_are_one_run_bit_for_bit(method, inputs, world, tmp_path):
     check_rounds(whole, [one, two])
     assert [path.name for path in (two / "hf_format").iterdir()] == [f"samples_{SIZE}"]
     params = json.loads((two / "training_params.json").read_text())
+    card = (two / "hf_format" / f"samples_{SIZE}" / "README.md").read_text() if method != "lora" else ""
+    assert ("| trained before | 3 steps in other runs, to the checkpoint" in card) == (method != "lora")
     assert params["continued_from"] == origin and params["resumed_from"] is None and params["first_step"] == 0
 
 

@@ -17,10 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from lifecycle.record import find_changes
 from objectives.divergences import FROM_LOGITS, FROM_TOP, Top
 from objectives.soft_targets import make_record_type
 from objectives.teachers import Terms, measure_taught_chunk
 from objectives.token_loss import CrossEntropy, TrainedTokens, sum_token_loss
+from options import TrainOptions, group_options
+from options.problems.finding import find_problems
 from ranks.ending import ExitCode, RunError
 from sampler import draw_samples
 from scoring.score_files import PART_BYTES, ScoreFile
@@ -163,6 +166,26 @@ def test_weights_by_the_models_own_probabilities(weighting):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["forward-kl", "masked-kl", "jsd"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_weights_of_rows_are_those_of_chunks_with_one_weight(name, temperature):
+    """Row by row, also compiled; a row with weight 0 says nothing of a teacher."""
+    logits, target, whole, top = make_chunk()
+    teacher, weights = top if name in FROM_TOP else whole, torch.linspace(0, 1, R, dtype=torch.float64)[:, None]
+    terms, rest = Terms(weights, name, temperature), (torch.rand(R, 1, dtype=torch.float64), 1.5, teacher)
+    torch.compiler.reset()  # variants of the other tests count towards its limit
+    compiled = torch.compile(measure_taught_chunk, dynamic=True, backend="aot_eager", fullgraph=True)
+    for measure in (measure_taught_chunk, compiled):
+        values, d_logits, _ = measure(logits, target, *rest, terms, False)
+        assert not values[0, 2:].any()
+        for row in range(R):
+            own = Terms(weights[row].item(), name, temperature)
+            expected, d_expected, _ = measure_taught_chunk(logits, target, *rest, own, False)
+            first = 2 if row == 0 else None
+            torch.testing.assert_close(values[row, :first], expected[row, :first], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(d_logits[row], d_expected[row], rtol=1e-10, atol=1e-12)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
     """A student and a teacher of other size, with one tokenizer."""
@@ -241,7 +264,7 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
 
 
 def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Terms, top_k: int | None):
-    """The mean over trained tokens, by the definitions."""
+    """The mean over trained tokens, by the definitions; `by_source` of the terms are weights of the data sets."""
     total, count = 0.0, 0
     for row in rows:
         sample = data.read(row)
@@ -252,7 +275,8 @@ def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Ter
         ids = None if top_k is None else q.topk(top_k, dim=1).indices
         losses = cross_entropy(logits, labels, reduction="sum")
         divergence = diverge_rows(terms.divergence, p, labels, q, ids)
-        total = total + (1 - terms.weight) * losses + terms.weight * terms.temperature**2 * divergence
+        weight = terms.by_source[data.source_of(np.array([row]))[0]] if terms.by_source else terms.weight
+        total = total + (1 - weight) * losses + weight * terms.temperature**2 * divergence
         count += len(labels)
     return total / count
 
@@ -309,6 +333,97 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(divergence, temperature, on
     assert metrics["teacher_tail"] == 0 if online else metrics["teacher_tail"] > 0
 
 
+WEIGHTS = (0.0, 0.7, 0.2)  # of three data sets
+
+
+def write_mixture(root: Path, models: tuple[Path, Path], world, *, scored: bool) -> tuple[str, ...]:
+    """Three data sets, and a teacher's scores of those that need some."""
+    root.mkdir(exist_ok=True)
+    paths = [write_data(root / f"{name}.arrow", models[0], seed=i, num_samples=9) for i, name in enumerate("abc")]
+    for path, weight in zip(paths, WEIGHTS, strict=True):
+        if scored and weight:
+            score_here(world, models[1], path)
+    return tuple(map(str, paths))
+
+
+@pytest.mark.parametrize(("divergence", "online"), [("forward-kl", False), ("masked-kl", False), ("reverse-kl", True)])
+def test_each_data_set_has_its_own_weight(divergence, online, models, world, tmp_path):
+    paths = write_mixture(tmp_path, models, world, scored=not online)
+    own = dict(teacher_model=str(models[1]), teacher_temperature=2.0) if online else {}
+    train_on(
+        1, world, **make_options(
+            tmp_path, models, max_steps=1, teacher_divergence=divergence, teacher_weight=WEIGHTS, data_path=paths,
+            max_grad_norm=None, batch_size=12, **own,
+        )
+    )  # fmt: skip
+    (metrics,) = read_rows(tmp_path / "run")
+    student, teacher, data = load(models[0]), load(models[1]), Mixture([TokenizedData(path) for path in paths])
+    rows = draw_samples(data, seed=42, start=0, count=12).tolist()
+    terms = Terms(0.7, divergence, 2.0 if online else 1.0, WEIGHTS)
+    expected = measure_plainly(student, teacher, data, rows, terms, None if online else 5)
+    expected.backward()
+    norm = torch.stack([param.grad.norm() for param in student.parameters()]).norm()
+    tolerance = 1e-5 if online else 1e-3  # files are in half precision
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=tolerance)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=tolerance)
+    untaught, *taught = metrics["sources"].values()
+    assert untaught["loss"] == pytest.approx(untaught["cross_entropy"], rel=1e-6)
+    assert (untaught["teacher_kl"], untaught["teacher_tail"], untaught["teacher_agreement"]) == (None, None, None)
+    counts = [source["num_loss_counted_tokens"] for source in taught]
+    mean = np.average([source["teacher_kl"] for source in taught], weights=counts)
+    assert metrics["teacher_kl"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_the_start_as_a_teacher_of_some_data_sets(models, world, tmp_path):
+    """Its divergence is 0 in the first step: the second one is compared, with the model that the first one left."""
+    paths = write_mixture(tmp_path, models, world, scored=False)
+    train_on(
+        1, world, **make_options(
+            tmp_path, models, max_steps=2, teacher_model="self", teacher_weight=WEIGHTS, data_path=paths,
+            min_samples_per_checkpoint=BATCH_SIZE, max_grad_norm=None,
+        )
+    )  # fmt: skip
+    student, data = load(tmp_path / "run/hf_format/samples_8"), Mixture([TokenizedData(path) for path in paths])
+    rows = draw_samples(data, seed=42, start=BATCH_SIZE, count=BATCH_SIZE).tolist()
+    expected = measure_plainly(student, load(models[0]), data, rows, Terms(0.7, "forward-kl", 1.0, WEIGHTS), None)
+    expected.backward()
+    norm = torch.stack([param.grad.norm() for param in student.parameters()]).norm()
+    metrics = read_rows(tmp_path / "run")[1]
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    card = (tmp_path / "run/hf_format/samples_16/README.md").read_text()
+    assert "its start as teacher (forward-kl, weights 0, 0.7, 0.2, temperature 1)" in card
+
+
+def test_one_weight_for_all_data_sets_is_that_weight_for_each(models, world, tmp_path):
+    for root, weight in (("one", 0.6), ("each", (0.6, 0.6, 0.6))):
+        paths = write_mixture(tmp_path / root, models, world, scored=False)
+        own = dict(teacher_model=str(models[1]), data_path=paths, teacher_weight=weight)
+        train_on(1, world, **make_options(tmp_path / root, models, **own))
+    np.testing.assert_array_equal(read_numbers(tmp_path / "one"), read_numbers(tmp_path / "each"))
+
+
+@pytest.mark.parametrize(
+    ("data_path", "weights", "problem"),
+    [
+        (("a", "b"), (0.5, 0.1, 0.2), "--teacher-weight: 3 numbers for the 2 data sets of --data-path: give one for"),
+        (("a",), (0.5, 0.1), "--teacher-weight: 2 numbers for a single data set"),
+        (("a", "b"), (0.5, 1.5), "--teacher-weight 0.5 1.5: must be from 0 to 1"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(data_path, weights, problem):
+    values = dict(model_name_or_path="m", output_dir="o", max_steps=1, data_path=data_path, teacher_weight=weights)
+    (found,) = find_problems(group_options(TrainOptions, **values))
+    assert found.startswith(problem)
+
+
+def test_a_checkpoint_of_an_older_version_had_one_weight_or_none():
+    """Before weights of data sets, an identity held a number or null."""
+    assert find_changes({"teacher-weight": 0.5}, {"teacher-weight": [0.5]}) == {}
+    assert find_changes({"teacher-weight": None}, {"teacher-weight": []}) == {}
+    assert "teacher-weight" in find_changes({"teacher-weight": 0.5}, {"teacher-weight": [0.5, 0.0]})
+
+
 def read_numbers(root: Path) -> np.ndarray:
     keys = ("loss", "grad_norm", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")
     return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
@@ -323,17 +438,23 @@ def read_numbers(root: Path) -> np.ndarray:
         (1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
         (2, dict(teacher_model="T")),
         (2, dict(teacher_model="self", max_tokens_per_gpu=48, micro_batch_grad_sync="last")),
+        (2, dict(teacher_weight=WEIGHTS, context_parallel=2)),
+        (2, dict(teacher_weight=WEIGHTS)),
     ],
-    ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks, one reduction a step"],
-)
+    ids=["cap", "2 ranks", "context parallel", "online", "online, 2 ranks", "self, 2 ranks, one reduction a step",
+         "weights, context parallel", "weights, 2 ranks"],
+)  # fmt: skip
 def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, world, tmp_path):
     changes = {name: str(models[1]) if value == "T" else value for name, value in changes.items()}
-    teacher = {name: value for name, value in changes.items() if name == "teacher_model"}
+    teacher = {name: value for name, value in changes.items() if name in ("teacher_model", "teacher_weight")}
     for root, (ranks, own) in {"one": (1, teacher), "other": (num_ranks, changes)}.items():
         (tmp_path / root).mkdir()
-        path = write_data(tmp_path / root / "data.arrow", models[0])
-        if not teacher:
-            score_here(world, models[1], path)
+        if "teacher_weight" in teacher:
+            own = own | dict(data_path=write_mixture(tmp_path / root, models, world, scored=True))
+        else:
+            path = write_data(tmp_path / root / "data.arrow", models[0])
+            if not teacher:
+                score_here(world, models[1], path)
         train_on(ranks, world, **make_options(tmp_path / root, models, **own))
     np.testing.assert_allclose(read_numbers(tmp_path / "other"), read_numbers(tmp_path / "one"), rtol=2e-5, atol=1e-6)
 
@@ -370,10 +491,10 @@ def test_a_model_that_is_its_own_teacher_learns_nothing(models, world, tmp_path)
 
 
 def test_without_weight_the_run_is_the_one_without_a_teacher(models, world, tmp_path):
-    for root, weight in (("plain", None), ("taught", 0.0)):
+    for root, weight in (("plain", ()), ("taught", 0.0)):
         (tmp_path / root).mkdir()
         path = write_data(tmp_path / root / "data.arrow", models[0])
-        if weight is not None:
+        if root == "taught":
             score_here(world, models[1], path)
         train_on(1, world, **make_options(tmp_path / root, models, teacher_weight=weight))
     plain, taught = (read_rows(tmp_path / root / "run") for root in ("plain", "taught"))
@@ -395,7 +516,7 @@ def test_each_data_set_reports_its_own_share(models, world, tmp_path):
     paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i, num_samples=12) for i, name in enumerate("ab")]
     for path in paths:
         score_here(world, models[1], path)
-    for run, own in {"taught": {}, "weighted": dict(teacher_weight=None, loss_weighting="dft")}.items():
+    for run, own in {"taught": {}, "weighted": dict(teacher_weight=(), loss_weighting="dft")}.items():
         options = make_options(tmp_path, models, data_path=tuple(map(str, paths)), output_dir=str(tmp_path / run))
         train_on(1, world, **options | own)
         for row in read_rows(tmp_path / run):
@@ -472,7 +593,7 @@ def test_a_plan_counts_a_teacher_that_reads_each_row(models, elsewhere, tmp_path
     write_data(tmp_path / "data.arrow", models[0])
     plain, taught = (
         elsewhere(print_plan, make_options(tmp_path, models, dry_run=True, **own))
-        for own in (dict(teacher_weight=None), dict(teacher_model=str(models[1])))
+        for own in (dict(teacher_weight=()), dict(teacher_model=str(models[1])))
     )
     assert (plain[0], taught[0]) == (ExitCode.DONE, ExitCode.DONE)
     assert "teacher: a forward pass in each step" in taught[1] and "teacher:" not in plain[1]

@@ -196,11 +196,17 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
         problems.append(f"--loss-weighting {weighting}: no effect on --objective {objective.objective}")
     if weighting is not None and objective.label_smoothing:
         problems.append(f"--loss-weighting {weighting}: weighs the target's loss alone: not with --label-smoothing")
-    if o.teacher_weight is None:
+    if not o.teacher_weight:
         given = list_given(o)
         return [*problems, f"{', '.join(given)}: no effect without --teacher-weight"] if given else problems
-    if not 0 <= o.teacher_weight <= 1:
-        problems.append(f"--teacher-weight {o.teacher_weight}: must be from 0 to 1")
+    if not all(0 <= weight <= 1 for weight in o.teacher_weight):
+        problems.append(f"--teacher-weight {' '.join(map(str, o.teacher_weight))}: must be from 0 to 1")
+    num_sets = max(1, len(options.data.data_path))
+    if len(o.teacher_weight) not in (1, num_sets):
+        sets = "a single data set" if num_sets == 1 else f"the {num_sets} data sets of --data-path"
+        problems.append(
+            f"--teacher-weight: {len(o.teacher_weight)} numbers for {sets}: give one for all of them, or one for each"
+        )
     if not 0 < o.teacher_temperature < math.inf:
         problems.append(f"--teacher-temperature {o.teacher_temperature}: must be above 0, and finite")
     if objective.objective != "causal-lm":
