@@ -385,11 +385,12 @@ function drawEdge({ svg, x, y }, points) {
 
 function drawPoints(frame, points) {
   const { svg, x, y } = frame;
+  for (const point of points) {
+    const bars = draw(svg, "g", { class: point.isOn ? "bars on" : "bars" });
+    draw(bars, "line", { x1: x(point.x.low), x2: x(point.x.high), y1: y(point.y.mean), y2: y(point.y.mean) });
+    draw(bars, "line", { x1: x(point.x.mean), x2: x(point.x.mean), y1: y(point.y.low), y2: y(point.y.high) });
+  }
   const groups = points.map(point => draw(svg, "g", { class: point.isOn ? "point on" : "point" }));
-  points.forEach((point, i) => {
-    draw(groups[i], "line", { x1: x(point.x.low), x2: x(point.x.high), y1: y(point.y.mean), y2: y(point.y.mean) });
-    draw(groups[i], "line", { x1: x(point.x.mean), x2: x(point.x.mean), y1: y(point.y.low), y2: y(point.y.high) });
-  });
   const taken = points.map(point => ({ x: x(point.x.mean) - 10, y: y(point.y.mean) - 10, width: 20, height: 20 }));
   points.forEach((point, i) => {
     const [cx, cy] = [x(point.x.mean), y(point.y.mean)], circle = draw(groups[i], "circle", { cx, cy, r: 9 });
