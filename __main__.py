@@ -29,14 +29,16 @@ SCRIPTS = {
         "tools/score_data.py",
         "a teacher's most probable tokens of a data set, for train",
     ),
+    "continual": ("tools/continual.py", "tasks in, a model trained on one after the other out: what is forgotten"),
     "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
+PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
 
-# Options of torchrun that `train` takes beside its own; each has one value.
+# Options of torchrun that `PARALLEL` words take beside their own; each has one value.
 TORCHRUN_OPTIONS = {
-    "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; one per GPU if not given",
+    "nproc-per-node": "processes on this machine: a number, or gpu or cpu for one each; train starts one per GPU",
     "nnodes": "machines, each of which runs the same command",
     "node-rank": "number of this machine, from 0, where there is no rendezvous",
     "rdzv-id": "name of the job, the same on every machine",
@@ -70,17 +72,19 @@ def main() -> None:
     if word not in SCRIPTS:
         given = f"{word!r} is not one of mini-trainer's words" if word else "mini-trainer needs a word"
         refuse(f"{given}: {', '.join(SCRIPTS)} (mini-trainer --help says what they do)")
-    if word != "train":
+    if word not in PARALLEL:
         become_script(word, argv)
     torchrun_options, argv = split_options(argv)
     if {"-h", "--help"} & set(argv):
         print(describe_torchrun_options(), flush=True)
-        become_script("train", ["--help"])
-    num_processes = torchrun_options.pop("nproc-per-node", None) or str(max(1, count_gpus()))
+        become_script(word, ["--help"])
+    num_processes = torchrun_options.pop("nproc-per-node", None) or (
+        str(max(1, count_gpus())) if word == "train" else "1"
+    )
     check_num_processes(num_processes)
     if num_processes == "1" and not torchrun_options:
-        become_script("train", argv)
-    sys.exit(run_under_torchrun({"nproc-per-node": num_processes} | torchrun_options, argv))
+        become_script(word, argv)
+    sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
 
 
 def describe_words() -> str:
@@ -152,20 +156,26 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int:
-    """Runs train.py in several processes, waits for them, and returns the exit code of the run."""
+def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[str]) -> int:
+    """Runs a script in several processes, waits for them, and returns the exit code of the run."""
     sys.path.insert(0, str(FOLDER))
+    import options as groups
     from command_line import parse_options
     from disk import identify_file
-    from options import TrainOptions
     from ranks.ending import EXIT_FILE
     from ranks.open_files import raise_open_file_limit
 
     raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank
-    sys.argv = [str(FOLDER / SCRIPTS["train"][0]), *argv]
-    options = parse_options(TrainOptions)  # what cannot be used is refused once, and not by every rank
-    exit_file = Path(options.output_dir) / EXIT_FILE
-    before = identify_file(exit_file)
+    sys.argv = [str(FOLDER / SCRIPTS[word][0]), *argv]
+    classes = {
+        "train": groups.TrainOptions,
+        "generate": groups.GenerateOptions,
+        "evaluate": groups.EvaluateOptions,
+        "score-data": groups.ScoreDataOptions,
+    }
+    options = parse_options(classes[word])  # what cannot be used is refused once, and not by every rank
+    exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
+    before = exit_file and identify_file(exit_file)
     try:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -187,7 +197,7 @@ def run_under_torchrun(torchrun_options: dict[str, str], argv: list[str]) -> int
     except ValueError as error:  # what torchrun says of an option's value
         refuse(f"torchrun: {error}")
     # The ranks heard of it and ended together: they have written why.
-    was_written = exit_file.exists() and identify_file(exit_file) != before
+    was_written = exit_file is not None and exit_file.exists() and identify_file(exit_file) != before
     return json.loads(exit_file.read_text())["code"] if was_written else 128 + killed_by
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 from options import (
     PRESETS,
+    ContinualOptions,
     ImportConfigOptions,
     Options,
     PlotOptions,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 MOST_NODES = 100_000  # values of a YAML file, with its aliases expanded
 
 # Whose one required option is given as words without a flag.
-WITHOUT_FLAG = (PlotOptions, ImportConfigOptions)
+WITHOUT_FLAG = (PlotOptions, ImportConfigOptions, ContinualOptions)
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:

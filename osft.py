@@ -20,6 +20,17 @@ from transformers.pytorch_utils import Conv1D
 
 from corpus.reader import TokenizedData
 from disk import hash_file
+from methods.osft_bases import (
+    BASES_FILE,
+    NEW,
+    Bases,
+    complement,
+    count_earlier,
+    hash_bases,
+    read_bases,
+    restrict,
+    write_bases,
+)
 from methods.osft_calibration import (
     Statistics,
     check_statistics,
@@ -74,6 +85,9 @@ class OSFT(Method):
         self.calibration_data: TokenizedData | None = None
         self.data_options: DataOptions | None = None
         self.statistics = Statistics()
+        self.shapes: dict[str, tuple[int, int]] = {}  # (L, s) of each target
+        self.num_earlier: dict[str, int] = {}  # directions that --osft-bases keeps in each target; empty without it
+        self.bases: dict[str, Bases] = {}  # on rank 0: gathered for an export
 
     @property
     def needs_statistics(self) -> bool:
@@ -87,12 +101,13 @@ class OSFT(Method):
             )
 
     def list_data_hashes(self) -> list[str]:
+        earlier = [] if self.options.osft_bases in (None, NEW) else [hash_bases(Path(self.options.osft_bases))]
         if not self.needs_statistics:
-            return []
+            return earlier
         path = self.options.osft_statistics
         known = read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
         own = [] if self.calibration_data is None else [hash_file(self.calibration_data.path)["sha256"]]
-        return sorted({*known, *own})
+        return [*sorted({*known, *own}), *earlier]
 
     def list_read_files(self) -> dict[str, Path]:
         data = self.calibration_data
@@ -111,34 +126,47 @@ class OSFT(Method):
 
     def choose_layers(self, meta: MetaModel) -> None:
         self.targets = find_targets(meta.model, meta.blocks, self.options.osft_target_patterns)
+        self.shapes = {name: oriented_shape(module, self.options.osft_basis) for name, module in self.targets.items()}
 
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
         options, targets = self.options, self.targets
         warn_of_experts(meta.model, trains=options.osft_train_others)
-        shapes = {name: oriented_shape(module, options.osft_basis) for name, module in targets.items()}
-        num_columns = {name: columns for name, (_, columns) in shapes.items()}
+        num_columns = {name: columns for name, (_, columns) in self.shapes.items()}
         uses_weights = not BASES[options.osft_basis]
         if self.needs_statistics:
             call_on_rank0(world, lambda: check_statistics(self.statistics, targets, needs_covariances=not uses_weights))
+        self.num_earlier = call_on_rank0(
+            world, lambda: count_earlier(options.osft_bases, self.shapes, options.osft_basis)
+        )
 
         # Count kept directions first, if possible without decompositions: errors then show before hours of these.
         num_kept: dict[str, int] = {}
         if options.osft_keep_energy is None:
             num_kept = call_on_rank0(world, lambda: self.count_kept_by_ratio(num_columns))
 
+        dtype = meta.compute_dtype if uses_weights else torch.float64
+        dtype = torch.float32 if uses_weights and any(self.num_earlier.values()) else dtype
+        shapes = {}  # of what is decomposed
+        for name, (rows, columns) in self.shapes.items():
+            if num_free := columns - self.num_earlier.get(name, 0):
+                shapes[name] = (rows if uses_weights else num_free, num_free)
+
         def get_matrix(name: str) -> Tensor:
-            if not uses_weights:
-                return self.statistics.covariance(name)
-            module = targets[name]
-            weight = readers[f"{name}.weight"]().to(meta.compute_dtype)
-            return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
+            if uses_weights:
+                module = targets[name]
+                weight = readers[f"{name}.weight"]().to(meta.compute_dtype)
+                matrix = orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
+            else:
+                matrix = self.statistics.covariance(name)
+            earlier = self.read_earlier(name)
+            return (matrix if earlier is None else restrict(matrix, earlier, device=world.device)).to(dtype)
 
         self.subspace_files = prepare_subspaces(
-            shapes if uses_weights else {name: (columns, columns) for name, columns in num_columns.items()},
+            shapes,
             get_matrix,
-            dtype=meta.compute_dtype if uses_weights else torch.float64,
+            dtype=dtype,
             cache_dir=Path(options.osft_cache_dir).expanduser(),
             world=world,
             progress=progress,
@@ -147,11 +175,24 @@ class OSFT(Method):
             num_kept = call_on_rank0(world, lambda: self.count_kept_by_energy(num_columns, num_kept))
         self.replace_layers(meta, num_kept)
 
+    def read_earlier(self, name: str) -> Bases | None:
+        """The layer's directions after earlier tasks; None if these keep nothing of it. On rank 0."""
+        return read_bases(Path(self.options.osft_bases), name) if self.num_earlier.get(name, 0) else None
+
+    def read_directions(self, name: str) -> dict[str, Tensor]:
+        """What `fill_layer` needs of a layer's subspace, with directions of the whole layer. On rank 0."""
+        subspace = read_subspace(self.subspace_files[name])
+        if (earlier := self.read_earlier(name)) is not None:
+            subspace["basis"] = (earlier.V_free.double() @ subspace["basis"].double()).float()
+            subspace["U_earlier"] = earlier.U_kept
+        return subspace
+
     def lay_out(self, meta: MetaModel) -> None:
         ratio = self.options.osft_unfreeze_rank_ratio
         ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
-        shapes = {name: oriented_shape(layer, self.options.osft_basis) for name, layer in self.targets.items()}
-        self.replace_layers(meta, {name: count_kept(columns, ratio) for name, (_, columns) in shapes.items()})
+        self.num_earlier = count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
+        kept = {name: count_kept(columns, ratio) for name, (_, columns) in self.shapes.items()}
+        self.replace_layers(meta, {name: max(self.num_earlier.get(name, 0), number) for name, number in kept.items()})
 
     def replace_layers(self, meta: MetaModel, num_kept: dict[str, int]) -> None:
         """Replaces each target layer that has free directions; freezes everything else unless others train."""
@@ -172,21 +213,34 @@ class OSFT(Method):
 
     def count_kept_by_ratio(self, num_columns: dict[str, int]) -> dict[str, int]:
         """Number of directions to keep in each layer; on rank 0. ValueError if nothing would train."""
-        num_kept = {name: count_kept(columns, self.choose_ratio(name)) for name, columns in num_columns.items()}
+        wanted = {name: count_kept(columns, self.choose_ratio(name)) for name, columns in num_columns.items()}
+        num_kept = {name: max(self.num_earlier.get(name, 0), number) for name, number in wanted.items()}
         self.refuse_nothing(num_kept, num_columns, "--osft-unfreeze-rank-ratio")
+        warn_of_full(self.num_earlier, wanted, ratio=self.options.osft_unfreeze_rank_ratio)
         return num_kept
 
     def count_kept_by_energy(self, num_columns: dict[str, int], num_kept: dict[str, int]) -> dict[str, int]:
         """`num_kept`, or if empty the numbers that hold the requested energy; logs the energy outside. On rank 0."""
-        spectra = {name: read_subspace(self.subspace_files[name])["singular_values"].square() for name in num_columns}
+        spectra = {name: self.read_spectrum(name, columns) for name, columns in num_columns.items()}
         if (wanted := self.options.osft_keep_energy) is not None:
             shares = {name: spectrum.cumsum(0) / spectrum.sum() for name, spectrum in spectra.items()}
             num_kept = {
-                name: min(columns, int((shares[name] < wanted).sum()) + 1) for name, columns in num_columns.items()
+                name: max(self.num_earlier.get(name, 0), min(columns, int((shares[name] < wanted).sum()) + 1))
+                for name, columns in num_columns.items()
             }
             self.refuse_nothing(num_kept, num_columns, "--osft-keep-energy")
         report_energy(spectra, num_kept)
         return num_kept
+
+    def read_spectrum(self, name: str, num_columns: int) -> Tensor:  # (s,)
+        """The energy of each input direction; that of the earlier ones is summed up in the first."""
+        file, num_earlier = self.subspace_files.get(name), self.num_earlier.get(name, 0)
+        free = torch.zeros(0, dtype=torch.float64) if file is None else read_subspace(file)["singular_values"].square()
+        if num_earlier == 0:
+            return free
+        carried = torch.zeros(num_earlier, dtype=torch.float64)
+        carried[0] = (self.statistics.covariance(name).trace() - free.sum()).clamp(min=0)
+        return torch.cat([carried, free])
 
     def refuse_nothing(self, num_kept: dict[str, int], num_columns: dict[str, int], flag: str) -> None:
         """ValueError if nothing is left to train."""
@@ -209,7 +263,8 @@ class OSFT(Method):
 
     def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
         if isinstance(module, OSFTLinear) and module.base.is_meta:
-            fill_layer(module, name, readers, file=self.subspace_files.get(name), world=world)
+            subspace = self.read_directions(name) if world.rank == 0 else {}
+            fill_layer(module, name, readers, subspace, num_earlier=self.num_earlier.get(name, 0), world=world)
 
     def give_memory(self, module: nn.Module, *, world: World) -> None:
         if isinstance(module, OSFTLinear) and module.projects:
@@ -237,6 +292,11 @@ class OSFT(Method):
             if name not in ("base", "bias")
         )
 
+    def count_export_bytes(self, model_bytes: int) -> int:
+        if not self.num_earlier:
+            return model_bytes
+        return model_bytes + sum(4 * (layer.V_low.numel() + layer.num_left) for layer in self.layers)
+
     def describe(self) -> str:
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)
@@ -245,6 +305,8 @@ class OSFT(Method):
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         """Merges each OSFT layer into the single weight that it represents."""
         model, merged, groups = packed_model.model, set(), []
+        if self.num_earlier:
+            self.bases = self.gather_bases(model, world)
 
         def gather(layer: OSFTLinear) -> Tensor | None:
             weight = layer.merged_weight(dtype)
@@ -256,6 +318,31 @@ class OSFT(Method):
                 groups.append(gather_one(name, layer.weight_shape, dtype, functools.partial(gather, layer)))
                 merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
         return groups + gather_parameters(model, dtype, world=world, leave_out=merged)
+
+    def gather_bases(self, model: PreTrainedModel, world: World) -> dict[str, Bases]:
+        """On rank 0, what the model keeps of each target, as it was trained; empty on others. All ranks call this."""
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, OSFTLinear)}
+        bases = {name: Bases(torch.empty(columns, 0)) for name, (_, columns) in self.shapes.items()}
+        for name, layer in layers.items():
+            bases[name] = layer.gather_bases(world=world)
+        return bases if world.rank == 0 else {}
+
+    def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        if self.bases:
+            write_bases(self.bases, directory / BASES_FILE, basis=self.options.osft_basis)
+        self.bases = {}
+
+
+def warn_of_full(num_earlier: dict[str, int], wanted: dict[str, int], *, ratio: float) -> None:
+    """Warns of the layers whose earlier directions already take what R keeps."""
+    full = [name for name, number in num_earlier.items() if number > 0 and number >= wanted[name]]
+    if full:
+        earlier, room = (sum(numbers[name] for name in full) for numbers in (num_earlier, wanted))
+        log.warning(
+            f"warning: in {len(full)} of {len(wanted)} layers --osft-bases already keeps {earlier:,} directions, and"
+            f" --osft-unfreeze-rank-ratio {ratio} keeps {room:,}: nothing new is kept there of the model that this run"
+            " starts from, so nothing of the last task; lower the ratio from task to task"
+        )
 
 
 def warn_of_experts(model: PreTrainedModel, *, trains: bool) -> None:
@@ -336,6 +423,21 @@ class OSFTLinear(nn.Module):
         return rows @ self.V_low.full_tensor().T
 
     @property
+    def num_left(self) -> int:
+        """Number of elements of the kept directions of its output side."""
+        return self.num_rows * self.num_kept if self.projects or self.is_core else 0
+
+    @torch.no_grad()
+    def gather_bases(self, *, world: World) -> Bases | None:
+        """What is free and what is kept, unsharded, on rank 0's CPU; None on other ranks. All ranks call this."""
+        left = self.U_low if self.is_core else self.U_high
+        V_low, left = self.V_low.full_tensor(), None if left is None else left.full_tensor()
+        if world.rank != 0:
+            return None
+        left = complement(left) if self.is_core else left
+        return Bases(V_low.cpu(), None if left is None else left.cpu().contiguous())
+
+    @property
     def weight_shape(self) -> tuple[int, int]:
         """Shape of the replaced layer's weight, in its layout."""
         shape = (self.num_rows, self.num_columns)
@@ -353,49 +455,85 @@ class OSFTLinear(nn.Module):
 
 
 @torch.no_grad()
-def fill_layer(layer: OSFTLinear, name: str, readers: dict[str, Reader], *, file: Path | None, world: World) -> None:
-    """Fills a meta layer, except its bias: W0, a zero update and directions, from rank 0's `readers` and `file`."""
-    weight, subspace = None, {}
+def fill_layer(
+    layer: OSFTLinear,
+    name: str,
+    readers: dict[str, Reader],
+    subspace: dict[str, Tensor],
+    *,
+    num_earlier: int = 0,
+    world: World,
+) -> None:
+    """Fills a meta layer, except its bias: W0, a zero update and directions, from rank 0's `readers` and `subspace`.
+
+    `subspace` is that of `make_subspace`. After earlier tasks, which keep `num_earlier` directions, its basis holds the
+    others, (s, s - num_earlier), and `U_earlier` (L, num_earlier) what they keep of the output side.
+    """
+    weight = None
     if world.rank == 0:
         weight = readers.pop(f"{name}.weight")().to(layer.base.dtype)
         weight = orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
-        subspace = read_subspace(file)
-    num_columns, num_kept = layer.num_columns, layer.num_kept
-    square, device = (num_columns, num_columns), world.device
-    basis = broadcast_from_rank0(subspace.get("basis"), square, dtype=torch.float32, device=device)
-    singular_values = broadcast_from_rank0(
-        subspace.get("singular_values"), (num_columns,), dtype=torch.float64, device=device
-    )
+    num_columns, num_new, device = layer.num_columns, layer.num_kept - num_earlier, world.device
+    shape = (num_columns, num_columns - num_earlier)
+    basis = broadcast_from_rank0(subspace.get("basis"), shape, dtype=torch.float32, device=device)
+    values = broadcast_from_rank0(subspace.get("singular_values"), shape[1:], dtype=torch.float64, device=device)
     base = broadcast_from_rank0(weight, layer.base.shape, dtype=layer.base.dtype, device=device)
     layer.base = nn.Parameter(base, requires_grad=False)
     layer.coefficients = nn.Parameter(torch.zeros(layer.coefficients.shape, device=device))
-    layer.V_low = nn.Parameter(basis[:, num_kept:].contiguous(), requires_grad=False)
-    if layer.U_low is not None:
+    layer.V_low = nn.Parameter(basis[:, num_new:].contiguous(), requires_grad=False)
+    if layer.is_core and num_earlier == 0:
+        square = (num_columns, num_columns)
         left = broadcast_from_rank0(subspace.get("left"), square, dtype=torch.float32, device=device)
-        layer.U_low = nn.Parameter(left[:, num_kept:].contiguous(), requires_grad=False)
-    if layer.projects:
-        layer.U_high = make_U_high(base, basis[:, :num_kept], singular_values, world=world)
+        layer.U_low = nn.Parameter(left[:, num_new:].contiguous(), requires_grad=False)
+        return
+    if layer.projects or layer.is_core:
+        earlier = None
+        if num_earlier > 0:
+            shape = (layer.num_rows, num_earlier)
+            earlier = broadcast_from_rank0(subspace.get("U_earlier"), shape, dtype=torch.float32, device=device)
+        U_high = make_U_high(base, basis[:, :num_new], values, earlier=earlier, world=world)
+        if layer.projects:
+            layer.U_high = U_high
+        else:
+            U_low = complement(U_high.full_tensor())
+            U_low = broadcast_from_rank0(U_low, U_low.shape, dtype=torch.float32, device=device)
+            layer.U_low = nn.Parameter(U_low, requires_grad=False)
 
 
-def make_U_high(base: Tensor, V_high: Tensor, singular_values: Tensor, *, world: World) -> DTensor:  # (L, k)
+def make_U_high(
+    base: Tensor, V_high: Tensor, singular_values: Tensor, *, earlier: Tensor | None = None, world: World
+) -> DTensor:  # (L, k)
     """U_high = A V_high / S_high, sharded by rows; zero where S is zero, since any direction would do there.
 
     Each rank computes its own rows in fp64. After the division, directions with small singular values are not exactly
-    orthogonal, which the Cholesky factor of their Gram matrix corrects.
+    orthogonal, which the Cholesky factor of their Gram matrix corrects. `earlier` directions (L, num_earlier) come
+    first, as they are, and the new ones are made orthogonal to them.
     """
-    num_kept = V_high.shape[1]
-    kept_values = singular_values[:num_kept]
-    is_null = kept_values <= NULL * singular_values[0]
+    num_new = V_high.shape[1]
+    kept_values = singular_values[:num_new]
+    largest = singular_values[0] if earlier is None else base.double().norm()
+    is_null = kept_values <= NULL * largest
     scale = torch.where(is_null, 0.0, 1 / kept_values)
     mesh = world.shard_mesh
-    chunks, part = base.chunk(mesh.size()), mesh.get_local_rank()  # as Shard(0) does
-    rows = chunks[part] if part < len(chunks) else base[:0]
-    U_high = rows.double() @ (V_high.double() * scale)
-    gram = U_high.T @ U_high
-    dist.all_reduce(gram, group=mesh.get_group())
-    factor = torch.linalg.cholesky(gram + torch.diag(is_null.double()))
-    U_high = torch.linalg.solve_triangular(factor.T, U_high, upper=True, left=False).float()
-    return shard_rows(U_high, (len(base), num_kept), world=world)
+
+    def own_rows(matrix: Tensor) -> Tensor:  # as Shard(0) does
+        chunks, part = matrix.chunk(mesh.size()), mesh.get_local_rank()
+        return chunks[part] if part < len(chunks) else matrix[:0]
+
+    U_high = own_rows(base).double() @ (V_high.double() * scale)
+    if earlier is not None:
+        earlier = own_rows(earlier)
+        for _ in range(2 if num_new > 0 else 0):  # the second time removes what rounding left
+            seen = earlier.double().T @ U_high
+            dist.all_reduce(seen, group=mesh.get_group())
+            U_high = U_high - earlier.double() @ seen
+    if num_new > 0:
+        gram = U_high.T @ U_high
+        dist.all_reduce(gram, group=mesh.get_group())
+        factor = torch.linalg.cholesky(gram + torch.diag(is_null.double()))
+        U_high = torch.linalg.solve_triangular(factor.T, U_high, upper=True, left=False)
+    U_high = U_high.float() if earlier is None else torch.cat([earlier, U_high.float()], dim=1)
+    return shard_rows(U_high, (len(base), U_high.shape[1]), world=world)
 
 
 def shard_rows(rows: Tensor, shape: tuple[int, int], *, world: World) -> DTensor:

@@ -58,7 +58,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     # What can be refused is refused before anything large is loaded.
     run = RunDirectory(options, world, control)
     log.info(describe_run(options, world))
-    inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start)
+    inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start, origin=run.origin)
     for warning in inputs.warnings:
         log.warning(f"warning: {warning}")
     inputs.errors.raise_all()
@@ -68,9 +68,11 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     validations = Validations(options.validation, inputs, world, control, previous=run.previous.get("validation"))
 
     # The model, and what of the options is decided by it.
-    model = build_run_model(options, inputs, world, progress=control.progress)
+    model = build_run_model(
+        options, inputs, world, load_start=lambda model: run.load_start(model, inputs), progress=control.progress
+    )
     optimizer = build_optimizer(model, options.optimization, seed=options.data.seed)
-    state = TrainState(model, inputs.method, optimizer, world)
+    state = TrainState(model, inputs.method, optimizer, world, inputs.num_steps_before)
     settled, run.auto_settings = settle_auto_options(
         options, state, inputs, start=run.start, previous=run.auto_settings, progress=control.progress
     )
@@ -104,7 +106,9 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     step_end = time.monotonic()
     for batch in run.profile(collect_garbage_between(prefetch(batches))):
         step_start = time.monotonic()
-        lr = learning_rate_at(batch.step, options.optimization, num_steps=inputs.num_steps)
+        lr = learning_rate_at(
+            state.num_steps_before + batch.step, options.optimization, num_steps=inputs.schedule_steps
+        )
         waited = step_start - step_end
         sums = train_step(
             state, batch, options, lr=lr, data_wait_seconds=waited, flags=run.flags, progress=control.progress

@@ -21,7 +21,9 @@ arXiv 1810.13166. TRACE: Wang et al. 2023, arXiv 2310.06762. LibContinual (RL-VI
 divides by the number of all pairs i < t but leaves the neighbours, i = t - 1, out of the sum; they are summed here.
 
 Intervals are percentile bootstrap intervals over questions: those of a set are drawn once for all t and all sequences.
-Where there are several sequences, these are drawn as well.
+Where there are several sequences, these are drawn as well. Intervals of what differs between few sequences are too
+narrow: simulated with certain questions they cover the truth in 76 % of cases for 3 sequences, 82 % for 5 and 90 % for
+9, so `deviation` is reported beside them.
 
 C cells, n questions, R resamples, D = 1 + R draws: the measured value, then its resamples. P probes, S sequences.
 """

@@ -1,7 +1,8 @@
 """Measures of an answer against its references, from 0 to 1; the best of several references counts.
 
 Normalisation is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles, single
-spaces. ROUGE, BLEU and chrF are from rouge-score and sacrebleu, classification from scikit-learn.
+spaces. ROUGE, BLEU and chrF are from rouge-score and sacrebleu, edit similarity from rapidfuzz, classification from
+scikit-learn.
 """
 
 import functools
@@ -11,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from evaluation.sari import sari
 
 Measure = Callable[[str, str], float]  # (answer, reference) -> score
 
@@ -32,6 +35,11 @@ def simplify(text: str) -> str:
 
 def exact_match(answer: str, reference: str) -> float:
     return float(answer.strip() == reference.strip())
+
+
+def first_line(answer: str, reference: str) -> float:
+    """Exact match of the first lines: answers that are followed by their reasons."""
+    return exact_match(*(text.strip().partition("\n")[0] for text in (answer, reference)))
 
 
 def normalised_match(answer: str, reference: str) -> float:
@@ -90,8 +98,16 @@ def chrf(answer: str, reference: str) -> float:
     return sacrebleu.sentence_chrf(answer, [reference]).score / 100
 
 
+def edit_similarity(answer: str, reference: str) -> float:
+    """Share of the characters of both texts that the longest common subsequence has; fuzzywuzzy's ratio."""
+    from rapidfuzz import fuzz
+
+    return fuzz.ratio(answer, reference) / 100
+
+
 MEASURES: dict[str, Measure] = {
     "exact_match": exact_match,
+    "first_line": first_line,
     "normalised_match": normalised_match,
     "contains": contains,
     "number": number,
@@ -102,13 +118,21 @@ MEASURES: dict[str, Measure] = {
     "rouge_l": functools.partial(rouge, kind="rougeL"),
     "bleu": bleu,
     "chrf": chrf,
+    "edit_similarity": edit_similarity,
 }
+SARI = "sari"  # the one measure that reads all references, and the text that the answer rewrites
 PACKAGES = {"rouge_1": "rouge_score", "rouge_2": "rouge_score", "rouge_l": "rouge_score", "bleu": "sacrebleu",
-            "chrf": "sacrebleu", "label": "sklearn"}  # fmt: skip
+            "chrf": "sacrebleu", SARI: "sacrebleu", "edit_similarity": "rapidfuzz", "label": "sklearn"}  # fmt: skip
 
 
 def choose_measures(given: Sequence[str], references: Sequence[Sequence[str]]) -> list[str]:
-    """The given measures, or defaults: numeric ones if all references are numbers, else comparisons of words."""
+    """The given measures, or defaults: numeric ones if all references are numbers, else comparisons of words.
+
+    ValueError for a measure that does not exist.
+    """
+    for name in given:
+        if name not in (*MEASURES, SARI):
+            raise ValueError(f"--metrics {name}: is not one of {', '.join((*MEASURES, SARI))}")
     if given:
         return list(given)
     texts = [reference for several in references for reference in several]
@@ -117,8 +141,12 @@ def choose_measures(given: Sequence[str], references: Sequence[Sequence[str]]) -
     return ["exact_match", "normalised_match", "contains", "token_f1"]
 
 
-def score_answer(measure: str, answer: str, references: Sequence[str], labels: Sequence[str]) -> float:
-    """The best score of the answer against any reference."""
+def score_answer(
+    measure: str, answer: str, references: Sequence[str], *, labels: Sequence[str] = (), source: str = ""
+) -> float:
+    """The best score of the answer against any reference; `source` is the text that the answer rewrites."""
+    if measure == SARI:
+        return sari(answer, references, source)
     said = read_label(answer, labels) if measure == "label" else answer
     return max(MEASURES[measure](said, reference) for reference in references)
 

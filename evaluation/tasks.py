@@ -79,8 +79,11 @@ def measure_task(
 
 def score_line(line: dict[str, Any], task: Task) -> Sample:
     """An answer with its scores."""
-    references, answer = task.prompts[line["index"]].references, line["answer"]
-    scores = {name: score_answer(name, answer, references, task.labels) for name in task.measures}
+    prompt, answer = task.prompts[line["index"]], line["answer"]
+    scores = {
+        name: score_answer(name, answer, prompt.references, labels=task.labels, source=prompt.rewritten)
+        for name in task.measures
+    }
     sample = {key: line[key] for key in ("answer", "finish_reason", "num_tokens")} | {"scores": scores}
     return sample | ({"label": read_label(answer, task.labels)} if "label" in task.measures else {})
 

@@ -7,10 +7,11 @@ or a completion is the reference, which the model does not see. These rows are a
 |--------------------------------------------|----------------------------------------------------------------|
 | a line of a .txt file                      | a user message; a text to continue if there is no template     |
 | question, and answer or choices            | the same                                                       |
-| prompt alone, document, text               | a text to continue                                             |
+| prompt, with or without answer; document, text | a text to continue                                         |
 | text and label                             | a question and its answer                                      |
 | any of these with choices and answer       | a choice by likelihood; `answer` is the correct one's index, from 0 |
 | any of these with references               | several correct answers                                        |
+| any of these with source_text              | the text that the answer rewrites, for `--metrics sari`        |
 """
 
 import base64
@@ -52,6 +53,12 @@ class Prompt:
         if len(self.messages) == 1 and self.messages[0]["role"] == "user":
             return join_content(self.messages[0])
         return "\n\n".join(f"{message['role']}: {join_content(message)}" for message in self.messages)
+
+    @property
+    def rewritten(self) -> str:
+        """The text that the answer rewrites: the row's `source_text`, else the last user message or all of the text."""
+        asked = [message for message in self.messages or () if message["role"] == "user"]
+        return self.row.get("source_text") or (join_content(asked[-1]) if asked else self.shown)
 
 
 def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "--prompts") -> list[Prompt]:
@@ -100,6 +107,8 @@ def split_lines(row: Row) -> Iterator[Row]:
 def read_prompt(row: Fields, data_format: str | None) -> Prompt:
     """Reads a row as a prompt; ValueError if it is not one."""
     prompt = read_question(row, data_format)
+    if not isinstance(row.get("source_text", ""), str):
+        raise ValueError(f"'source_text' is {quote(row['source_text'])}, expected text")
     if "choices" in row:
         return add_choices(prompt, row)
     if "references" in row:
@@ -121,7 +130,8 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
         messages = [{"role": "user", "content": question}]
         return Prompt(row=row, messages=messages, text=question, references=references)
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), str):
-        return Prompt(row=row, text=row["prompt"])
+        answer = None if "choices" in row else row.get("answer")
+        return Prompt(row=row, text=row["prompt"], references=() if answer is None else (str(answer),))
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), list):
         row = row | {"messages": row["prompt"]}
     example = read_example(row, data_format or find_format(row), is_given=data_format is not None)

@@ -22,7 +22,12 @@ UNREAD_KEYS = ("versions", "sources", "options", "split", "file")  # keys of a s
 def describe_start(options: TrainOptions, world: World) -> Groups:
     """Everything to compare before files are read: options, code, libraries, device type, environment variables."""
     groups = describe_program(options, world, may_differ=MAY_DIFFER)
-    return groups | {"options": groups["options"] | {"--resume": describe_resume(options.checkpoints.resume)}}
+    asked = options.checkpoints
+    own = {
+        "--resume": describe_resume(asked.resume),
+        "--continue-from": "no" if asked.continue_from is None else "a checkpoint",
+    }
+    return groups | {"options": groups["options"] | own}
 
 
 def describe_resume(resume: str) -> str:

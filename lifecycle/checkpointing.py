@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from disk import commit, describe_failed_write, make_aside, read_json, remove_directory, remove_leftovers
+from disk import commit, describe_failed_write, hash_json, make_aside, read_json, remove_directory, remove_leftovers
 from lifecycle.checkpoint_files import (
     DAMAGED,
     DTYPES,
@@ -32,7 +32,10 @@ from lifecycle.checkpoint_files import (
     write_manifest,
     write_tensors,
 )
+from lifecycle.record import is_checkpoint_of
 from lifecycle.step import TrainState
+from model.method import Method
+from objectives.packed_model import PackedModel
 from optim.optimizers import state_keys
 from pretrained.finite import check_finite
 from ranks.ending import ExitCode, RunError, log
@@ -55,6 +58,16 @@ class Checkpoint:
     path: Path
     manifest: dict[str, Any]
     state: dict[str, Any]  # the argument of `Checkpointer.save`
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps up to it, also of the runs that its run has continued."""
+        return self.state["position"]["step"] + self.state.get("num_steps_before", 0)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the manifest, and so of everything in it."""
+        return hash_json(self.manifest)
 
 
 class Checkpointer:
@@ -205,36 +218,49 @@ class Checkpointer:
             raise NoValidCheckpoint(f"--resume {path}: is not valid: {damage}")
         return checkpoint
 
+    def verify_origin(self, origin: Checkpoint) -> None:
+        """NoValidCheckpoint if a file of the checkpoint of --continue-from is damaged."""
+        damage = self._find_damage(origin)
+        if damage is not None:
+            raise NoValidCheckpoint(f"--continue-from {origin.path}: is not valid: {damage}")
+
     def _verify(self, path: Path) -> tuple[str | None, Checkpoint | None]:
         """Returns (None, the checkpoint) if every file is unchanged, else (the problem, None)."""
 
         def read() -> tuple[str | None, Checkpoint | None]:
             try:
-                manifest = read_manifest(path)
-                check_hash(path, STATE, manifest["files"][STATE])
-                state = read_json(path / STATE)
-                check_state(state, path.name)
-                return None, Checkpoint(path, manifest, state)
+                return None, read_checkpoint(path)
             except ValueError as error:
                 return str(error), None
 
         damage, checkpoint = call_on_rank0(self.world, read)
-        if damage is None:
-            names = sorted(checkpoint.manifest["files"])[self.world.rank :: self.world.world_size]
-            damages = gather_on_rank0(self.world, find_damage(path, names, checkpoint.manifest))
-            damage = call_on_rank0(self.world, lambda: next((damage for damage in damages if damage), None))
-        return damage, checkpoint
+        return self._find_damage(checkpoint) if damage is None else damage, checkpoint
+
+    def _find_damage(self, checkpoint: Checkpoint) -> str | None:
+        """Describes the first damaged file; None if all are unchanged. The ranks share the files."""
+        path, manifest = checkpoint.path, checkpoint.manifest
+        names = sorted(manifest["files"])[self.world.rank :: self.world.world_size]
+        damages = gather_on_rank0(self.world, find_damage(path, names, manifest))
+        return call_on_rank0(self.world, lambda: next((damage for damage in damages if damage), None))
 
     def load(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
         """Fills weights and optimizer state; ValueError if the checkpoint is of a different model or optimizer."""
+        self.load_weights(checkpoint, train_state.model, train_state.method)
+        self.load_optimizer(checkpoint, train_state)
+
+    def load_weights(self, checkpoint: Checkpoint, model: PackedModel, method: Method) -> None:
+        """Fills the weights that the checkpoint has; ValueError if they are of a different model."""
         reader, layouts = TensorReader(checkpoint.path, checkpoint.manifest), checkpoint.manifest["tensors"]
-        optimizer = train_state.optimizer
-        for name, tensor in collect_weights(train_state).items():
+        for name, tensor in collect_weights(model, method).items():
             found, wanted = layouts.get(name), describe_layout(tensor)
             if found is None or (found["shape"], found["dtype"]) != (wanted["shape"], wanted["dtype"]):
                 raise ValueError(f"{checkpoint.path}: the model's {name} is {wanted}, the checkpoint's {found}")
             fill(tensor, name, reader)
-        saved_keys = group_state(layouts)
+
+    def load_optimizer(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
+        """Fills the optimizer's state; ValueError if the checkpoint is of a different optimizer."""
+        reader, layouts = TensorReader(checkpoint.path, checkpoint.manifest), checkpoint.manifest["tensors"]
+        optimizer, saved_keys = train_state.optimizer, group_state(layouts)
         for param_name, param in train_state.model.named_parameters():
             keys = saved_keys.get(param_name, [])
             if keys and set(keys) != state_keys(optimizer, param):
@@ -251,7 +277,7 @@ class Checkpointer:
 
 def collect_tensors(state: TrainState) -> dict[str, Tensor]:
     """All weights and their optimizer state, by name."""
-    tensors, optimizer = collect_weights(state), state.optimizer
+    tensors, optimizer = collect_weights(state.model, state.method), state.optimizer
     for name, param in state.model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
             tensors[f"{OPTIMIZER}/{key}/{name}"] = value
@@ -269,12 +295,11 @@ def group_state(names: Iterable[str]) -> dict[str, list[str]]:
     return keys
 
 
-def collect_weights(state: TrainState) -> dict[str, Tensor]:
+def collect_weights(model: PackedModel, method: Method) -> dict[str, Tensor]:
     """The parameters and buffers that a checkpoint holds: all, or only trained parameters, depending on the method."""
-    model = state.model
     params = {name: param.detach() for name, param in model.named_parameters()
-              if param.requires_grad or state.method.saves_frozen}  # fmt: skip
-    saved = model.state_dict().keys() if state.method.saves_frozen else ()
+              if param.requires_grad or method.saves_frozen}  # fmt: skip
+    saved = model.state_dict().keys() if method.saves_frozen else ()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {f"model/{name}": tensor for name, tensor in (params | buffers).items()}
 
@@ -311,12 +336,37 @@ def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
     check_finite(tensor, name, where=reader.directory)
 
 
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Opens a checkpoint without verifying its tensors; ValueError if it is not one or is incomplete."""
+    manifest = read_manifest(path)
+    check_hash(path, STATE, manifest["files"][STATE])
+    state = read_json(path / STATE)
+    check_state(state, path.name)
+    return Checkpoint(path, manifest, state)
+
+
+def read_origin(path: Path, output_dir: Path) -> Checkpoint:
+    """Opens the checkpoint of --continue-from, like `read_checkpoint`; ValueError if it is a run's own."""
+    if is_checkpoint_of(output_dir, path):
+        raise ValueError(
+            f"--continue-from {path}: is a checkpoint of --output-dir {output_dir}, from which the same command"
+            " resumes without --continue-from: choose a new --output-dir to start another run"
+        )
+    try:
+        return read_checkpoint(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"--continue-from {path}: is not a valid checkpoint (a run's directory checkpoints/step_N): {error}"
+        ) from None
+
+
 def check_state(state: Any, name: str) -> None:
     """ValueError if `state` does not have the form that train.py saves, or its step differs from the one in `name`."""
     try:
         position = state["position"]
         is_sound = position.keys() == {"step", "num_samples", "num_tokens"} and isinstance(state["identity"], dict)
-        is_sound &= all(isinstance(count, int) and count >= 0 for count in position.values())
+        counts = [*position.values(), state.get("num_steps_before", 0)]
+        is_sound &= all(isinstance(count, int) and count >= 0 for count in counts)
     except (KeyError, TypeError, AttributeError):
         is_sound = False
     if not is_sound:

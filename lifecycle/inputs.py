@@ -10,11 +10,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from corpus.mixture import Mixture
 from disk import hash_json
 from families.family import Family
-from lifecycle.record import OF_METHOD, REFERENCE, TEACHER, identify_run
+from lifecycle.checkpointing import Checkpoint
+from lifecycle.record import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
 from model.config import ModelSource
 from model.fingerprints import fingerprint_model
 from model.method import Method
-from objectives.objective import Objective
+from objectives.objective import SELF, Objective
 from options import DataOptions, ModelOptions, TrainOptions
 from pretrained.files import find_weights
 
@@ -65,8 +66,21 @@ class RunInputs:
     other_models: dict[str, ModelSource] = field(default_factory=dict)  # that it reads and does not train, by option
     teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
     num_steps: int | None = None  # None: no end
+    origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
+    schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def num_steps_before(self) -> int:
+        """Optimizer steps of the runs that this one continues."""
+        return 0 if self.origin is None else self.origin.num_steps
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the weights that the run starts with are its teacher or its reference."""
+        has_reference = self.objective.reference_column is not None and REFERENCE_MODEL not in self.other_models
+        return has_reference or self.objective.teacher_model == SELF
 
     @property
     def longest(self) -> int:
@@ -93,7 +107,8 @@ class RunInputs:
         other = self.other_models.get(REFERENCE_MODEL)
         if other is None:
             method_data, quantization = self.method.list_data_hashes(), options.lora.base_quantization
-            return hash_reference(self.model_dir, method_data, quantization, self.compute_dtype)
+            origin = None if self.origin is None else self.origin.digest
+            return hash_reference(self.model_dir, method_data, quantization, self.compute_dtype, origin=origin)
         return hash_reference(other.directory, [], "none", self.compute_dtype)  # without the method's layers
 
     def identify_teacher(self) -> str | None:
@@ -103,6 +118,7 @@ class RunInputs:
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """Everything that determines the run's numbers (see lifecycle.record)."""
+        o = options.optimization
         return identify_run(
             options,
             model_dir=self.model_dir,
@@ -113,12 +129,24 @@ class RunInputs:
                 REFERENCE: self.identify_reference(options),
                 TEACHER: self.identify_teacher(),
                 OF_METHOD: self.method.list_data_hashes(),
+                ORIGIN: None if self.origin is None else self.origin.digest,
             },
             compute_dtype=self.compute_dtype,
-            num_steps=self.num_steps if options.optimization.needs_end else None,
+            num_steps=self.num_steps if o.needs_end and o.schedule_steps is None else None,
         )
 
 
-def hash_reference(directory: str, method_data: list[str], quantization: str, compute_dtype: torch.dtype) -> str:
-    """The key of a reference model's numbers: its weights, what is put on them, and the type of computation."""
-    return hash_json([fingerprint_model(directory), method_data, quantization, str(compute_dtype)])
+def hash_reference(
+    directory: str,
+    method_data: list[str],
+    quantization: str,
+    compute_dtype: torch.dtype,
+    *,
+    origin: str | None = None,
+) -> str:
+    """The key of a reference model's numbers: its weights, what is put on them, and the type of computation.
+
+    `origin`: digest of a checkpoint whose weights take the place of the model's.
+    """
+    parts = [fingerprint_model(directory), method_data, quantization, str(compute_dtype)]
+    return hash_json(parts if origin is None else [*parts, origin])

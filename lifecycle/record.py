@@ -25,6 +25,7 @@ from options import (
     iterate_fields,
     list_defaults,
     list_identifying_options,
+    list_shared_options,
     list_unchangeable_options,
 )
 from ranks.devices import describe_device
@@ -33,7 +34,8 @@ from ranks.lock import OWN_FILES
 from ranks.messages import hide_secrets
 from ranks.world import World
 
-OF_METHOD, REFERENCE, TEACHER = "data of the method", "reference model", "teacher"  # in a run's identity
+# In a run's identity.
+OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
 
 
 def identify_run(
@@ -138,8 +140,7 @@ def check_same_run(
     With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others.
     """
     changes = find_changes(state["identity"], identity)
-    fixed_names = [OF_METHOD, *map(name_in_identity, list_unchangeable_options()), *(["model"] if needs_model else [])]
-    fixed = [changes[name] for name in fixed_names if name in changes]
+    fixed = choose_changes(changes, [OF_METHOD, ORIGIN, *list_unchangeable_options()], needs_model=needs_model)
     if fixed and allow_changes:
         raise ValueError(
             f"{checkpoint} was made with other {', '.join(fixed)}: it holds what was made by them, so not even"
@@ -154,19 +155,38 @@ def check_same_run(
     return list(changes.values())
 
 
+def check_continues(checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, needs_model: bool) -> None:
+    """ValueError if a run that starts with the checkpoint's weights and optimizer state would use them as something
+    else; `needs_model`: see `check_same_run`."""
+    changes = find_changes(state["identity"], identity)
+    fixed = choose_changes(changes, [OF_METHOD, "tokenizer", *list_shared_options()], needs_model=needs_model)
+    if fixed:
+        raise ValueError(
+            f"--continue-from {checkpoint}: was made with other {', '.join(fixed)}: a run with its weights and"
+            " optimizer state needs the same: give what it was made with, or start from an export"
+            " (--model-name-or-path)"
+        )
+
+
+def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bool) -> list[str]:
+    """The changes of these parts of an identity, in words; with `needs_model`, also those of the model."""
+    keys = [*map(name_in_identity, names), *(["model"] if needs_model else [])]
+    return [changes[key] for key in keys if key in changes]
+
+
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """What of a run's identity is no longer as it was, in words by name.
 
     What an older version did not note down counts as the options' defaults, and cannot be compared if it is no option.
     """
-    defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()}
+    defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()} | {ORIGIN: None}
     changes = {}
     for name in sorted(before.keys() | now.keys()):
         if name not in before and name not in defaults:
             continue
         old, new = before.get(name, defaults.get(name)), now.get(name)
         if old != new:
-            is_digest = name == OF_METHOD or (isinstance(old, str) and len(old) == 64)
+            is_digest = name in (OF_METHOD, ORIGIN) or (isinstance(old, str) and len(old) == 64)
             changes[name] = name if is_digest else f"{name} ({old} before, now {new})"
     return changes
 
@@ -196,6 +216,7 @@ def describe_start(
     *,
     first_step: int,
     resumed_from: Path | None,
+    continued_from: Path | None,
     changes: list[str],
     auto_settings: dict[str, Any] | None,
 ) -> dict[str, Any]:
@@ -207,6 +228,7 @@ def describe_start(
         "started": timestamp(),
         "first_step": first_step,
         "resumed_from": str(resumed_from) if resumed_from else None,
+        "continued_from": str(continued_from) if continued_from else None,
         "changed_options": changes,
         "auto_settings": auto_settings,
         "world_size": world.world_size,

@@ -8,12 +8,13 @@ from typing import Any
 
 from disk import MADE, remove_leftovers
 from lifecycle.checkpoint_files import has_checkpoints
-from lifecycle.checkpointing import Checkpoint, Checkpointer
+from lifecycle.checkpointing import Checkpoint, Checkpointer, read_origin
 from lifecycle.exports import EXPORTS_DIR, Exports
 from lifecycle.inputs import RunInputs
 from lifecycle.live_line import open_console
 from lifecycle.profiling import profile_steps
 from lifecycle.record import (
+    check_continues,
     check_output_dir,
     check_same_run,
     check_unused,
@@ -25,6 +26,7 @@ from lifecycle.record import (
 from lifecycle.step import TrainState
 from lifecycle.tracker_packages import open_trackers
 from lifecycle.training_log import MetricsFile, TrainingLog
+from objectives.packed_model import PackedModel
 from options import TrainOptions, flatten_options
 from ranks.ending import log
 from ranks.monitor import Flag, RunControl
@@ -57,6 +59,8 @@ class RunDirectory:
         if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
             control.own(self.path)
         self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.checkpoints.resume)
+        origin = options.checkpoints.continue_from
+        self.origin: Checkpoint | None = origin and call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
         self.identity: dict[str, Any] = {}
         self.changes: list[str] = []
@@ -83,16 +87,35 @@ class RunDirectory:
                 allow_changes=options.allow_changed_options,
                 needs_model=not inputs.method.saves_frozen,
             )
+        if self.origin is not None:
+            needs_model = not inputs.method.saves_frozen
+            check_continues(self.origin.path, self.origin.state, self.identity, needs_model=needs_model)
+        if self._starts_with_origin(inputs):
+            self.checkpointer.verify_origin(self.origin)
         call_on_rank0(self.world, lambda: remove_leftovers(self.path / EXPORTS_DIR))
 
+    def load_start(self, model: PackedModel, inputs: RunInputs) -> None:
+        """Fills the weights of the checkpoint that the run continues from, unless a resume makes them useless."""
+        if self._starts_with_origin(inputs):
+            self.checkpointer.load_weights(self.origin, model, inputs.method)
+
+    def _starts_with_origin(self, inputs: RunInputs) -> bool:
+        return self.origin is not None and (self.checkpoint is None or inputs.compares_with_start)
+
     def restore(self, state: TrainState) -> None:
-        """Fills weights and optimizer from the checkpoint, if any, and records this start in the directory."""
+        """Fills weights and optimizer from the checkpoint, if any, and records this start in the directory.
+
+        A run that continues another one has that one's weights already, by `load_start`.
+        """
         if self.checkpoint is not None:
             self.checkpointer.load(self.checkpoint, state)
+        elif self.origin is not None:
+            self.checkpointer.load_optimizer(self.origin, state)
         start = describe_start(
             self.world,
             first_step=self.start.step,
             resumed_from=self.checkpoint and self.checkpoint.path,
+            continued_from=self.origin and self.origin.path,
             changes=self.changes,
             auto_settings=self.auto_settings,
         )
@@ -143,6 +166,7 @@ class RunDirectory:
         log.flush_to_disk()
         content = {
             "position": asdict(position),
+            "num_steps_before": state.num_steps_before,
             "identity": self.identity,
             "options": flatten_options(self.options),
             "changed": self.changes,

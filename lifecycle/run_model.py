@@ -26,12 +26,14 @@ def build_run_model(
     inputs: RunInputs,
     world: World,
     *,
+    load_start: Callable[[PackedModel], None] = lambda model: None,
     progress: Callable[[str], None] = lambda where: None,
     only_measures: bool = False,
 ) -> PackedModel:
     """Builds the sharded model and runs its self-checks; ValueError if they fail. `progress` is called during that.
 
-    `only_measures`: leaves out the reference's scores of the data, which take a forward pass and are written.
+    `load_start` fills the weights of another run's checkpoint, if this one starts with them. `only_measures`: leaves
+    out the reference's scores of the data, which take a forward pass and are written.
     """
     if keeps_to_budget(options) and world.device.type == "cpu":
         give_back_freed_memory()
@@ -51,6 +53,7 @@ def build_run_model(
     check_positions(model.model, longest=inputs.longest)
     check_model(model, inputs.objective, method, world=world)
     weigh_images(inputs, count_flops(model.model))
+    load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)
     add_teacher(inputs, model, build_other)
     if only_measures:

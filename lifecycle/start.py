@@ -12,11 +12,12 @@ import torch
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
+from lifecycle.checkpointing import Checkpoint
 from lifecycle.choosing import IMPLEMENTED, choose_method, choose_objective, choose_settings
 from lifecycle.inputs import RunInputs
 from lifecycle.other_models import open_other_models
-from lifecycle.start_checks import check_placeholders, check_validation, find_oddities
-from lifecycle.start_report import describe_data
+from lifecycle.start_checks import check_placeholders, check_schedule, check_validation, find_oddities
+from lifecycle.start_report import describe_data, describe_schedule
 from lifecycle.teacher import open_scores
 from model.build import choose_compute_dtype
 from model.config import check_rope, choose_tokenizer, load_config, load_generation_config
@@ -32,12 +33,22 @@ from ranks.ending import log
 from sampler import RunPosition, count_steps
 
 
-def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int, start: RunPosition) -> RunInputs:
-    """Opens data, tokenizer, the model's config and the method's files, and collects all errors and conflicts."""
+def open_inputs(
+    options: TrainOptions,
+    *,
+    device: torch.device,
+    world_size: int,
+    start: RunPosition,
+    origin: Checkpoint | None = None,
+) -> RunInputs:
+    """Opens data, tokenizer, the model's config and the method's files, and collects all errors and conflicts.
+
+    `origin`: the checkpoint of --continue-from.
+    """
     check_choices(options, IMPLEMENTED)
     name, settings = choose_objective(options), choose_settings(options)
     family, method = make_family(name, settings), choose_method(options)
-    inputs = RunInputs(family, method, options.data, choose_compute_dtype(options.compute, device))
+    inputs = RunInputs(family, method, options.data, choose_compute_dtype(options.compute, device), origin=origin)
     if options.compute.offload_activations:
         inputs.errors.attempt(lambda: check_offloading(device))
     num_sharing = options.sharding.context_parallel or 1
@@ -69,7 +80,11 @@ def open_inputs(options: TrainOptions, *, device: torch.device, world_size: int,
     if inputs.data is not None:
         inputs.errors.attempt(lambda: inputs.data.check_trained("--data-path"))
         inputs.num_steps = count_steps(inputs.data, options.data, options.end, start=start)
+        inputs.schedule_steps = options.optimization.schedule_steps or inputs.num_steps
+        inputs.errors.attempt(lambda: check_schedule(inputs, options))
         describe_data(inputs, num_dropped=num_dropped or 0, start=start)
+        for line in describe_schedule(inputs, options, start=start):
+            log.info(line)
     find_oddities(inputs, options, num_rows=world_size // num_sharing)
     return inputs
 

@@ -37,6 +37,18 @@ def check_placeholders(inputs: RunInputs, data: Mixture) -> None:
         )
 
 
+def check_schedule(inputs: RunInputs, options: TrainOptions) -> None:
+    """ValueError if the run does not fit into the schedule that it shares."""
+    shared, before, own = options.optimization.schedule_steps, inputs.num_steps_before, inputs.num_steps
+    if shared is not None and own is None:
+        raise ValueError(f"--schedule-steps {shared}: the run has no end, and would go beyond: add --max-steps")
+    if shared is not None and before + own > shared:
+        after = f", after {before:,} of the runs that it continues, are {before + own:,}" if before else " are more"
+        raise ValueError(
+            f"--schedule-steps {shared:,}: the run's {own:,} steps{after}: raise it, or end the run earlier"
+        )
+
+
 def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) -> None:
     """Adds warnings about valid but unlikely settings. `num_rows`: rows packed at the same time."""
     batch_size, num_warmup_steps = options.data.batch_size, options.optimization.num_warmup_steps
@@ -58,7 +70,8 @@ def find_oddities(inputs: RunInputs, options: TrainOptions, *, num_rows: int) ->
         )
     if not options.exports.save_final_checkpoint and not options.exports.on_the_way:
         inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
-    if num_steps is not None and num_warmup_steps >= num_steps:
+    end = None if num_steps is None else max(inputs.num_steps_before + num_steps, inputs.schedule_steps)
+    if end is not None and num_warmup_steps >= end:
         inputs.warnings.append(
-            f"--num-warmup-steps {num_warmup_steps}: the run of {num_steps} steps ends before its peak learning rate"
+            f"--num-warmup-steps {num_warmup_steps}: the run of {end} steps ends before its peak learning rate"
         )

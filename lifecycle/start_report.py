@@ -6,6 +6,7 @@ from lifecycle.inputs import RunInputs
 from model.attention import list_heads
 from model.context_parallel import describe_heads
 from objectives.packed_model import PackedModel
+from optim.schedules import learning_rate_at
 from options import TrainOptions
 from pretrained.text_tower import text_config
 from ranks.ending import log
@@ -28,6 +29,19 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.data_options.batch_size} samples"
         f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )
+
+
+def describe_schedule(inputs: RunInputs, options: TrainOptions, *, start: RunPosition) -> list[str]:
+    """Where the run begins and which learning rate is next, if it continues or shares a schedule; else no line."""
+    origin, o, step = inputs.origin, options.optimization, inputs.num_steps_before + start.step
+    if origin is None and o.schedule_steps is None:
+        return []
+    lr = learning_rate_at(step, o, num_steps=inputs.schedule_steps)
+    total = "" if o.schedule_steps is None else f" of {o.schedule_steps:,}"
+    own = f"schedule: this run's step {start.step + 1:,} is step {step + 1:,}{total}, with a learning rate of {lr:g}"
+    if origin is None:
+        return [own]
+    return [f"start: weights and optimizer state of {origin.path}, after {origin.num_steps:,} steps", own]
 
 
 def describe_model(options: TrainOptions, inputs: RunInputs, model: PackedModel) -> str:

@@ -29,6 +29,7 @@ class TrainState:
     method: Method
     optimizer: torch.optim.Optimizer
     world: World
+    num_steps_before: int = 0  # steps of the runs that this one continues
 
 
 def train_step(
@@ -47,7 +48,8 @@ def train_step(
     RunError before the update if a loss or gradient is not finite.
     """
     world = state.world
-    torch.manual_seed(derive_seed(options.data.seed, batch.step, world.rank))  # for dropout
+    step = state.num_steps_before + batch.step
+    torch.manual_seed(derive_seed(options.data.seed, step, world.rank))  # for dropout
     losses, reports, shared = [], [], sum_ahead(state.model, batch, world)
     for k, micro_batch in enumerate(batch.micro_batches):
         progress(describe_micro_batch(batch, k))
@@ -71,7 +73,7 @@ def train_step(
         raise RunError(ExitCode.NON_FINITE, describe_bad_step(batch, sums))
     max_grad_norm = options.optimization.max_grad_norm
     clip_gradients(local_gradients(state.model), grad_norm=sums.grad_norm, max_grad_norm=max_grad_norm)
-    update_weights(state, step=batch.step, lr=lr)
+    update_weights(state, step=step, lr=lr)
     return sums
 
 

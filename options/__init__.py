@@ -40,6 +40,7 @@ from .running import (
     TrackingOptions,
 )
 from .tools import (
+    ContinualOptions,
     EngineOptions,
     EvaluateOptions,
     GenerateOptions,
@@ -58,5 +59,6 @@ from .training import (
     TrainOptions,
     list_defaults,
     list_identifying_options,
+    list_shared_options,
     list_unchangeable_options,
 )

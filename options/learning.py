@@ -121,6 +121,8 @@ class OptimizationOptions:
         "wsd",
     ] = "constant_with_warmup"
     """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
+    schedule_steps: int | None = None
+    """Number of steps of the schedule, where several runs share it (--continue-from). Default: those of the run."""
     num_cycles: int | None = None
     """cosine_with_restarts only: number of cycles."""
     lr_power: float | None = None
@@ -148,7 +150,7 @@ class OptimizationOptions:
 
     @property
     def needs_end(self) -> bool:
-        """Whether the learning rate depends on the run's number of steps."""
+        """Whether the learning rate depends on the schedule's number of steps."""
         return self.lr_scheduler in SCHEDULES_WITH_END or self.warmup_ratio is not None
 
 
@@ -177,6 +179,9 @@ class OSFTOptions:
     osft_keep_energy: float | None = None
     """activations only: keep the directions that carry this share of each layer's input energy, instead of
     --osft-unfreeze-rank-ratio."""
+    osft_bases: str | None = None
+    """Tasks in a row: osft/bases.safetensors of the export that this run starts from, whose kept directions are all
+    kept exactly, or new for the first task. Exports then hold these and this run's directions."""
     osft_rank_allocation: Literal["uniform", "importance"] = "uniform"
     """importance: blocks that change their input less keep more directions; the unfreeze ratio is then the mean."""
 

@@ -45,6 +45,9 @@ class CheckpointOptions:
     resume: str = "auto"
     """Checkpoint to resume from. auto: the newest valid one in OUTPUT_DIR, if any; strict: the newest, which must be
     valid; none: start from scratch, in a new directory; or a checkpoint's directory."""
+    continue_from: str | None = None
+    """Directory of another run's checkpoint: start a new run with its weights, optimizer state and place in the
+    learning-rate schedule (docs/running.md)."""
     allow_changed_options: bool = False
     """Resume from a checkpoint even if data, model or options have changed since; the changes are recorded."""
 

@@ -86,8 +86,9 @@ class EvaluateOptions:
     lm_eval: tuple[str, ...] = ()
     """Tasks of EleutherAI's harness, by name or YAML file (pip install lm_eval)."""
     metrics: tuple[str, ...] = ()
-    """Metrics of the answers: exact_match, normalised_match, contains, number, token_f1, label, rouge_1, rouge_2,
-    rouge_l, bleu, chrf. Default: those that suit the references. Choices are always scored by their likelihood."""
+    """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
+    rouge_2, rouge_l, bleu, chrf, edit_similarity, sari. Default: those that suit the references. Choices are always
+    scored by their likelihood."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
@@ -214,3 +215,17 @@ class PlotOptions:
     smoothing: int | None = None
     """Number of steps over which noisy curves are averaged, 1 for none; on the page, the slider's initial value.
     Default: depends on the longest run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinualOptions:
+    """Train on tasks one after the other, and measure what is learnt and forgotten (docs/continual.md)."""
+
+    paths: tuple[str, ...]
+    """YAML file of the tasks; with --compare, output directories of experiments."""
+    output_dir: str | None = None
+    """Output directory. Default: the file's output_dir."""
+    compare: bool = False
+    """Compare experiments with the same tasks, instead of running one."""
+    output: str | None = None
+    """--compare only: page to write (.html), in addition to the tables."""

@@ -91,7 +91,7 @@ IDENTIFYING_GROUPS = (
 
 # Options of these groups that are places of files, whose content identifies the run instead.
 PLACES = (
-    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "lora_adapter"),
+    *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "osft_bases", "lora_adapter"),
     *("reference_model", "teacher_model", "teacher_scores"),
 )
 
@@ -100,11 +100,12 @@ WITHOUT_NUMBERS = ("lora_export", "reuse_reference_only")
 
 
 # Options that may differ between the ranks of a run: paths, whose contents are compared instead or which only rank 0
-# reads, and options that do not change the numbers. (--resume may name different paths.)
+# reads, and options that do not change the numbers. (--resume and --continue-from may name different paths.)
 MAY_DIFFER = (
     *PLACES,
     *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
     *("labels_from", "data_cache_dir", "output_dir", "config", "preset", "logging_level", "num_proc", "resume"),
+    "continue_from",
 )
 
 
@@ -120,6 +121,11 @@ def list_identifying_options() -> list[str]:
 def list_unchangeable_options() -> list[str]:
     """Identifying options that even --allow-changed-options cannot change."""
     return list_group_options(UNCHANGEABLE_GROUPS)
+
+
+def list_shared_options() -> list[str]:
+    """Identifying options that runs have in common of which one continues the other."""
+    return [*list_unchangeable_options(), "freeze", "optimizer", "master_weights"]
 
 
 def list_group_options(groups: tuple[type, ...]) -> list[str]:

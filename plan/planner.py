@@ -19,13 +19,14 @@ import torch.distributed as dist
 from disk import SPARE_BYTES, read_json
 from lifecycle.agreement import describe_start
 from lifecycle.checkpoint_files import STATE, find_checkpoints
-from lifecycle.checkpointing import check_state
+from lifecycle.checkpointing import Checkpoint, check_state, read_origin
 from lifecycle.due import is_export_due
 from lifecycle.inputs import RunInputs
 from lifecycle.raw_rows import find_data
-from lifecycle.record import check_output_dir, check_same_run, check_unused, is_checkpoint_of
+from lifecycle.record import check_continues, check_output_dir, check_same_run, check_unused, is_checkpoint_of
 from lifecycle.run_model import keeps_to_budget, weigh_images
 from lifecycle.start import open_inputs
+from lifecycle.start_report import describe_schedule
 from options import TrainOptions, replace_options
 from plan.duration import plan_time
 from plan.findings import Findings, PlannedRun, Target
@@ -138,7 +139,8 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     resumes = options.checkpoints.resume != "none"
     checkpoint = findings.problems.attempt(lambda: find_checkpoint(options)) if resumes else None
     start = checkpoint.position if checkpoint else RunPosition()
-    inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start)
+    origin = findings.problems.attempt(lambda: find_origin(options))
+    inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start, origin=origin)
     findings.problems += inputs.errors
     findings.warnings += inputs.warnings
     models = inputs.list_models(options.model)
@@ -182,10 +184,16 @@ def find_checkpoint(options: TrainOptions) -> FoundCheckpoint | None:
     return FoundCheckpoint(paths[0], state)
 
 
+def find_origin(options: TrainOptions) -> Checkpoint | None:
+    """The checkpoint of --continue-from, whose tensors have not been verified."""
+    path = options.checkpoints.continue_from
+    return None if path is None else read_origin(Path(path), Path(options.output_dir))
+
+
 def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, inputs: RunInputs) -> None:
     """ValueError if the output directory or the checkpoint is another run's."""
-    identity, asked = inputs.identify(options), options.checkpoints
-    output_dir = Path(options.output_dir)
+    identity, asked, origin = inputs.identify(options), options.checkpoints, inputs.origin
+    output_dir, needs_model = Path(options.output_dir), not inputs.method.saves_frozen
     if not is_checkpoint_of(output_dir, checkpoint and checkpoint.path):
         check_unused(output_dir, identity, resume=asked.resume)
     if checkpoint is not None:
@@ -194,8 +202,10 @@ def check_identity(options: TrainOptions, checkpoint: FoundCheckpoint | None, in
             checkpoint.state,
             identity,
             allow_changes=asked.allow_changed_options,
-            needs_model=not inputs.method.saves_frozen,
+            needs_model=needs_model,
         )
+    if origin is not None:
+        check_continues(origin.path, origin.state, identity, needs_model=needs_model)
 
 
 def describe_run(target: Target, run: PlannedRun, options: TrainOptions, findings: Findings) -> None:
@@ -211,6 +221,7 @@ def describe_run(target: Target, run: PlannedRun, options: TrainOptions, finding
             f"data: {len(data.kept):,} samples, {data.lengths[data.kept].sum(dtype=np.int64):,} tokens, the longest"
             f" {data.longest:,}\nrun: {steps} of {options.data.batch_size} samples{done}"
         )
+        findings.lines += describe_schedule(run.inputs, options, start=run.start)
 
 
 def plan_disk(options: TrainOptions, run: PlannedRun, findings: Findings) -> None:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from hand_made import make_sample
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from families.micro_batch import MicroBatch
 from families.sample import Sample
+from lifecycle.checkpoint_files import TensorReader, read_manifest
 from objectives.next_tokens import CausalLM
 
 NUM_SAMPLES, BATCH_SIZE = 20, 8  # a batch may straddle two epochs
@@ -38,6 +40,16 @@ def make_samples_of(lengths: tuple[int, ...], *, seed: int) -> list[Sample]:
     random = np.random.default_rng(seed)
     samples = [make_sample(ids, ids) for ids in (random.integers(3, VOCAB_SIZE, n) for n in lengths)]
     return samples or [CausalLM().make_idle_sample()]
+
+
+def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors, whole."""
+    manifest = read_manifest(path)
+    reader, tensors = TensorReader(path, manifest), {}
+    for name, layout in manifest["tensors"].items():
+        tensors[name] = torch.full(layout["shape"], float("nan"))
+        reader.read(tensors[name], name, [0] * len(layout["shape"]))
+    return tensors
 
 
 def read_rows(output_dir: Path) -> list[dict]:

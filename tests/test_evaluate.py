@@ -21,9 +21,10 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evaluation.comparison import Scores, adjust_by_holm, compare
-from evaluation.metrics import MEASURES, choose_measures, extract_number, read_label, score_corpus
+from evaluation.metrics import MEASURES, choose_measures, extract_number, read_label, score_answer, score_corpus
 from evaluation.models import list_models, make_labels, name_files
 from evaluation.page import make_results_page
+from inference.prompts import read_prompt
 from options import EvaluateOptions, group_options
 from options.problems.finding import find_problems
 
@@ -36,6 +37,8 @@ NEW = 8
     [
         ("exact_match", " Paris\n", "Paris", 1.0),
         ("exact_match", "paris", "Paris", 0.0),
+        ("first_line", "A \nfor it is so", "A\nIt leaves 1.", 1.0),
+        ("first_line", "A, for it is so", "A\nIt leaves 1.", 0.0),
         ("normalised_match", "The  answer, is: PARIS!", "answer is paris", 1.0),
         ("normalised_match", "A.", "a", 1.0),  # one of the letters A to D, and no article
         ("normalised_match", "The", "A", 0.0),
@@ -51,10 +54,55 @@ NEW = 8
         ("rouge_l", "a b c d", "a x c d", 0.75),
         ("bleu", "the cat is on the mat", "the cat is on the mat", 1.0),
         ("chrf", "abc", "abc", 1.0),
+        ("edit_similarity", "this is a test", "this is a test!", 28 / 29),  # fuzzywuzzy's documentation: 97
+        ("edit_similarity", "", "x", 0.0),
     ],
 )
 def test_scores_of_answers(measure, answer, reference, score):
     assert MEASURES[measure](answer, reference) == pytest.approx(score)
+
+
+# Hugging Face evaluate's documentation, and its code (metrics/sari/sari.py, 68a4b0d) on cases of our own.
+SPECIES = [
+    "About 95 species are currently known.",
+    "About 95 species are now accepted.",
+    "95 species are now accepted.",
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "references", "score"),
+    [
+        ("About 95 species are currently accepted.", "About 95 you now get in.", SPECIES, 26.953601953601954),
+        ("About 95 species are currently accepted .", *["About 95 species are currently accepted ."] * 2, 100.0),
+        (
+            "Das Gremium beschloss am Dienstag, die Abgabe nicht zu erhöhen.",
+            "Das Gremium erhöht die Abgabe nicht.",
+            "Die Abgabe wird nicht erhöht.",
+            58.05555555555556,
+        ),
+        (
+            "The cat, which was black, sat on the mat.",
+            "",
+            ["The black cat sat on the mat.", "A cat sat."],
+            25.4755892256,
+        ),
+        ("to be or not to be", "to be or not", ["to be or to be", "be"], 44.007936507936506),
+    ],
+)
+def test_sari_is_that_of_hugging_face(source, answer, references, score):
+    references = [references] if isinstance(references, str) else references
+    assert 100 * score_answer("sari", answer, references, source=source) == pytest.approx(score)
+
+
+def test_sari_compares_with_the_text_that_was_asked_about():
+    chat = {"messages": [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]}
+    assert read_prompt(chat, None).rewritten == "user"
+    assert read_prompt({"prompt": "Simplify: long", "answer": "short"}, None).rewritten == "Simplify: long"
+    given = {"prompt": "Simplify: long", "answer": "short", "source_text": "long"}
+    assert read_prompt(given, None).rewritten == "long"
+    with pytest.raises(ValueError, match="'source_text' is 3, expected text"):
+        read_prompt(given | {"source_text": 3}, None)
 
 
 def test_numbers_are_found_as_gsm8k_writes_them():
@@ -75,6 +123,8 @@ def test_measures_suit_the_references():
     assert choose_measures([], [("1.5",)]) == ["number", "exact_match"]
     assert "token_f1" in choose_measures([], [("Paris in 1900",)])
     assert choose_measures(["bleu"], [("1",)]) == ["bleu"]
+    with pytest.raises(ValueError, match=r"--metrics blue: is not one of exact_match, .*, sari"):
+        choose_measures(["blue"], [("1",)])
 
 
 def test_labels_are_read_out_of_answers_and_counted_by_scikit_learn():

@@ -24,7 +24,6 @@ from methods.osft_subspaces import (
     make_subspace,
     oriented_shape,
     prepare_subspaces,
-    write_subspace,
 )
 from model.gathering import gather_all
 from objectives.next_tokens import CausalLM
@@ -55,9 +54,8 @@ def make_layer(world, tmp_path, weight: torch.Tensor, ratio: float, *, conv1d: b
     layer = OSFTLinear(module, num_kept=count_kept(shape[1], ratio), basis="weights", compute_dtype=torch.float32)
     stored = weight.T.contiguous() if conv1d else weight
     matrix = weight if layer.on_input else weight.T.contiguous()
-    file = tmp_path / "subspace.safetensors"
-    write_subspace(file, make_subspace(matrix, device=world.device))
-    fill_layer(layer, "layer", {"layer.weight": lambda: stored}, file=file, world=world)
+    subspace = make_subspace(matrix, device=world.device)
+    fill_layer(layer, "layer", {"layer.weight": lambda: stored}, subspace, world=world)
     return fully_shard(layer, mesh=world.mesh)
 
 

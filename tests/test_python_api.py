@@ -33,7 +33,7 @@ from mini_trainer.api.commands import (
     make_train_words,
 )
 from mini_trainer.api.errors import ERRORS, BadInputError
-from mini_trainer.api.launch import find_last_words
+from mini_trainer.ranks.children import find_last_words
 from processes import ENV, is_alive, list_children
 from tiny_data import make_samples, write_counting_chats, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer

@@ -13,12 +13,12 @@ from forked import run_forked
 from in_process import train_here, train_on
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from small_runs import NUM_SAMPLES, OPTIONS, make_inputs, read_rows
+from small_runs import NUM_SAMPLES, OPTIONS, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
 from disk import put_in_place
-from lifecycle.checkpoint_files import TensorReader, read_manifest, write_json, write_manifest
+from lifecycle.checkpoint_files import write_json, write_manifest
 from lifecycle.checkpointing import NoValidCheckpoint
 
 
@@ -76,16 +76,6 @@ def check_same(one: Path, other: Path, *, step: int) -> None:
             load_file(other / "hf_format" / path.name / "model.safetensors"),
         ]
         assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors, whole."""
-    manifest = read_manifest(path)
-    reader, tensors = TensorReader(path, manifest), {}
-    for name, layout in manifest["tensors"].items():
-        tensors[name] = torch.full(layout["shape"], float("nan"))
-        reader.read(tensors[name], name, [0] * len(layout["shape"]))
-    return tensors
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])

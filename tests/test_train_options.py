@@ -240,6 +240,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "osft_keep_energy",
     "osft_rank_allocation",
     "osft_cache_dir",
+    "osft_bases",  # test_osft_bases.py
     "freeze",  # test_vision.py
     "max_image_tokens_per_gpu",  # test_vision_packing.py
     "lora_rank",  # these: test_lora.py
@@ -291,6 +292,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "teacher_model",
     "async_checkpoint",  # these: test_resume.py
     "resume",
+    "continue_from",  # these two: test_continue_from.py
+    "schedule_steps",
     "allow_changed_options",
     "hang_timeout",  # these: test_faults.py
     "start_timeout",  # test_agreement.py

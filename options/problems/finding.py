@@ -3,6 +3,7 @@
 from typing import Any
 
 from options import (
+    ContinualOptions,
     EvaluateOptions,
     GenerateOptions,
     MergeModelsOptions,
@@ -16,6 +17,7 @@ from options.problems.methods import find_lora_problems, find_osft_problems, fin
 from options.problems.reporting import find_hub_problems, find_tracking_problems
 from options.problems.rows import find_data_problems
 from options.problems.tools import (
+    find_continual_problems,
     find_evaluate_problems,
     find_generate_problems,
     find_mixing_problems,
@@ -45,6 +47,7 @@ def find_problems(options: Any) -> list[str]:
         EvaluateOptions: find_evaluate_problems,
         MergeModelsOptions: find_mixing_problems,
         ScoreDataOptions: find_score_problems,
+        ContinualOptions: find_continual_problems,
     }
     return finders[type(options)](options) if type(options) in finders else []
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from options import (
+    ContinualOptions,
     EngineOptions,
     EvaluateOptions,
     GenerateOptions,
@@ -175,4 +176,17 @@ def find_mixing_problems(o: MergeModelsOptions) -> list[str]:
         problems.append(f"--weights: sum to {sum(o.weights):g}, but without --base must sum to 1")
     if o.base is not None and not o.weights:
         problems.append("--base needs --weights, the weights of the models' differences from it")
+    return problems
+
+
+def find_continual_problems(o: ContinualOptions) -> list[str]:
+    """Options of the other use, several files, an output of an unknown kind."""
+    if o.compare:
+        problems = ["--output-dir has no effect with --compare: give --output"] if o.output_dir is not None else []
+        if o.output is not None and Path(o.output).suffix != ".html":
+            problems.append(f"--output {o.output}: must end in .html")
+        return problems
+    problems = ["--output has no effect without --compare"] if o.output is not None else []
+    if len(o.paths) != 1:
+        problems.append(f"{len(o.paths)} files are given, allowed: one YAML file; --compare takes output directories")
     return problems

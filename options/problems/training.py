@@ -48,7 +48,7 @@ def find_numbers_out_of_range(values: dict[str, Any]) -> list[str]:
                  "max_steps", "max_epochs", "max_samples", "max_tokens",
                  "min_samples_per_checkpoint", "num_decay_steps", "checkpoint_every_steps", "keep_checkpoints",
                  "hang_timeout", "start_timeout", "plan_world_size", "prefetch_blocks", "validate_every_steps",
-                 "early_stopping_patience", "num_cycles", "keep_exports"):  # fmt: skip
+                 "early_stopping_patience", "num_cycles", "keep_exports", "schedule_steps"):  # fmt: skip
         require(values[name] in (None, "auto") or values[name] >= 1, name, "must be at least 1")
     for name in ("hang_timeout", "start_timeout"):
         require(values[name] <= MOST_SECONDS, name, f"must be at most {MOST_SECONDS} seconds (10 days)")
@@ -266,6 +266,7 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
             f"--lr-scheduler {o.lr_scheduler} decays towards the run's end, but none is given:"
             " add --max-steps, --max-epochs, --max-samples or --max-tokens"
         )
+    problems += find_schedule_problems(options)
     if o.min_lr_ratio is not None and not decays:
         problems.append(
             f"--min-lr-ratio has no effect with --lr-scheduler {o.lr_scheduler}, which does not decay towards the end"
@@ -287,6 +288,20 @@ def find_optimization_problems(options: TrainOptions) -> list[str]:
             " use float32"
         )
     return problems
+
+
+def find_schedule_problems(options: TrainOptions) -> list[str]:
+    """Problems with a schedule that several runs share."""
+    o, origin = options.optimization, options.checkpoints.continue_from
+    if o.schedule_steps is not None and not o.needs_end:
+        return [
+            f"--schedule-steps has no effect with --lr-scheduler {o.lr_scheduler}, which does not depend on the number"
+            " of steps: leave it out"
+        ]
+    if origin is not None and o.needs_end and o.schedule_steps is None:
+        needs = "--warmup-ratio" if o.warmup_ratio is not None else f"--lr-scheduler {o.lr_scheduler}"
+        return [f"--continue-from with {needs} needs --schedule-steps, the number of steps of all its runs together"]
+    return []
 
 
 def find_compute_problems(options: TrainOptions) -> list[str]:
@@ -353,6 +368,12 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     problems, exports, plan = [], options.exports, options.plan
     if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
         problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
+    resume = options.checkpoints.resume
+    if options.checkpoints.continue_from is not None and resume not in ("auto", "strict", "none"):
+        problems.append(
+            f"--continue-from and --resume {resume} both name a checkpoint to start from: --resume continues the same"
+            " run, --continue-from starts a new one: give only one of them"
+        )
     given = [flag_name(name) for name in ("plan_world_size", "plan_device") if getattr(plan, name) is not None]
     if given and not plan.dry_run:
         problems.append(f"{', '.join(given)}: no effect without --dry-run")

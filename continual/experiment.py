@@ -1,0 +1,171 @@
+"""An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from continual.compare import describe_comparison
+from continual.context import Context
+from continual.data import Prepared, prepare
+from continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
+from continual.measuring import describe_row, measure
+from continual.page import write_page
+from continual.sequence import run_sequence
+from continual.settings import SetSettings, Settings, draw_orders
+from continual.stages import Runner
+from disk import hash_file, read_object, written_aside
+from ranks.messages import say
+
+RECORD, PAGE = "continual.json", "results.html"
+Record = dict[str, Any]
+
+
+def run_experiments(several: list[Settings]) -> None:
+    """Runs, or continues, one experiment, or one for each method with the data and the start model's measurements that
+    they share. ValueError, OSError or RunError say why it cannot."""
+    root = several[0].root if len(several) == 1 else several[0].root.parent
+    runner = Runner(root, num_processes=several[0].num_processes)
+    orders = [settle(settings, settings.root / RECORD) for settings in several]
+    sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
+    prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
+    for settings, own in zip(several, orders, strict=True):
+        run_experiment(settings, own, prepared, runner)
+    if len(several) > 1:
+        directories = [settings.root for settings in several]
+        experiments = [read_experiment(directory) for directory in directories]
+        write_page(root / PAGE, experiments, directories)
+        say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
+    runner.lock.release()
+
+
+def run_experiment(settings: Settings, orders: list[list[str]], prepared: dict[str, Prepared], runner: Runner) -> None:
+    """Trains on all orders with all seeds."""
+    done: dict[tuple[int, int], Sequence] = {}
+
+    def report(sequence: Sequence) -> None:
+        done[sequence.order, sequence.seed] = sequence
+        write_results(settings, list(done.values()))
+
+    start = measure_start(settings, prepared, runner)
+    for i, names in enumerate(orders):
+        for seed in settings.seeds:
+            folder = settings.root / f"order_{i + 1}_seed_{seed}"
+            context = Context(settings=settings, runner=runner, prepared=prepared, folder=folder, seed=seed)
+            tasks = [settings.find_task(name) for name in names]
+            run_sequence(context, tasks, order=i + 1, start=start, report=report)
+    say(f"results: {settings.root / FILE}\nresults page: {(settings.root / PAGE).as_uri()}")
+
+
+def measure_start(settings: Settings, prepared: dict[str, Prepared], runner: Runner) -> Row:
+    """The start model's row; with measure: seen, that of the probes alone."""
+    measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
+    folder = runner.root / "start"
+    row = measure(settings.model, measured, prepared, settings, folder, runner)
+    runner.say(folder, describe_row(row))
+    return row
+
+
+def write_results(settings: Settings, sequences: list[Sequence]) -> None:
+    """Writes results.json and the page of what is known so far."""
+    names = [tuple(one.name for one in group) for group in (settings.tasks, settings.probes)]
+    experiment = Experiment(settings.label, describe_method(settings), *names, tuple(sequences), settings.measure)
+    write_experiment(experiment, settings.root / FILE)
+    write_page(settings.root / PAGE, [experiment], [settings.root])
+
+
+def describe_method(settings: Settings) -> str:
+    """The method in a few words."""
+    values = settings.train
+    if values.get("osft"):
+        share = values.get("osft_keep_energy") or values.get("osft_unfreeze_rank_ratio")
+        words = [f"OSFT ({values.get('osft_basis', 'weights')}, {share})"]
+    elif values.get("lora"):
+        words = [f"{'QLoRA' if values.get('base_quantization') == 'nf4' else 'LoRA'}, {settings.adapters}"]
+    else:
+        words = ["full fine-tuning"]
+    if values.get("teacher_weight") is not None:
+        words.append(f"{values.get('teacher_divergence', 'forward-kl')} to {values.get('teacher_model', 'files')}")
+    if settings.replay is not None:
+        words.append(f"{settings.replay.share:.0%} {settings.replay.kind.replace('-', ' ')} replayed")
+    if settings.self_distillation is not None:
+        words.append("self-distillation")
+    return ", ".join(words)
+
+
+def settle(settings: Settings, path: Path) -> list[list[str]]:
+    """The orders of the tasks. Records the settings, and refuses others than those that the directory has; tasks may
+    be added at the end, and come last in every order."""
+    names = [task.name for task in settings.tasks]
+    now = describe_settings(settings)
+    if not path.exists():
+        orders = draw_orders(names, settings.orders)
+        write_record(path, now | {"orders": orders})
+        return orders
+    before = read_object(path)
+    orders = before.pop("orders")
+    num_before = len(before["settings"]["tasks"])
+    kept = json.loads(json.dumps(now))
+    kept["settings"]["tasks"] = kept["settings"]["tasks"][:num_before]
+    kept["files"] = {name: hashed for name, hashed in kept["files"].items() if name in before["files"]}
+    changes = list_changes(before, kept)
+    if changes:
+        listed = "".join(f"\n  {change}" for change in changes)
+        raise ValueError(
+            f"{path.parent} belongs to an experiment with other settings:{listed}\nundo the changes, or choose another"
+            " output_dir; only tasks at the end can be added"
+        )
+    orders = [order + names[num_before:] for order in orders]
+    write_record(path, now | {"orders": orders})
+    return orders
+
+
+def write_record(path: Path, record: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as (aside,):
+        aside.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def describe_settings(settings: Settings) -> Record:
+    """The settings that decide the results, and the hashes of the files that they name."""
+    values = asdict(settings)
+    for key in ("name", "output_dir", "num_processes"):
+        del values[key]
+    return {"settings": values, "files": hash_files(settings), "model": hash_model(settings.model)}
+
+
+def hash_files(settings: Settings) -> dict[str, str]:
+    """The SHA-256 of each file that the tasks and probes name; of a directory's files, of each."""
+    paths: list[str] = []
+    for one in (*settings.tasks, *settings.probes):
+        paths += [path for path in (one.test, one.held_out, one.lm_eval) if path is not None]
+    for task in settings.tasks:
+        paths += [*task.input_file, *(path for path in (task.data_path, task.validation) if path is not None)]
+    found = [path for name in paths for path in list_files(Path(name))]
+    return {str(path): hash_file(path)["sha256"] for path in found}
+
+
+def list_files(path: Path) -> list[Path]:
+    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path] * path.is_file()
+
+
+def hash_model(name: str) -> str:
+    """A hash of the model's config and weights."""
+    from model.fingerprints import fingerprint_model  # seconds to import
+
+    try:
+        return fingerprint_model(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {name}: has no config.json that can be read: {error}") from None
+
+
+def list_changes(before: Any, now: Any, where: str = "") -> list[str]:
+    """The places at which two JSON values differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*before, *(key for key in now if key not in before)]
+        places = [(f"{where}.{key}".strip("."), before.get(key), now.get(key)) for key in keys]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        places = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now else [f"{where}: {before!r} before, {now!r} now"]
+    return [line for place, *pair in places for line in list_changes(*pair, place)]

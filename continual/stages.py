@@ -1,0 +1,116 @@
+"""Stages of an experiment: programs of this project, each started from an option file that it can be repeated from.
+
+A stage's folder has PROGRAM.yaml, its options; PROGRAM.log, its output; and PROGRAM.done once it is complete. A stage
+that was killed is started again: the programs resume by themselves.
+"""
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disk import hash_json, is_running, written_aside
+from ranks.children import run_child
+from ranks.ending import ExitCode, RunError
+from ranks.lock import RunLock, read_holder
+from ranks.messages import say
+
+CAN_GROW = ("evaluate",)  # measures only what is missing when its options have changed
+SECONDS_TO_WAIT = 600  # for processes of an earlier start that are still saving
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A program and its options."""
+
+    program: str  # a word of mini-trainer
+    folder: Path
+    options: dict[str, Any]
+
+    def file(self, ending: str) -> Path:
+        return self.folder / f"{self.program}.{ending}"
+
+    @property
+    def text(self) -> str:
+        """The option file."""
+        import yaml
+
+        values = {name: list(v) if isinstance(v, tuple) else v for name, v in self.options.items()}
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has run with these options; ValueError if it has run with others and cannot continue."""
+        if not self.file("done").is_file():
+            return False
+        is_same = json.loads(self.file("done").read_text())["options"] == hash_json(self.text)
+        if not is_same and self.program not in CAN_GROW:
+            raise ValueError(f"{self.file('yaml')}: was run with other options before; choose another output directory")
+        return is_same
+
+
+class Runner:
+    """Runs stages, one after the other, in a locked directory."""
+
+    def __init__(self, root: Path, *, num_processes: int):
+        """Locks the directory; RunError if another process uses it."""
+        self.root, self.num_processes, self.lock = root, num_processes, wait_for_lock(root)
+        signal.signal(signal.SIGTERM, self.stop)
+
+    def stop(self, *_: object) -> None:
+        """Ends as a scheduler asks; the running program saves first (`run_child`)."""
+        raise RunError(ExitCode.SAVED_AND_REQUEUE, "stopped (SIGTERM); start the same command again to continue")
+
+    def say(self, folder: Path, text: str) -> None:
+        """Prints what happens in a folder of the directory."""
+        say(f"{folder.relative_to(self.root)}: {text}")
+
+    def run(self, stage: Stage) -> None:
+        """Runs a stage unless it is done; RunError if it fails or stops."""
+        if stage.is_done:
+            return
+        stage.folder.mkdir(parents=True, exist_ok=True)
+        with written_aside(stage.file("yaml")) as (aside,):
+            aside.write_text(stage.text, encoding="utf-8")
+        words = [stage.program, "--config", str(stage.file("yaml"))]
+        if self.num_processes > 1 and is_parallel(stage):
+            words += ["--nproc-per-node", str(self.num_processes)]
+        start = time.monotonic()
+        self.say(stage.folder, f"mini-trainer {' '.join(words)}")
+        with stage.file("log").open("a", encoding="utf-8") as log:
+            code, last_words = run_child(words, log, prints=False, pass_fds=(self.lock.file,))
+        if code != ExitCode.DONE:
+            raise RunError(describe_code(code), f"{last_words}\n(all output: {stage.file('log')})")
+        seconds = time.monotonic() - start
+        with written_aside(stage.file("done")) as (aside,):
+            aside.write_text(json.dumps({"options": hash_json(stage.text), "seconds": round(seconds, 1)}) + "\n")
+        self.say(stage.folder, f"{stage.program} took {seconds:.0f} s")
+
+
+def is_parallel(stage: Stage) -> bool:
+    """Whether the stage can run in several processes, one for each GPU."""
+    by_harness_or_server = stage.options.get("lm_eval") or stage.options.get("engine", "hf") != "hf"
+    return stage.program in ("train", "generate", "evaluate", "score-data") and not by_harness_or_server
+
+
+def describe_code(code: int) -> ExitCode:
+    """The exit code of the experiment for that of a program."""
+    return ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+
+
+def wait_for_lock(output_dir: Path) -> RunLock:
+    """Locks the directory. Programs that a killed experiment has left hold its lock until they have saved."""
+    deadline, is_first = time.monotonic() + SECONDS_TO_WAIT, True
+    while True:
+        try:
+            return RunLock(output_dir)
+        except RunError:
+            holder = read_holder(output_dir / ".lock")
+            if not holder or is_running(holder["pid"]) or time.monotonic() > deadline:
+                raise
+            if is_first:
+                say(f"{output_dir}: waiting for programs of an earlier start to end")
+            is_first = False
+            time.sleep(0.2)

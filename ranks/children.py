@@ -1,0 +1,91 @@
+"""Runs the program's words as child processes: forwards Ctrl-C, and leaves no process behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO
+
+PROGRAM = Path(__file__).parent.parent / "__main__.py"
+ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive
+SECONDS_TO_SAVE = 600  # for a run that is terminated because its caller raises
+NUM_LINES_KEPT = 200  # lines of output to search for the error message
+
+
+def run_child(
+    words: list[str],
+    log: IO[str] | None = None,
+    *,
+    more: Mapping[str, str] = MappingProxyType({}),
+    prints: bool = True,
+    pass_fds: Collection[int] = (),
+) -> tuple[int, str]:
+    """Runs `python -m mini_trainer WORDS`; returns its exit code, and its error message or else its last lines.
+
+    Its environment is this process's plus `more`, and it inherits the open files `pass_fds`. Its output is printed,
+    unless `prints` is False, and written to `log`. Ctrl-C is forwarded, and raised here once the child has ended; a
+    second one ends it without saving, a third kills it.
+    """
+    environment = os.environ | dict(more) | {ENDS_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        [sys.executable, str(PROGRAM), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        pass_fds=pass_fds,
+        process_group=0,  # a terminal's Ctrl-C reaches only this process, which forwards it once
+    )
+    lines, num_interrupts = [], 0
+    try:
+        while True:
+            try:
+                for line in child.stdout:
+                    if prints:
+                        print(line, end="", flush=True)
+                    lines = [*lines[1 - NUM_LINES_KEPT :], line]
+                    if log is not None:
+                        log.write(line)
+                        log.flush()
+                code = child.wait()
+                break
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                if num_interrupts > 2:
+                    raise
+                child.send_signal(signal.SIGINT)
+    finally:
+        end_child(child)
+    if num_interrupts:
+        raise KeyboardInterrupt
+    last_words = find_last_words("".join(lines))
+    if code < 0:
+        return 128 - code, f"killed by {signal.Signals(-code).name}; last output:\n{last_words}"
+    return code, last_words
+
+
+def end_child(child: subprocess.Popen) -> None:
+    """Ends the child and its processes, however reading its output ended."""
+    if child.poll() is not None:
+        return
+    child.terminate()  # SIGTERM: a run saves its state
+    try:
+        child.wait(SECONDS_TO_SAVE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def find_last_words(output: str) -> str:
+    """The error message in `output`, without torchrun's report, or else the last lines."""
+    start = max(output.rfind("\nerror: "), output.rfind("] error: "), 0 if output.startswith("error: ") else -1)
+    if start < 0:
+        return "\n".join(output.strip().splitlines()[-5:])
+    message = output[output.index("error: ", start) + len("error: ") :]
+    return re.split(r"\n(?=[EWI]\d{4} |\[rank)", message)[0].strip()

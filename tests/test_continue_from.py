@@ -1,0 +1,273 @@
+"""A run in rounds is the run in one piece: each round has other data, and the weights, moments and schedule go on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import print_plan, train_on
+from small_runs import OPTIONS, load_checkpoint, make_inputs, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_pairs import write_pairs
+
+from corpus.mixture import Mixture
+from corpus.reader import TokenizedData
+from lifecycle.checkpointing import NoValidCheckpoint
+from options import TrainOptions, group_options
+from options.problems.finding import find_problems
+from ranks.ending import ExitCode
+from ranks.world import World
+from sampler import draw_samples
+
+STEPS, BATCH_SIZE = 3, 4  # of each of two rounds
+SIZE = STEPS * BATCH_SIZE
+SHARED = OPTIONS | dict(batch_size=BATCH_SIZE, lr_scheduler="cosine", num_warmup_steps=2, schedule_steps=2 * STEPS)
+
+METHODS = {
+    "full": {},
+    "bf16, 8 bits": dict(master_weights="bfloat16", optimizer="adamw8bit"),
+    "lora": dict(lora=True, lora_dropout=0.2),
+    "osft": dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_train_others=True),
+}
+
+
+def draw(path: Path, *, count: int) -> list[int]:
+    """The first rows that a run draws, in their order."""
+    return draw_samples(Mixture([TokenizedData(path)]), seed=42, start=0, count=count).tolist()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    """A model, a data set, and the data sets of two rounds that draw the same samples in the same order."""
+    root = tmp_path_factory.mktemp("inputs")
+    inputs, samples = make_inputs(root, "llama"), make_samples(2 * SIZE, vocab_size=VOCAB_SIZE)
+    drawn = draw(write_samples(root / "whole.arrow", samples), count=2 * SIZE)
+    places = draw(write_samples(root / "any.arrow", samples[:SIZE]), count=SIZE)
+    for part in range(2):
+        rows = dict(zip(places, drawn[part * SIZE : (part + 1) * SIZE], strict=True))
+        write_samples(root / f"part_{part}.arrow", [samples[rows[place]] for place in range(SIZE)])
+    cache = dict(osft_cache_dir=str(root / "osft"))
+    return inputs | dict(root=str(root)) | cache
+
+
+def run(world: World, inputs: dict, output_dir: Path, data: str, *, num_ranks: int = 1, **changes: object) -> Path:
+    root = Path(inputs["root"])
+    own = {name: value for name, value in inputs.items() if name not in ("root", "osft_cache_dir")}
+    own |= dict(osft_cache_dir=inputs["osft_cache_dir"]) if changes.get("osft") else {}
+    options = SHARED | own | dict(data_path=str(root / f"{data}.arrow"), output_dir=output_dir) | changes
+    train_on(num_ranks, world, **options)
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def first(inputs, world, tmp_path_factory) -> Path:
+    """The first round's last checkpoint."""
+    output_dir = run(world, inputs, tmp_path_factory.mktemp("first") / "run", "part_0", max_steps=STEPS)
+    return output_dir / "checkpoints" / f"step_{STEPS}"
+
+
+@pytest.fixture(scope="module")
+def second(inputs, world, first, tmp_path_factory) -> Path:
+    """The directory of the second round."""
+    output_dir = tmp_path_factory.mktemp("second") / "run"
+    return run(world, inputs, output_dir, "part_1", max_steps=STEPS, continue_from=str(first))
+
+
+def check_same_checkpoint(one: Path, other: Path) -> None:
+    tensors, others = load_checkpoint(one), load_checkpoint(other)
+    assert tensors.keys() == others.keys() and any(name.startswith("optimizer/") for name in tensors)
+    assert all(torch.equal(value, others[name]) for name, value in tensors.items())
+
+
+def check_rounds(whole: Path, rounds: list[Path]) -> None:
+    """All numbers of the rounds' steps are those of the whole run, and so is the last checkpoint, to the bit."""
+    names = ("loss", "grad_norm", "lr", "num_total_tokens", "num_loss_counted_tokens")
+    rows, own = read_rows(whole), [row for path in rounds for row in read_rows(path)]
+    for name in names:
+        assert [row[name] for row in own] == [row[name] for row in rows]
+    assert [row["step"] for row in own] == [*range(1, STEPS + 1)] * 2
+    assert own[-1]["total_samples_accumulated"] == SIZE
+    last = rounds[-1] / "checkpoints" / f"step_{STEPS}"
+    check_same_checkpoint(whole / "checkpoints" / f"step_{2 * STEPS}", last)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_rounds_are_one_run_bit_for_bit(method, inputs, world, tmp_path):
+    changes = METHODS[method]
+    whole = run(world, inputs, tmp_path / "whole", "whole", max_steps=2 * STEPS, schedule_steps=None, **changes)
+    one = run(world, inputs, tmp_path / "one", "part_0", max_steps=STEPS, **changes)
+    origin = str(one / "checkpoints" / f"step_{STEPS}")
+    two = run(world, inputs, tmp_path / "two", "part_1", max_steps=STEPS, continue_from=origin, **changes)
+    check_rounds(whole, [one, two])
+    assert [path.name for path in (two / "hf_format").iterdir()] == [f"samples_{SIZE}"]
+    params = json.loads((two / "training_params.json").read_text())
+    assert params["continued_from"] == origin and params["resumed_from"] is None and params["first_step"] == 0
+
+
+@pytest.mark.slow
+def test_two_rounds_on_two_ranks_are_one_run_bit_for_bit(inputs, world, tmp_path):
+    common = dict(num_ranks=2)
+    whole = run(world, inputs, tmp_path / "whole", "whole", max_steps=2 * STEPS, **common)
+    one = run(world, inputs, tmp_path / "one", "part_0", max_steps=STEPS, **common)
+    origin = str(one / "checkpoints" / f"step_{STEPS}")
+    two = run(world, inputs, tmp_path / "two", "part_1", max_steps=STEPS, continue_from=origin, **common)
+    check_rounds(whole, [one, two])
+
+
+def test_a_round_may_have_another_number_of_ranks(inputs, world, first, second, tmp_path):
+    changes = dict(num_ranks=2, max_steps=STEPS, continue_from=str(first))
+    two = run(world, inputs, tmp_path / "two", "part_1", **changes)
+    for row, expected in zip(read_rows(two), read_rows(second), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+        assert row["lr"] == expected["lr"]
+
+
+def test_a_third_round_counts_the_steps_of_both(inputs, world, second, tmp_path):
+    origin, changes = second / "checkpoints" / "step_2", dict(lr_scheduler="linear", schedule_steps=10)
+    third = run(world, inputs, tmp_path / "third", "whole", max_steps=4, continue_from=str(origin), **changes)
+    decay = [(10 - step) / 8 for step in range(5, 9)]  # after 2 warm-up steps
+    assert [row["lr"] for row in read_rows(third)] == pytest.approx([1e-2 * share for share in decay])
+
+
+def test_a_killed_round_resumes_from_its_own_checkpoint(inputs, world, first, second, tmp_path, caplog):
+    """It reads no weights of the first round again, which are damaged by then."""
+    origin = shutil.copytree(first, tmp_path / "moved" / first.name)
+    changes = dict(continue_from=str(origin), batch_size=BATCH_SIZE)
+    two = run(world, inputs, tmp_path / "two", "part_1", max_steps=2, **changes)
+    damage(origin)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="mini_trainer"):
+        run(world, inputs, two, "part_1", max_steps=STEPS, **changes)
+    assert caplog.messages[0].startswith(f"resuming from {two}/checkpoints/step_2")
+    assert f"start: weights and optimizer state of {origin}, after 3 steps" in caplog.messages
+    assert read_rows(two) == read_rows(second)
+    check_same_checkpoint(*(path / "checkpoints" / f"step_{STEPS}" for path in (two, second)))
+    with pytest.raises(ValueError, match="was made with other continue-from"):
+        run(world, inputs, two, "part_1", max_steps=STEPS)
+    with pytest.raises(ValueError, match="was made with other continue-from: it holds what was made by them"):
+        run(world, inputs, two, "part_1", max_steps=STEPS, allow_changed_options=True)
+
+
+def damage(checkpoint: Path) -> None:
+    """Changes a byte of the weights."""
+    with open(checkpoint / "rank_00000.safetensors", "r+b") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)
+        file.seek(-100, 2)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_data_learning_rate_and_model_directory_may_differ(inputs, world, first, tmp_path, caplog):
+    """All weights are in the checkpoint: an export of the first round does as the model."""
+    export = first.parent.parent / "hf_format" / f"samples_{SIZE}"
+    changes = dict(learning_rate=1e-3, batch_size=2, lr_scheduler="constant", num_warmup_steps=0, schedule_steps=None)
+    losses = []
+    for name, model in {"start": inputs["model_name_or_path"], "export": str(export)}.items():
+        with caplog.at_level("INFO", logger="mini_trainer"):
+            own = run(
+                world, inputs | dict(model_name_or_path=model), tmp_path / name, "data", max_steps=1,
+                continue_from=str(first), **changes,
+            )  # fmt: skip
+        losses.append(read_rows(own)[0]["loss"])
+    assert losses[0] == losses[1]
+    assert "schedule: this run's step 1 is step 4, with a learning rate of 0.001" in caplog.messages
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "osft"])
+def test_the_start_as_a_teacher_is_the_checkpoint(method, inputs, world, tmp_path):
+    """Also in a resumed run: what a step has learnt is the only distance from the teacher."""
+    changes = METHODS[method] | (dict(lora_dropout=0.0) if method == "lora" else {})
+    one = run(world, inputs, tmp_path / "one", "part_0", max_steps=1, **changes)
+    origin = shutil.copytree(one / "checkpoints" / "step_1", tmp_path / "origin")
+    taught = dict(teacher_weight=0.5, teacher_model="self", continue_from=str(origin)) | changes
+    whole = run(world, inputs, tmp_path / "whole", "part_1", max_steps=2, **taught)
+    resumed = run(world, inputs, tmp_path / "resumed", "part_1", max_steps=1, **taught)
+    run(world, inputs, resumed, "part_1", max_steps=2, **taught)
+    names = ("loss", "grad_norm", "teacher_kl")
+    numbers = [[[row[name] for name in names] for row in read_rows(path)] for path in (whole, resumed)]
+    assert numbers[0] == numbers[1]
+    kl = [row["teacher_kl"] for row in read_rows(whole)]
+    assert abs(kl[0]) < 1e-6 and kl[1] > 1e-6
+    damage(origin)
+    with pytest.raises(NoValidCheckpoint, match=r"--continue-from .*origin: is not valid: rank_00000"):
+        run(world, inputs, whole, "part_1", max_steps=3, **taught)
+
+
+def test_the_start_as_a_reference_is_the_checkpoint(inputs, world, first, tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.arrow", Path(inputs["model_name_or_path"]))
+    changes = dict(objective="preference", data_path=str(pairs), learning_rate=0.0, weight_decay=0.0)
+    for name, origin in (("plain", None), ("continued", str(first))):
+        own = run(world, inputs, tmp_path / name, "whole", max_steps=1, continue_from=origin, **changes)
+        assert read_rows(own)[0]["loss"] == pytest.approx(0.6931472, rel=1e-5)  # log 2: as likely as the reference
+
+
+def test_wrong_checkpoints_are_refused_by_name(inputs, world, first, second, tmp_path):
+    def refuse(error: str, origin: Path = first, kind: type = ValueError, **changes: object) -> None:
+        with pytest.raises(kind, match=error):
+            values = dict(max_steps=STEPS, continue_from=str(origin), output_dir=tmp_path / "run") | changes
+            run(world, inputs, data="part_1", **values)
+
+    refuse(r"--continue-from \S*: is not a valid checkpoint .*manifest\.json is missing", first.parent.parent)
+    damaged = shutil.copytree(first, tmp_path / "damaged")
+    damage(damaged)
+    refuse("--continue-from .*damaged: is not valid: rank_00000.*SHA-256 differs", damaged, NoValidCheckpoint)
+    (damaged / "state.json").unlink()
+    refuse(r"is not a valid checkpoint .*: state\.json is missing", damaged)
+    refuse("is a checkpoint of --output-dir .*choose a new --output-dir", output_dir=first.parent.parent)
+    for name, changes in {
+        r"lora \(False before, now True\)": dict(lora=True),
+        r"osft \(False before, now True\)": METHODS["osft"],
+        "optimizer": dict(optimizer="adamw8bit"),
+        "master-weights": dict(master_weights="bfloat16"),
+    }.items():
+        refuse(f"--continue-from .* was made with other {name}", **changes)
+    refuse(r"--schedule-steps 6: the run's 4 steps, after 3 .* continues, are 7: raise it", max_steps=4)
+    other = FAMILIES["llama"].from_dict(FAMILIES["llama"].to_dict() | dict(num_hidden_layers=1, intermediate_size=56))
+    model = save_tokenizer(save_model(other, tmp_path / "other"))
+    refuse("the model's .* is .* the checkpoint's", model_name_or_path=str(model))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_adapters_belong_to_their_model(inputs, world, tmp_path):
+    one = run(world, inputs, tmp_path / "one", "part_0", max_steps=1, lora=True)
+    other = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "other", seed=5))
+    with pytest.raises(ValueError, match=r"--continue-from .* was made with other model: a run with its weights"):
+        run(
+            world, inputs | dict(model_name_or_path=str(other)), tmp_path / "run", "part_1", max_steps=1, lora=True,
+            continue_from=str(one / "checkpoints" / "step_1"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(schedule_steps=None), "--continue-from with --lr-scheduler cosine needs --schedule-steps"),
+        (dict(lr_scheduler="constant_with_warmup", warmup_ratio=0.1, num_warmup_steps=0, schedule_steps=None),
+         "--continue-from with --warmup-ratio needs --schedule-steps"),
+        (dict(lr_scheduler="constant_with_warmup"), "--schedule-steps has no effect with --lr-scheduler constant_with"),
+        (dict(resume="some/step_3"), "--continue-from and --resume some/step_3 both name a checkpoint"),
+        (dict(schedule_steps=0), "--schedule-steps 0: must be at least 1"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_are_refused(changes, problem):
+    values = SHARED | dict(continue_from="c/step_1", max_steps=1, model_name_or_path="m", data_path="d", output_dir="o")
+    (found,) = find_problems(group_options(TrainOptions, **(values | changes)))
+    assert found.startswith(problem)
+
+
+def test_a_schedule_that_the_first_run_does_not_fit_in_is_refused(inputs, world, tmp_path):
+    with pytest.raises(ValueError, match="--schedule-steps 6: the run's 7 steps are more: raise it, or end"):
+        run(world, inputs, tmp_path / "run", "part_0", max_steps=7)
+
+
+def test_a_plan_says_where_the_run_begins(inputs, first, tmp_path, elsewhere):
+    values = SHARED | {name: inputs[name] for name in ("model_name_or_path", "data_path")}
+    values |= dict(output_dir=str(tmp_path / "run"), max_steps=STEPS, dry_run=True, continue_from=str(first))
+    code, text = elsewhere(print_plan, values)
+    assert code == ExitCode.DONE
+    assert f"start: weights and optimizer state of {first}, after 3 steps" in text
+    assert "schedule: this run's step 1 is step 4 of 6, with a learning rate of 0.00853553" in text
+    code, text = elsewhere(print_plan, values | dict(optimizer="adamw8bit"))
+    assert code == ExitCode.BAD_INPUT and "was made with other optimizer (adamw before, now adamw8bit)" in text

@@ -1,0 +1,55 @@
+"""Trains a model on tasks one after the other, and measures after each one what it has learnt and forgotten.
+
+    python tools/continual.py tasks.yaml
+    python tools/continual.py tasks.yaml --output-dir runs/again
+    python tools/continual.py --compare runs/full runs/osft --output comparison.html
+
+Only starts this project's programs, with option files that it writes and that can be started by hand. Killed at any
+moment, it continues when the same command is started again; tasks can be added at the end (docs/continual.md).
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
+
+from command_line import parse_options
+from options import ContinualOptions
+
+if __name__ == "__main__":
+    options = parse_options(ContinualOptions)  # before the slow imports, so that --help and typos respond at once
+
+from continual.compare import describe_comparison
+from continual.experiment import run_experiments
+from continual.matrix import read_experiment
+from continual.page import write_page
+from continual.settings import read_settings
+from ranks.ending import ExitCode, RunError, exit_with_message
+from ranks.messages import say
+
+
+def continual(options: ContinualOptions) -> None:
+    """Runs an experiment, or compares several."""
+    if not options.compare:
+        return run_experiments(read_settings(Path(options.paths[0]), output_dir=options.output_dir))
+    directories = [Path(path) for path in options.paths]
+    experiments = [read_experiment(directory) for directory in directories]
+    say(describe_comparison(experiments))
+    if options.output is not None:
+        write_page(Path(options.output), experiments, directories)
+        say(f"comparison: {Path(options.output).absolute().as_uri()}")
+
+
+def main(options: ContinualOptions) -> None:
+    try:
+        continual(options)
+    except RunError as error:
+        exit_with_message(str(error), code=error.code)
+    except (ValueError, OSError) as error:
+        exit_with_message(str(error))
+    except KeyboardInterrupt:
+        exit_with_message("interrupted; start the same command again to continue", code=ExitCode.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main(options)
