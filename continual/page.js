@@ -57,7 +57,8 @@ function fillDerived() {
     kind.name === "loss" ? "Losses are negated here, so that more is better." : "",
     isSeveral ? data.measures.map(one => `${capital(one.title)}: ${one.about}`).join(" ") : "",
     "In brackets: 95 % intervals (bootstrap over questions, and over sequences if there are several).",
-    shown.some(one => one.sequences.length > 1) ? "±: standard deviation over sequences." : "",
+    shown.some(one => one.sequences.length > 1) ? "±: standard deviation over sequences; where it is large and there are"
+      + " few, the interval is too narrow." : "",
   ].filter(Boolean).join(" ");
   fillSequences(shown);
 }

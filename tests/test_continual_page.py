@@ -17,6 +17,14 @@ from continual.matrix import Cell, Experiment
 from continual.page import EXAMPLES_BUDGET, describe_page, write_page
 
 ORDERS = ((0, 1, 2), (2, 0, 1))
+TEXTS = "[...document.querySelectorAll('{}')].map(node => node.textContent)"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
 
 
 def read_page(path: Path) -> dict:
@@ -107,6 +115,20 @@ def test_missing_cells_and_an_experiment_that_still_runs_are_shown_as_such(tmp_p
     write_page(tmp_path / "page.html", [experiment], [tmp_path])
 
 
+@needs_browser
+@pytest.mark.slow
+def test_the_start_models_row_alone_has_a_page(browser, tmp_path):
+    made = make_experiment("a", kinds=("loss",))
+    start = dataclasses.replace(made.sequences[0], rows=made.sequences[0].rows[:1])
+    write_page(tmp_path / "page.html", [dataclasses.replace(made, sequences=(start,))], [tmp_path])
+    browser.open((tmp_path / "page.html").as_uri())
+    assert browser.list_complaints() == []
+    assert browser.ask(TEXTS.format("#derived b")) == ["–"] * 6
+    cells = browser.ask(TEXTS.format("#map tbody td"))
+    assert "–" not in cells[:4] and cells[4:] == ["–"] * 12
+    assert browser.ask("byId('front').hidden && byId('lost').hidden")
+
+
 # ---- comparisons
 
 
@@ -187,25 +209,27 @@ def test_answers_of_lost_questions_are_read_from_the_files_of_the_evaluation(tmp
         assert before["answer"].startswith("1 after 1 \u2028") and after["answer"].startswith("0 after 3")
 
 
-def test_files_of_the_harness_are_read_by_task(tmp_path):
+def test_files_of_the_harness_are_read_in_the_order_of_its_tasks(tmp_path):
+    """A group's questions are those of its first task, then those of the second."""
     made = make_experiment("a", keeping=0.1)
     experiment = replace_cells(
-        made, lambda t, kind, name, cell: dataclasses.replace(cell, metric="acc", samples=f"{t}/lm_eval.json")
+        made, lambda t, kind, name, cell: dataclasses.replace(cell, metric="acc", samples=f"{name}_{t}/lm_eval.json")
     )
     for t, row in enumerate(experiment.sequences[0].rows):
-        samples = {
-            name: [
-                {"prompt": f"{name} {i}", "reference": "yes", "answer": f"at {t}", "scores": {"acc": value}, "index": i}
-                for i, value in reversed(list(enumerate(cell.values.tolist())))
-            ]
-            for name, cell in row["score"].items()
-        }
-        (tmp_path / str(t)).mkdir()
-        (tmp_path / str(t) / "lm_eval.json").write_text(json.dumps(samples))
-    math, code = find_lost(experiment, tmp_path, 0, most=5)
-    before, after, *_ = math.falls[0]
-    assert before["prompt"] == f"math {math.rows[0]}" and (before["answer"], after["answer"]) == ("at 1", "at 3")
-    assert before["references"] == ["yes"] and code.problem == ""
+        for name, cell in row["score"].items():
+            samples = [
+                {"prompt": f"{name} {i}", "reference": "yes", "answer": f"at {t}", "scores": {"acc": value},
+                 "index": i % 10}
+                for i, value in enumerate(cell.values.tolist())
+            ]  # fmt: skip
+            (tmp_path / f"{name}_{t}").mkdir()
+            groups = {f"part_{k}": samples[10 * k : 10 * k + 10][::-1] for k in (3, 1, 0, 2)}
+            (tmp_path / cell.samples).write_text(json.dumps(groups))
+    math, code = find_lost(experiment, tmp_path, 0, most=20)
+    assert math.problem == code.problem == "" and math.rows.max() > 10
+    for i, (before, after, *_) in zip(math.rows, math.falls, strict=False):
+        assert before["prompt"] == f"math {i}" and (before["answer"], after["answer"]) == ("at 1", "at 3")
+        assert before["references"] == ["yes"] and before["place"] == f"document {i % 10}"
 
 
 def damage(path: Path) -> None:
@@ -246,13 +270,6 @@ def test_a_large_experiment_has_fewer_and_shorter_examples(tmp_path):
 # ---- in a browser
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
 def write_hostile_page(folder: Path, experiments: list[Experiment]) -> str:
     directories = [write_answers(folder / str(i), one, text=HOSTILE) for i, one in enumerate(experiments)]
     write_page(folder / "page.html", experiments, directories)
@@ -266,7 +283,6 @@ CONTRAST = """Math.min(...[...document.querySelectorAll('#map tbody td:not(.none
     luminance(getComputedStyle(cell)[key].match(/\\d+/g).map(Number)) + 0.05);
   return Math.max(back, front) / Math.min(back, front);
 }))"""
-TEXTS = "[...document.querySelectorAll('{}')].map(node => node.textContent)"
 
 
 @needs_browser
