@@ -164,7 +164,7 @@ function makeCell(one, t, k, name) {
   const value = one.mean[t][k], metric = known().metrics[name];
   const cell = make("td", "", format(value));
   cell.classList.toggle("none", value === null);
-  cell.classList.toggle("own", k === t - 1);
+  cell.classList.toggle("own", value !== null && k === t - 1);
   cell.classList.toggle("first-probe", k === one.tasks.length);
   if (value === null) return cell;
   colourCell(cell, value, scaleOf(metric));
@@ -289,7 +289,7 @@ function drawCurves() {
     "Ring: the task right after its training.",
     ...isAligned() ? ["Mean over all sequences, band from the lowest to the highest.",
       "Only some orders reach the far left and right. Probes have no training to start from."] : [
-      experiment().probes.length ? "Dashed: probes." : "",
+      lines.some(line => line.isProbe) ? "Dashed: probes." : "",
       one.low ? "Mean over sequences, band from the lowest to the highest." : "",
       `Order: ${one.tasks.join(" → ")}.`],
   ].filter(Boolean).join(" ");

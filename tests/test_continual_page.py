@@ -126,7 +126,7 @@ def test_the_start_models_row_alone_has_a_page(browser, tmp_path):
     assert browser.ask(TEXTS.format("#derived b")) == ["–"] * 6
     cells = browser.ask(TEXTS.format("#map tbody td"))
     assert "–" not in cells[:4] and cells[4:] == ["–"] * 12
-    assert browser.ask("byId('front').hidden && byId('lost').hidden")
+    assert browser.ask("byId('front').hidden && byId('lost').hidden && !document.querySelector('#map .own')")
 
 
 # ---- comparisons
