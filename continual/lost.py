@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from continual.matrix import Cell, Experiment
-from disk import read_object
+from continual.measuring import read_harness
 
 KIND = "score"  # losses have no answers
 SMALLEST_FALL = 0.5  # of the scale, which for a right answer that is now wrong is 1
@@ -44,7 +44,7 @@ def compare_cells(name: str, then: Cell, now: Cell, directory: Path, *, most: in
     rows = find_falls(then.values, now.values)
     falls, problem = [], ""
     try:
-        answers = [read_answers(directory, cell, name, rows[:most]) for cell in (then, now)]
+        answers = [read_answers(directory, cell, rows[:most]) for cell in (then, now)]
         scores = [cell.values[rows[:most]].tolist() for cell in (then, now)]
         falls = list(zip(*answers, *scores, strict=True))
     except ValueError as error:
@@ -64,42 +64,37 @@ def find_falls(then: np.ndarray, now: np.ndarray) -> np.ndarray:
     return order[falls[order] >= SMALLEST_FALL * span]
 
 
-def read_answers(directory: Path, cell: Cell, name: str, rows: Sequence[int]) -> list[Answer]:
+def read_answers(directory: Path, cell: Cell, rows: Sequence[int]) -> list[Answer]:
     """A cell's answers to some of its questions; ValueError if its file is missing, or has other scores."""
     if len(rows) == 0:
         return []
     if cell.samples is None:
         raise ValueError("no answers were kept")
-    path = directory / cell.samples
-    answers = pick_harness(path, name) if path.suffix == ".json" else pick_lines(path)
-    if len(answers) != len(cell.values):
-        raise ValueError(f"{cell.samples}: has {len(answers):,} answers, but {len(cell.values):,} scores were measured")
-    picked = [answers[i] for i in rows]
-    try:
-        picked = [json.loads(answer) if isinstance(answer, bytes) else answer for answer in picked]
-    except ValueError as error:
-        raise ValueError(f"{cell.samples}: is damaged: {error}") from None
-    for i, answer in zip(rows, picked, strict=True):
-        if not np.isclose(answer["scores"].get(cell.metric, cell.values[i]), cell.values[i]):
+    lines = open_answers(directory / cell.samples, cell.samples)
+    if len(lines) != len(cell.values):
+        raise ValueError(f"{cell.samples}: has {len(lines):,} answers, but {len(cell.values):,} scores were measured")
+    answers = [parse_answer(lines[i], cell.samples) for i in rows]
+    for i, answer in zip(rows, answers, strict=True):
+        if not np.isclose(answer["scores"].get(cell.metric, np.nan), cell.values[i]):
             raise ValueError(f"{cell.samples}: answer {i} has another score than was measured")
-    return picked
+    return answers
 
 
-def pick_lines(path: Path) -> list[bytes]:
-    """The lines of `evaluation.tasks.write_samples`, in the order of the questions."""
+def open_answers(path: Path, name: str) -> Sequence[bytes | Answer]:
+    """A file's answers in the order of the questions: lines that are still to be parsed, or the harness's samples."""
     try:
-        return path.read_bytes().splitlines()
+        # Bytes, because splitlines splits text also at line separators within answers.
+        return path.read_bytes().splitlines() if path.suffix == ".jsonl" else read_harness(path)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: is damaged: {error}") from None
 
 
-def pick_harness(path: Path, name: str) -> list[Answer]:
-    """The answers of one of the harness's tasks, in the order of the questions."""
-    tasks = read_object(path)
-    found = tasks.get(name) or (next(iter(tasks.values())) if len(tasks) == 1 else None)
-    if found is None:
-        raise ValueError(f"{path}: has no task {name}, but {', '.join(tasks)}")
-    return [
-        {"place": f"document {sample['index']}", "references": [sample["reference"]]} | sample
-        for sample in sorted(found, key=lambda sample: sample["index"])
-    ]
+def parse_answer(line: bytes | Answer, name: str) -> Answer:
+    if isinstance(line, dict):
+        return {"place": f"document {line['index']}", "references": [line["reference"]]} | line
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{name}: is damaged: {error}") from None

@@ -12,12 +12,15 @@ const known = () => experiment().kinds[kind.name];
 const isSeveral = data.experiments.length > 1;
 
 const digits = value => Math.abs(value) >= 100 ? 1 : Math.abs(value) >= 10 ? 2 : 3;
-const format = value => value === null ? "–" : value.toFixed(digits(value)).replace(/^-(?=.*[1-9])/, "−").replace("-", "");
+const withMinus = text => text.replace(/^-(?=.*[1-9])/, "−").replace("-", "");
+const format = value => value === null ? "–" : withMinus(value.toFixed(digits(value)));
 const interval = one => `[${format(one.low)}, ${format(one.high)}]`;
+const capital = text => text.charAt(0).toUpperCase() + text.slice(1);
 const count = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 const scaleOf = metric => kind.scales.find(scale => scale.metrics.includes(metric));
 const nameMetric = name => name.replaceAll("_", " ");
-const direction = scale => scale.higher_is_better ? "higher is better" : "lower is better";
+const nameScale = scale =>
+  `${scale.metrics.map(nameMetric).join(", ")}, ${scale.higher_is_better ? "higher" : "lower"} is better`;
 
 function draw(parent, name, attributes, text) {
   const node = document.createElementNS(SVG, name);
@@ -52,9 +55,10 @@ function fillDerived() {
   table.replaceChildren(...isSeveral ? listExperiments(shown) : listMeasures(shown[0]));
   byId("about").textContent = [
     kind.name === "loss" ? "Losses are negated here, so that more is better." : "",
-    isSeveral ? data.measures.map(one => `${one.title}: ${one.about.charAt(0).toLowerCase()}${one.about.slice(1)}`).join(" ") : "",
+    isSeveral ? data.measures.map(one => `${capital(one.title)}: ${one.about}`).join(" ") : "",
     "In brackets: 95 % intervals (bootstrap over questions, and over sequences if there are several).",
-    shown.some(one => one.sequences.length > 1) ? "±: standard deviation over sequences." : "",
+    shown.some(one => one.sequences.length > 1) ? "±: standard deviation over sequences; where it is large and there are"
+      + " few, the interval is too narrow." : "",
   ].filter(Boolean).join(" ");
   fillSequences(shown);
 }
@@ -66,12 +70,13 @@ function listMeasures(one) {
     const own = derived[measure.name], value = make("td", "", "");
     value.append(make("b", "", own ? format(own.mean) : "–"));
     const cells = [capital(measure.title), value, make("td", "range", own ? interval(own) : "")];
-    if (isDeviating) cells.push(make("td", "range", own && own.deviation !== null ? `± ${format(own.deviation)}` : ""));
-    return fillRow([...cells, make("td", "about", `${measure.about} ${measure.higher_is_better ? "Higher" : "Lower"} is better.`)]);
+    if (isDeviating) cells.push(make("td", "range", writeDeviation(own)));
+    const better = `${measure.higher_is_better ? "Higher" : "Lower"} is better.`;
+    return fillRow([...cells, make("td", "about", `${measure.about} ${better}`)]);
   })];
 }
 
-const capital = text => text.charAt(0).toUpperCase() + text.slice(1);
+const writeDeviation = own => own && own.deviation !== null ? `± ${format(own.deviation)}` : "";
 
 function listExperiments(shown) {
   return [fillRow(["experiment", ...data.measures.map(one => one.title)], "th"), ...shown.map(one => {
@@ -85,28 +90,30 @@ function makeValue(own) {
   const cell = make("td", "", "");
   cell.append(make("b", "", own ? format(own.mean) : "–"));
   if (own) cell.append(make("small", "", interval(own)));
-  if (own && own.deviation !== null) cell.append(make("small", "", `± ${format(own.deviation)}`));
+  cell.append(make("small", "", writeDeviation(own)));
   return cell;
 }
 
 function fillSequences(shown) {
   byId("each").hidden = shown.every(one => one.sequences.length < 2);
-  byId("sequences").replaceChildren(fillRow(["sequence", ...data.measures.map(one => one.title)], "th"), ...shown.flatMap(one =>
-    one.sequences.map((label, s) => fillRow([
-      isSeveral ? `${one.name}, ${label}` : label,
-      ...data.measures.map(measure => format(one.kinds[kind.name].derived[measure.name]?.by_sequence[s] ?? null)),
-    ]))));
+  const head = fillRow(["sequence", ...data.measures.map(one => one.title)], "th");
+  byId("sequences").replaceChildren(head, ...shown.flatMap(one => one.sequences.map((label, s) => fillRow([
+    isSeveral ? `${one.name}, ${label}` : label,
+    ...data.measures.map(measure => format(one.kinds[kind.name].derived[measure.name]?.by_sequence[s] ?? null)),
+  ]))));
 }
 
 // ---- every set after every task
 
 function mix(share) {
-  const place = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1), low = Math.min(Math.floor(place), VIRIDIS.length - 2);
+  const last = VIRIDIS.length - 1, place = Math.min(Math.max(share, 0), 1) * last;
+  const low = Math.min(Math.floor(place), last - 1);
   return VIRIDIS[low].map((value, i) => Math.round(value + (place - low) * (VIRIDIS[low + 1][i] - value)));
 }
 
 function luminance(colour) {
-  const [red, green, blue] = colour.map(value => value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+  const [red, green, blue] = colour.map(value => value / 255)
+    .map(value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
 }
 
@@ -126,11 +133,12 @@ function makeName(kind, text) {
 
 function fillMap() {
   const one = known().views[view], names = [...one.tasks, ...experiment().probes], head = make("thead", "", "");
+  const metrics = new Set(Object.values(known().metrics));
   const titles = names.map((name, k) => {
     const title = makeName("th", name), metric = known().metrics[name];
     title.scope = "col";
     if (k === one.tasks.length) title.className = "first-probe";
-    if (metric && kind.scales.length > 1 || metric && scaleOf(metric).metrics.length > 1) title.append(make("small", "", nameMetric(metric)));
+    if (metric && metrics.size > 1) title.append(make("small", "", nameMetric(metric)));
     return title;
   });
   head.append(fillRow([make("th", "", ""), ...titles]));
@@ -144,7 +152,8 @@ function fillMap() {
   byId("map").caption.hidden = true;
   byId("scales").replaceChildren(...kind.scales.map(makeScale));
   byId("map-note").textContent = [
-    "Rows: the model before training and after each task. Columns: the tasks" + (experiment().probes.length ? ", then probes, which are never trained." : "."),
+    "Rows: the model before training and after each task.",
+    `Columns: the tasks${experiment().probes.length ? ", then probes, which are never trained" : ""}.`,
     "Outlined: the task that was just trained.",
     known().views.length > 1 ? `Shown: ${one.label}${one.deviation ? ", ± standard deviation" : ""}.` : "",
     one.mean.flat().includes(null) ? "–: not measured." : "",
@@ -153,7 +162,10 @@ function fillMap() {
 
 function makeCell(one, t, k, name) {
   const value = one.mean[t][k], metric = known().metrics[name];
-  const cell = make("td", [value === null ? "none" : "", k === t - 1 ? "own" : "", k === one.tasks.length ? "first-probe" : ""].join(" "), format(value));
+  const cell = make("td", "", format(value));
+  cell.classList.toggle("none", value === null);
+  cell.classList.toggle("own", value !== null && k === t - 1);
+  cell.classList.toggle("first-probe", k === one.tasks.length);
   if (value === null) return cell;
   colourCell(cell, value, scaleOf(metric));
   cell.title = `${nameMetric(metric)} of ${count(known().counts[name], "question")}`;
@@ -165,7 +177,7 @@ function makeScale(scale) {
   const node = make("div", "scale", ""), bar = make("i", "", "");
   const colours = VIRIDIS.map((_, i) => `rgb(${VIRIDIS[scale.higher_is_better ? i : VIRIDIS.length - 1 - i]})`);
   bar.style.background = `linear-gradient(to right, ${colours})`;
-  const told = `${scale.metrics.map(nameMetric).join(", ")}: ${direction(scale)}${isSeveral ? "; one scale for all experiments" : ""}`;
+  const told = `${nameScale(scale)}${isSeveral ? "; one scale for all experiments" : ""}`;
   node.append(make("span", "", format(scale.low)), bar, make("span", "", format(scale.high)), make("span", "", told));
   return node;
 }
@@ -175,8 +187,8 @@ function makeScale(scale) {
 function choosePlaces(low, high, most) {
   const rough = (high - low) / most, size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(one => one * size).find(one => one >= rough);
-  const first = Math.ceil(low / step - 1e-9);
-  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(10)));
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(10)));
 }
 
 function widen([low, high], share) {
@@ -203,7 +215,7 @@ function makeFrame(box, { xs, ys, xTitle, yTitle, label, height, xTicks }) {
   return { svg, x, y, width, height, left, right, top, bottom };
 }
 
-const writeTick = value => String(value).replace("-", "−");
+const writeTick = value => withMinus(String(value));
 
 // The runs of neighbours that were measured.
 function splitRuns(values) {
@@ -216,9 +228,11 @@ function splitRuns(values) {
   return runs;
 }
 
+const isAligned = () => byId("axis").value === "aligned";
+
 function listLines() {
-  const isAligned = byId("axis").value === "aligned", own = known(), one = isAligned ? own.aligned : own.views[view];
-  const names = isAligned ? one.tasks : [...one.tasks, ...experiment().probes];
+  const own = known(), one = isAligned() ? own.aligned : own.views[view];
+  const names = isAligned() ? one.tasks : [...one.tasks, ...experiment().probes];
   const column = (grid, k) => grid ? grid.map(row => row[k]) : null;
   return names.map((name, k) => {
     const place = experiment().tasks.indexOf(name), isProbe = place < 0;
@@ -226,8 +240,8 @@ function listLines() {
       name, isProbe, metric: own.metrics[name],
       number: isProbe ? experiment().probes.indexOf(name) : place,
       values: column(one.mean, k), low: column(one.low, k), high: column(one.high, k), counts: column(one.counts, k),
-      trained: isProbe ? null : isAligned ? -one.offset : k + 1,
-      offset: isAligned ? one.offset : 0,
+      trained: isProbe ? null : isAligned() ? -one.offset : k + 1,
+      offset: isAligned() ? one.offset : 0,
     };
   }).filter(line => line.metric);
 }
@@ -239,7 +253,8 @@ function styleLine(node, line) {
 }
 
 function drawLine({ svg, x, y }, line) {
-  const group = draw(svg, "g", { class: "line" }), dashes = styleLine(group, line), to = (values, i) => `${x(i + line.offset)} ${y(values[i])}`;
+  const group = draw(svg, "g", { class: "line" }), dashes = styleLine(group, line);
+  const to = (values, i) => `${x(i + line.offset)} ${y(values[i])}`;
   for (const run of splitRuns(line.values)) {
     if (line.low && run.length > 1) {
       const around = [...run.map(i => to(line.high, i)), ...run.toReversed().map(i => to(line.low, i))];
@@ -254,52 +269,60 @@ function drawLine({ svg, x, y }, line) {
 
 // Tasks beyond the colours have square marks.
 function drawMark(group, line, i, x, y) {
-  const isOwn = i === line.trained, size = isOwn ? 5 : 2.5, isSquare = !line.isProbe && line.number >= data.colours.length;
-  const range = line.low ? ` (${format(line.low[i])} to ${format(line.high[i])}${line.counts ? `, ${count(line.counts[i], "sequence")}` : ""})` : "";
-  const style = { class: isOwn ? "own" : "dot" };
+  const isOwn = i === line.trained, size = isOwn ? 5 : 2.5, style = { class: isOwn ? "own" : "dot" };
+  const isSquare = !line.isProbe && line.number >= data.colours.length;
   const mark = isSquare
     ? draw(group, "rect", { x: x - size, y: y - size, width: 2 * size, height: 2 * size, ...style })
     : draw(group, "circle", { cx: x, cy: y, r: size, ...style });
-  draw(mark, "title", {}, `${line.name}${isOwn ? ", just trained" : ""}: ${format(line.values[i])}${range}`);
+  const range = line.low ? `, ${format(line.low[i])} to ${format(line.high[i])}` : "";
+  const number = line.counts ? ` in ${count(line.counts[i], "sequence")}` : "";
+  draw(mark, "title", {}, `${line.name}${isOwn ? ", just trained" : ""}: ${format(line.values[i])}${range}${number}`);
 }
 
 function drawCurves() {
-  const isAligned = byId("axis").value === "aligned", lines = listLines(), tasks = known().views[view].tasks;
-  const box = byId("curves");
-  box.replaceChildren();
-  for (const scale of kind.scales) {
-    const own = lines.filter(line => scale.metrics.includes(line.metric));
-    const shown = own.filter(line => !hidden.has(line.name));
-    const values = (shown.length ? shown : own).flatMap(line => [line.values, line.low, line.high].flatMap(all => all ?? [])).filter(value => value !== null);
-    if (!values.length) continue;
-    const last = own[0].values.length - 1, offset = own[0].offset;
-    const frame = makeFrame(box, {
-      xs: widen([offset, offset + last], 0.03), ys: widen([Math.min(...values), Math.max(...values)], 0.06), height: 340,
-      xTitle: isAligned ? "tasks trained since its own" : "tasks trained", yTitle: `${scale.metrics.map(nameMetric).join(", ")}, ${direction(scale)}`,
-      label: `${scale.metrics.join(", ")} of each set after each task`,
-      xTicks: width => listTicks(offset, last, isAligned ? null : tasks, width),
-    });
-    if (isAligned) draw(frame.svg, "line", { x1: frame.x(0), x2: frame.x(0), y1: frame.top, y2: frame.height - frame.bottom, class: "rule", "stroke-dasharray": "3 3" });
-    for (const line of shown) drawLine(frame, line);
-  }
+  const lines = listLines();
+  byId("curves").replaceChildren();
+  for (const scale of kind.scales) drawChart(scale, lines.filter(line => scale.metrics.includes(line.metric)));
   fillLines(lines);
   const one = known().views[view];
   byId("curves-note").textContent = [
     "Ring: the task right after its training.",
-    experiment().probes.length && !isAligned ? "Dashed: probes." : "",
-    isAligned ? "Mean over all sequences, band from the lowest to the highest; only some orders reach the far left and right. Probes have no training to start from."
-      : one.low ? "Mean over sequences, band from the lowest to the highest." : "",
-    isAligned ? "" : `Order: ${one.tasks.join(" → ")}.`,
+    ...isAligned() ? ["Mean over all sequences, band from the lowest to the highest.",
+      "Only some orders reach the far left and right. Probes have no training to start from."] : [
+      lines.some(line => line.isProbe) ? "Dashed: probes." : "",
+      one.low ? "Mean over sequences, band from the lowest to the highest." : "",
+      `Order: ${one.tasks.join(" → ")}.`],
   ].filter(Boolean).join(" ");
+}
+
+// One chart, of the sets whose metrics have the same scale.
+function drawChart(scale, lines) {
+  const shown = lines.filter(line => !hidden.has(line.name));
+  const values = (shown.length ? shown : lines)
+    .flatMap(line => [...line.values, ...line.low ?? [], ...line.high ?? []]).filter(value => value !== null);
+  if (!values.length) return;
+  const last = lines[0].values.length - 1, offset = lines[0].offset;
+  const frame = makeFrame(byId("curves"), {
+    xs: widen([offset, offset + last], 0.03), ys: widen([Math.min(...values), Math.max(...values)], 0.06),
+    xTitle: isAligned() ? "tasks trained since its own" : "tasks trained", yTitle: nameScale(scale), height: 340,
+    label: `${scale.metrics.join(", ")} of each set after each task`,
+    xTicks: width => listTicks(offset, last, isAligned() ? null : known().views[view].tasks, width),
+  });
+  if (isAligned()) {
+    const [x1, x2, y1, y2] = [frame.x(0), frame.x(0), frame.top, frame.height - frame.bottom];
+    draw(frame.svg, "line", { x1, x2, y1, y2, class: "rule", "stroke-dasharray": "3 3" });
+  }
+  for (const line of shown) drawLine(frame, line);
 }
 
 // Names of tasks where all of them fit, else numbers.
 function listTicks(offset, last, tasks, width) {
-  const names = Array.from({ length: last + 1 }, (_, i) => tasks ? i ? `${i} ${tasks[i - 1]}` : "start" : writeTick(i + offset));
+  const nameTick = i => tasks === null ? writeTick(i + offset) : i ? `${i} ${tasks[i - 1]}` : "start";
+  const names = Array.from({ length: last + 1 }, (_, i) => nameTick(i));
   const room = width / (last + 1) / 6.6;
   if (names.every(name => name.length < room)) return names.map((name, i) => [i + offset, name]);
   const step = Math.ceil(2.5 / room);
-  return names.flatMap((_, i) => i % step ? [] : [[i + offset, writeTick(i + offset)]]);
+  return names.flatMap((_, i) => (i + offset) % step ? [] : [[i + offset, writeTick(i + offset)]]);
 }
 
 function fillLines(lines) {
@@ -311,7 +334,8 @@ function fillLines(lines) {
     });
     button.title = line.name;
     button.setAttribute("aria-pressed", !hidden.has(line.name));
-    const svg = draw(button, "svg", { viewBox: "0 0 30 12", "aria-hidden": true }), group = draw(svg, "g", { class: "line" });
+    const svg = draw(button, "svg", { viewBox: "0 0 30 12", "aria-hidden": true });
+    const group = draw(svg, "g", { class: "line" });
     draw(group, "path", { ...styleLine(group, line), d: "M0 6H30" });
     if (!line.isProbe) drawMark(group, { ...line, low: null, trained: 0 }, 0, 15, 6);
     button.append(make("span", "", line.name));
@@ -324,15 +348,12 @@ function fillLines(lines) {
 function drawFront() {
   byId("front").hidden = !kind.fronts.length;
   if (!kind.fronts.length) return;
-  const front = kind.fronts[byId("forgotten").selectedIndex], measure = data.measures.find(one => one.name === front.name);
-  const points = data.experiments.flatMap((one, i) => {
-    const own = one.kinds[kind.name]?.derived;
-    return front.is_measured[i] ? [{ name: one.name, x: own[front.name], y: own.learnt, isOn: front.on_front[i], number: i + 1 }] : [];
-  });
-  const box = byId("points"), span = key => points.flatMap(one => [one[key].low, one[key].high, one[key].mean]);
-  box.replaceChildren();
+  const front = kind.fronts[byId("forgotten").selectedIndex];
+  const measure = data.measures.find(one => one.name === front.name), points = listPoints(front);
+  const span = key => points.flatMap(one => [one[key].low, one[key].high, one[key].mean]);
   const [xs, ys] = ["x", "y"].map(key => widen([Math.min(...span(key)), Math.max(...span(key))], 0.12));
-  const frame = makeFrame(box, {
+  byId("points").replaceChildren();
+  const frame = makeFrame(byId("points"), {
     xs, ys, height: 380, xTitle: `${measure.title}, lower is better`, yTitle: "learnt, higher is better",
     label: "what each experiment learnt against what it forgot",
     xTicks: width => choosePlaces(...xs, Math.max(4, width / 80)).map(value => [value, writeTick(value)]),
@@ -340,31 +361,42 @@ function drawFront() {
   drawEdge(frame, points.filter(point => point.isOn).sort((a, b) => a.x.mean - b.x.mean));
   drawPoints(frame, points);
   byId("points-table").replaceChildren(fillRow(["", "experiment", "learnt", measure.title, ""], "th"),
-    ...points.map(point => fillRow([String(point.number), point.name, format(point.y.mean), format(point.x.mean), make("td", "on", isSeveral && point.isOn ? "front" : "")])));
+    ...points.map(point => fillRow([String(point.number), point.name, format(point.y.mean), format(point.x.mean),
+      make("td", "on", point.isOn ? "front" : "")])));
   byId("front-note").textContent = [
     "One point per experiment; the lines are 95 % intervals.",
     kind.name === "loss" ? "Losses are negated here, so that more is better." : "",
-    isSeveral ? "Green: the Pareto front, where no other experiment learnt as much and forgot less, or learnt more and forgot as little."
-      : "With mini-trainer continual --compare, several experiments appear here.",
+    isSeveral ? "Green: the Pareto front, where no other experiment learnt as much and forgot less, or learnt more and"
+      + " forgot as little." : "With mini-trainer continual --compare, several experiments appear here.",
   ].filter(Boolean).join(" ");
+}
+
+function listPoints(front) {
+  return data.experiments.flatMap((one, i) => {
+    const own = one.kinds[kind.name]?.derived, isOn = isSeveral && front.on_front[i];
+    return front.is_measured[i] ? [{ name: one.name, x: own[front.name], y: own.learnt, isOn, number: i + 1 }] : [];
+  });
 }
 
 function drawEdge({ svg, x, y }, points) {
   if (points.length < 2) return;
-  const steps = points.map((point, i) => i ? `H${x(point.x.mean)}V${y(point.y.mean)}` : `M${x(point.x.mean)} ${y(point.y.mean)}`);
-  draw(svg, "path", { class: "edge", d: steps.join("") });
+  const [start, ...rest] = points.map(point => [x(point.x.mean), y(point.y.mean)]);
+  draw(svg, "path", { class: "edge", d: `M${start}${rest.map(([x, y]) => `H${x}V${y}`).join("")}` });
 }
 
 function drawPoints(frame, points) {
-  const { svg, x, y } = frame, groups = points.map(point => draw(svg, "g", { class: point.isOn && isSeveral ? "point on" : "point" }));
-  points.forEach((point, i) => {
-    draw(groups[i], "line", { x1: x(point.x.low), x2: x(point.x.high), y1: y(point.y.mean), y2: y(point.y.mean) });
-    draw(groups[i], "line", { x1: x(point.x.mean), x2: x(point.x.mean), y1: y(point.y.low), y2: y(point.y.high) });
-  });
+  const { svg, x, y } = frame;
+  for (const point of points) {
+    const bars = draw(svg, "g", { class: point.isOn ? "bars on" : "bars" });
+    draw(bars, "line", { x1: x(point.x.low), x2: x(point.x.high), y1: y(point.y.mean), y2: y(point.y.mean) });
+    draw(bars, "line", { x1: x(point.x.mean), x2: x(point.x.mean), y1: y(point.y.low), y2: y(point.y.high) });
+  }
+  const groups = points.map(point => draw(svg, "g", { class: point.isOn ? "point on" : "point" }));
   const taken = points.map(point => ({ x: x(point.x.mean) - 10, y: y(point.y.mean) - 10, width: 20, height: 20 }));
   points.forEach((point, i) => {
     const [cx, cy] = [x(point.x.mean), y(point.y.mean)], circle = draw(groups[i], "circle", { cx, cy, r: 9 });
-    draw(circle, "title", {}, `${point.name}: learnt ${format(point.y.mean)} ${interval(point.y)}, forgotten ${format(point.x.mean)} ${interval(point.x)}`);
+    const write = value => `${format(value.mean)} ${interval(value)}`;
+    draw(circle, "title", {}, `${point.name}: learnt ${write(point.y)}, forgotten ${write(point.x)}`);
     draw(groups[i], "text", { x: cx, y: cy + 4, class: "number" }, point.number);
     placeName(frame, groups[i], point.name, cx, cy, taken);
   });
@@ -394,17 +426,23 @@ const overlaps = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b
 function fillLost() {
   const place = byId("sequence").selectedIndex, tasks = data.lost.tasks[at][place];
   byId("lost").hidden = kind.name !== "score" || data.lost.tasks[at].every(own => own.length === 0);
-  byId("lost-note").textContent = "Questions of earlier tasks whose score fell by half of the scale or more from right after their task's"
-    + ` training to the end, those that fell furthest first. Texts longer than ${data.lost.limit.toLocaleString("en")} characters lose their middle.`
-    + (experiment().sequences.length > 1 ? ` Shown: ${experiment().sequences[place]}.` : "");
+  byId("lost-note").textContent = [
+    "Questions of earlier tasks whose score fell by half of the scale or more from right after their task's training",
+    "to the end, those that fell furthest first.",
+    `Texts longer than ${data.lost.limit.toLocaleString("en")} characters lose their middle.`,
+    experiment().sequences.length > 1 ? `Shown: ${experiment().sequences[place]}.` : "",
+  ].filter(Boolean).join(" ");
   byId("tasks").replaceChildren(...tasks.map(fillTask));
 }
 
 function fillTask(task) {
-  const wanted = byId("search").value.toLowerCase(), node = make("details", "", ""), head = make("summary", "", `${task.name} `);
+  const wanted = byId("search").value.toLowerCase(), node = make("details", "", "");
   const found = task.examples.filter(example => listTexts(example).some(text => text.toLowerCase().includes(wanted)));
-  const shown = wanted ? `${found.length} of ${count(task.examples.length, "example")} found` : `${task.examples.length} shown`;
-  head.append(make("small", "", `${task.total.toLocaleString("en")} of ${count(task.num_questions, "question")}${task.total ? `; ${shown}` : ""}`));
+  const counts = [`${task.total.toLocaleString("en")} of ${count(task.num_questions, "question")}`];
+  if (wanted) counts.push(`${found.length} of ${count(task.examples.length, "example")} found`);
+  else if (task.total) counts.push(`${task.examples.length} shown`);
+  const head = make("summary", "", `${task.name} `);
+  head.append(make("small", "", counts.join("; ")));
   node.append(head);
   if (task.problem) node.append(make("p", "note", `No answers to show: ${task.problem}`));
   node.append(...found.map(example => fillExample(example, task)));
@@ -434,11 +472,14 @@ function fillExample(example, task) {
 function chooseKind(i) {
   kind = data.kinds[i];
   press(byId("kinds"), i);
-  byId("forgotten").replaceChildren(...kind.fronts.map(front => makeOption(front.name, front.name === "forgetting" ? "tasks forgotten" : "probes forgotten")));
+  const titles = { forgetting: "tasks forgotten", forgotten: "probes forgotten" };
+  byId("forgotten").replaceChildren(...kind.fronts.map(front => makeOption(front.name, titles[front.name])));
   byId("forgotten").hidden = kind.fronts.length < 2;
   fillDerived();
   drawFront();
-  [...byId("experiments").children].forEach((button, k) => { button.disabled = !data.experiments[k].kinds[kind.name]; });
+  [...byId("experiments").children].forEach((button, k) => {
+    button.disabled = !data.experiments[k].kinds[kind.name];
+  });
   chooseExperiment(known() ? at : data.experiments.findIndex(one => one.kinds[kind.name]));
 }
 

@@ -31,7 +31,7 @@ FORGOTTEN = ("forgetting", "forgotten")  # horizontal axes of the front
 MAX_NAMED = 3  # most experiments named in the title
 MOST_EXAMPLES = 20  # per task
 # Examples per task and characters per text: the first that fit the budget.
-SIZES = ((MOST_EXAMPLES, 4000), (MOST_EXAMPLES, 1500), (MOST_EXAMPLES, 500), (10, 400), (5, 300), (2, 200))
+SIZES = (*((MOST_EXAMPLES, limit) for limit in (4000, 2500, 1500, 1000, 600)), (10, 400), (5, 300), (2, 200))
 EXAMPLES_BUDGET = 2_000_000  # bytes of JSON, so that a page stays below 3 MB
 
 Shown = dict[str, Any]  # data of the page's script

@@ -69,7 +69,8 @@ def write_answers(directory: Path, experiment: Experiment, *, text: str = "", le
                 lines = [
                     json.dumps({
                         "index": i, "place": f"{name}:{i}", "prompt": f"Question {i} of {name}?{'.' * length}",
-                        "references": [f"the answer {i}"], "answer": f"{value:g} after {t} {text}{'x' * length}",
+                        "references": [f"the answer {i}"],
+                        "answer": f"{value:g} after {t} {text}{'x' * length} ({name}:{i})",
                         "scores": {cell.metric: value},
                     })
                     for i, value in enumerate(cell.values.tolist())
