@@ -148,24 +148,15 @@ class OSFT(Method):
 
         dtype = meta.compute_dtype if uses_weights else torch.float64
         dtype = torch.float32 if uses_weights and any(self.num_earlier.values()) else dtype
-        shapes = {}  # of what is decomposed
-        for name, (rows, columns) in self.shapes.items():
-            if num_free := columns - self.num_earlier.get(name, 0):
-                shapes[name] = (rows if uses_weights else num_free, num_free)
 
         def get_matrix(name: str) -> Tensor:
-            if uses_weights:
-                module = targets[name]
-                weight = readers[f"{name}.weight"]().to(meta.compute_dtype)
-                matrix = orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
-            else:
-                matrix = self.statistics.covariance(name)
+            matrix = self.read_matrix(name, readers, meta.compute_dtype)
             earlier = self.read_earlier(name)
-            return (matrix if earlier is None else restrict(matrix, earlier, device=world.device)).to(dtype)
+            return matrix if earlier is None else restrict(matrix, earlier, device=world.device)
 
         self.subspace_files = prepare_subspaces(
-            shapes,
-            get_matrix,
+            self.list_free_shapes(),
+            lambda name: get_matrix(name).to(dtype),
             dtype=dtype,
             cache_dir=Path(options.osft_cache_dir).expanduser(),
             world=world,
@@ -174,6 +165,22 @@ class OSFT(Method):
         if not uses_weights:
             num_kept = call_on_rank0(world, lambda: self.count_kept_by_energy(num_columns, num_kept))
         self.replace_layers(meta, num_kept)
+
+    def list_free_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of what is decomposed of each target that earlier tasks do not keep whole (see `restrict`)."""
+        free = {name: columns - self.num_earlier.get(name, 0) for name, (_, columns) in self.shapes.items()}
+        on_inputs = BASES[self.options.osft_basis]
+        return {
+            name: (number if on_inputs else self.shapes[name][0], number) for name, number in free.items() if number
+        }
+
+    def read_matrix(self, name: str, readers: dict[str, Reader], dtype: torch.dtype) -> Tensor:
+        """The target's weight A, as it is computed with, or the covariance of its inputs. On rank 0."""
+        if BASES[self.options.osft_basis]:
+            return self.statistics.covariance(name)
+        module = self.targets[name]
+        weight = readers[f"{name}.weight"]().to(dtype)
+        return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
 
     def read_earlier(self, name: str) -> Bases | None:
         """The layer's directions after earlier tasks; None if these keep nothing of it. On rank 0."""
@@ -221,7 +228,7 @@ class OSFT(Method):
 
     def count_kept_by_energy(self, num_columns: dict[str, int], num_kept: dict[str, int]) -> dict[str, int]:
         """`num_kept`, or if empty the numbers that hold the requested energy; logs the energy outside. On rank 0."""
-        spectra = {name: self.read_spectrum(name, columns) for name, columns in num_columns.items()}
+        spectra = {name: self.read_spectrum(name) for name in num_columns}
         if (wanted := self.options.osft_keep_energy) is not None:
             shares = {name: spectrum.cumsum(0) / spectrum.sum() for name, spectrum in spectra.items()}
             num_kept = {
@@ -232,7 +239,7 @@ class OSFT(Method):
         report_energy(spectra, num_kept)
         return num_kept
 
-    def read_spectrum(self, name: str, num_columns: int) -> Tensor:  # (s,)
+    def read_spectrum(self, name: str) -> Tensor:  # (s,)
         """The energy of each input direction; that of the earlier ones is summed up in the first."""
         file, num_earlier = self.subspace_files.get(name), self.num_earlier.get(name, 0)
         free = torch.zeros(0, dtype=torch.float64) if file is None else read_subspace(file)["singular_values"].square()
@@ -300,7 +307,13 @@ class OSFT(Method):
     def describe(self) -> str:
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)
-        return f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train instead of {num_weights:,}"
+        trained = f"OSFT on {len(self.layers)} layers: {num_trained:,} numbers train instead of {num_weights:,}"
+        if not self.num_earlier:
+            return trained
+        total, earlier = sum(columns for _, columns in self.shapes.values()), sum(self.num_earlier.values())
+        free = sum(layer.num_columns - layer.num_kept for layer in self.layers)
+        kept = f"{earlier:,} are kept from earlier tasks, {total - earlier - free:,} newly"
+        return f"{trained} (of {total:,} directions, {kept})"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         """Merges each OSFT layer into the single weight that it represents."""

@@ -1,4 +1,4 @@
-"""Keeps questions that models are measured on out of replay: they are known by their tokens, whatever file has them."""
+"""Keeps questions that models are measured on out of replay, by their tokens, in any file and format."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ class HeldOut:
 
     @cached_property
     def digests(self) -> set[bytes]:
-        """Of each prompt's tokens; of a chat of several turns, up to its last answer."""
+        """Digests of the prompts' tokens; those of a chat of several turns end before its last answer."""
         data_format = self.settings.evaluate.get("format")
         found = set()
         for one in self.prepared:

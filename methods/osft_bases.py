@@ -93,7 +93,8 @@ def read_bases(path: Path, name: str) -> Bases:
     """The directions of one layer."""
     with open_bases(path) as (file, _):
         left = f"{name}.U_kept"
-        return Bases(file.get_tensor(f"{name}.V_free"), file.get_tensor(left) if left in file.keys() else None)  # noqa: SIM118
+        U_kept = file.get_tensor(left) if left in file.keys() else None  # noqa: SIM118
+        return Bases(file.get_tensor(f"{name}.V_free"), U_kept)
 
 
 def write_bases(bases: dict[str, Bases], path: Path, *, basis: str) -> None:

@@ -243,7 +243,7 @@ PRINT = {
     "lifecycle.training_log": "JSON in ASCII",
     "command_line": "the user's options as YAML",
     "__main__": "the user's own words",
-    "api.launch": "lines of a script, which are clean",
+    "ranks.children": "lines of a script, which are clean",
     "lifecycle.raw_rows": "lines of a script, which are clean",
     "plots.server": "an address of this machine",
 }

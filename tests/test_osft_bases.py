@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,16 +66,22 @@ def bases_of(export: Path) -> Path:
     return export / "osft" / "bases.safetensors"
 
 
-def train_tasks(world, inputs: Path, root: Path, *, family: str, kind: str) -> tuple[list[Path], list[Path]]:
-    """The model as it begins and the exports after three tasks: with bases handed on, and chosen anew by each run."""
-    handed, anew = [inputs / family], [inputs / family]
-    for task in (1, 2, 3):
-        given = bases_of(handed[-1]) if task > 1 else "new"
-        options = options_of(task, kind, inputs, handed[-1], osft_bases=given)
-        handed.append(run(world, root / f"handed_{task}", **options))
-        options = options_of(task, kind, inputs, anew[-1], osft_bases="new")
-        anew.append(run(world, root / f"anew_{task}", **options) if task > 1 else handed[-1])
-    return handed, anew
+@pytest.fixture(scope="module")
+def chain(world, inputs, tmp_path_factory) -> Callable[[str, str, int], list[Path]]:
+    """The model as it begins and its exports after some tasks, whose bases are handed on; trained once."""
+    root = tmp_path_factory.mktemp("chains")
+    exports: dict[tuple[str, str], list[Path]] = {}
+
+    def train_tasks(family: str, kind: str, num_tasks: int) -> list[Path]:
+        known = exports.setdefault((family, kind), [inputs / family])
+        for task in range(len(known), num_tasks + 1):
+            given = options_of(task, kind, inputs, known[-1], osft_bases=bases_of(known[-1]) if task > 1 else "new")
+            if kind != "weights":
+                given["osft_statistics"] = root / f"{family}_{kind}_{task}.safetensors"  # of this task's data alone
+            known.append(run(world, root / f"{family}_{kind}_{task}", **given))
+        return known[: num_tasks + 1]
+
+    return train_tasks
 
 
 def read_kept(export: Path) -> dict[str, tuple[Tensor | None, Tensor]]:
@@ -130,9 +138,12 @@ def measure_leaks(exports: list[Path], *, family: str, kind: str) -> list[float]
         wide("gpt2", "weights"),
     ],
 )
-def test_what_every_earlier_task_kept_stays(family, kind, world, inputs, tmp_path):
+def test_what_every_earlier_task_kept_stays(family, kind, chain, world, inputs, tmp_path):
     same = dict(family=family, kind=kind)
-    handed, anew = train_tasks(world, inputs, tmp_path, **same)
+    handed = chain(family, kind, 3)
+    anew = handed[:2]  # and from here on each run chooses for itself
+    for task in (2, 3):
+        anew.append(run(world, tmp_path / str(task), **options_of(task, kind, inputs, anew[-1], osft_bases="new")))
     assert 0 < max(measure_leaks(handed, **same)) <= LEAK
     first, second, last = measure_leaks(anew, **same)
     assert min(first, second) > 1e-2 and last <= LEAK
@@ -151,12 +162,9 @@ def remove(matrix: Tensor, U_kept: Tensor, V_kept: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["weights", "activations", "energy"])
-def test_new_directions_are_the_leading_ones_of_what_is_not_kept(kind, world, inputs, tmp_path):
-    statistics = tmp_path / "seen.safetensors"
-    first, second = two_runs(
-        world, inputs, tmp_path, kind=kind, **{} if kind == "weights" else dict(osft_statistics=statistics)
-    )
-    seen = {} if kind == "weights" else load_file(statistics)
+def test_new_directions_are_the_leading_ones_of_what_is_not_kept(kind, chain):
+    _, first, second = chain("llama_tied_bias", kind, 2)
+    seen = {} if kind == "weights" else load_file(second.parents[1].with_suffix(".safetensors"))
     kept = read_kept(second)
     for name, (U_before, V_before) in read_kept(first).items():
         _, V_after = kept[name]
@@ -183,21 +191,10 @@ def test_new_directions_are_the_leading_ones_of_what_is_not_kept(kind, world, in
             assert shares[-1] >= 0.8 and (len(shares) == 1 or shares[-2] < 0.8)
 
 
-def begin_of(inputs: Path) -> Path:
-    return inputs / "llama_tied_bias"
-
-
-def two_runs(world, inputs: Path, root: Path, *, kind: str, num_ranks: int = 1, **second: object) -> tuple[Path, Path]:
-    """The exports of the first two tasks; `second` are more options of the second run."""
-    first = run(world, root / "first", **options_of(1, kind, inputs, begin_of(inputs), osft_bases="new"))
-    given = options_of(2, kind, inputs, first, osft_bases=bases_of(first)) | second
-    return first, run(world, root / "second", num_ranks=num_ranks, **given)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "kind"), [(4, "weights"), wide(2, "energy")])
-def test_ranks_change_nothing(num_ranks, kind, world, inputs, tmp_path):
-    first, alone = two_runs(world, inputs, tmp_path, kind=kind)
+def test_ranks_change_nothing(num_ranks, kind, chain, world, inputs, tmp_path):
+    start, first, alone = chain("llama_tied_bias", kind, 2)
     given = options_of(2, kind, inputs, first, osft_bases=bases_of(first), osft_cache_dir=tmp_path / "cache")
     hybrid = dict(sharding="hybrid", shard_size=2) if num_ranks == 4 else {}
     sharded = run(world, tmp_path / "sharded", num_ranks=num_ranks, **given, **hybrid)
@@ -208,12 +205,12 @@ def test_ranks_change_nothing(num_ranks, kind, world, inputs, tmp_path):
     for name, bases in read_kept(alone).items():
         for one, other in zip(bases, kept[name], strict=True):
             assert one is other is None or (one @ one.T - other @ other.T).norm() <= LEAK, name
-    assert max(measure_leaks([begin_of(inputs), first, sharded], family="llama_tied_bias", kind=kind)) <= LEAK
+    assert max(measure_leaks([start, first, sharded], family="llama_tied_bias", kind=kind)) <= LEAK
 
 
 @pytest.mark.parametrize("kind", ["weights", "energy"])
-def test_a_resumed_run_exports_the_same_model_and_bases(kind, world, inputs, tmp_path):
-    first, whole = two_runs(world, inputs, tmp_path, kind=kind)
+def test_a_resumed_run_exports_the_same_model_and_bases(kind, chain, world, inputs, tmp_path):
+    _, first, whole = chain("llama_tied_bias", kind, 2)
     given = options_of(2, kind, inputs, first, osft_bases=bases_of(first), checkpoint_every_steps=1)
     for max_steps in (2, STEPS):
         parts = run(world, tmp_path / "parts", **given | dict(max_steps=max_steps))
@@ -228,18 +225,17 @@ def test_a_resumed_run_exports_the_same_model_and_bases(kind, world, inputs, tmp
         run(world, tmp_path / "parts", **given | dict(osft_bases=other, max_steps=9))
 
 
-def test_new_bases_change_nothing_but_the_export(world, inputs, tmp_path):
-    given = options_of(1, "weights", inputs, begin_of(inputs))
-    plain, new = (run(world, tmp_path / str(bases), **given, **bases) for bases in ({}, dict(osft_bases="new")))
+def test_new_bases_change_nothing_but_the_export(chain, world, inputs, tmp_path):
+    start, new = chain("llama_tied_bias", "weights", 1)
+    plain = run(world, tmp_path / "run", **options_of(1, "weights", inputs, start))
     assert (plain / "model.safetensors").read_bytes() == (new / "model.safetensors").read_bytes()
     assert not (plain / "osft").exists()
 
 
-@pytest.fixture(scope="module")
-def first(world, inputs, tmp_path_factory) -> Path:
+@pytest.fixture
+def first(chain) -> Path:
     """The export of the first task, by weights."""
-    root = tmp_path_factory.mktemp("first")
-    return run(world, root / "run", **options_of(1, "weights", inputs, begin_of(inputs), osft_bases="new"))
+    return chain("llama_tied_bias", "weights", 1)[-1]
 
 
 def rewrite(bases: Path, path: Path, **changes: Tensor | None) -> Path:
@@ -264,6 +260,23 @@ def test_a_layer_that_is_kept_whole_stays_so(world, inputs, first, tmp_path):
     assert stored[f"{LAYER}.V_free"].shape == (32, 0) and f"{LAYER}.U_kept" not in stored
 
 
+def test_weights_of_low_rank_are_kept_too(world, inputs, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "llama_tied_bias", model)
+    weights = load_file(model / "model.safetensors")
+    for name, rank in ((LAYER, 5), ("model.layers.0.self_attn.o_proj", 5), ("model.layers.0.mlp.down_proj", 0)):
+        weight = weights[f"{name}.weight"]
+        weights[f"{name}.weight"] = weight[:, :rank] @ weight[:rank]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    exports = [model]
+    for task in (1, 2, 3):
+        given = options_of(
+            task, "weights", inputs, exports[-1], osft_bases=bases_of(exports[-1]) if task > 1 else "new"
+        )
+        exports.append(run(world, tmp_path / str(task), **given))
+    assert 0 < max(measure_leaks(exports, family="llama_tied_bias", kind="weights")) <= LEAK
+
+
 def test_without_room_nothing_new_is_kept_and_the_rest_trains(world, inputs, first, tmp_path, caplog):
     # 0.6 leaves 12 of 32 directions and 6 of 16 to keep, which the first task has filled: 14 layers
     same = dict(osft_bases=bases_of(first), osft_unfreeze_rank_ratio=0.6)
@@ -274,7 +287,10 @@ def test_without_room_nothing_new_is_kept_and_the_rest_trains(world, inputs, fir
     kept = read_kept(second)
     for name, (U_kept, V_kept) in read_kept(first).items():
         assert kept[name][1].shape == V_kept.shape and torch.equal(U_kept, kept[name][0])
-    assert max(measure_leaks([begin_of(inputs), first, second], family="llama_tied_bias", kind="weights")) <= LEAK
+    assert (
+        max(measure_leaks([inputs / "llama_tied_bias", first, second], family="llama_tied_bias", kind="weights"))
+        <= LEAK
+    )
     bases = rewrite(
         bases_of(first),
         tmp_path / "bases.safetensors",
