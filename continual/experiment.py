@@ -21,11 +21,15 @@ RECORD, PAGE = "continual.json", "results.html"
 Record = dict[str, Any]
 
 
-def run_experiments(several: list[Settings]) -> None:
+def find_root(several: list[Settings]) -> Path:
+    """The directory of an experiment, or of all methods' experiments."""
+    return several[0].root if len(several) == 1 else several[0].root.parent
+
+
+def run_experiments(several: list[Settings], runner: Runner) -> None:
     """Runs, or continues, one experiment, or one for each method with the data and the start model's measurements that
     they share. ValueError, OSError or RunError say why it cannot."""
-    root = several[0].root if len(several) == 1 else several[0].root.parent
-    runner = Runner(root, num_processes=several[0].num_processes)
+    root = runner.root
     try:
         run_methods(several, root, runner)
     finally:

@@ -77,13 +77,13 @@ def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:
 
 
 def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> list[dict]:
-    """Rows of the answers that ended by themselves and score enough."""
+    """Rows of the answers that are not empty, ended by themselves and score enough."""
     rows, asked, kept = read_rows(prompts), read_prompts([str(prompts)], None), []
     labels = sorted({find_reference(row) for row in rows})
     for line in read_rows(answers):
         prompt, answer = asked[line["index"]], line["answer"]
         score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
-        if line["finish_reason"] == "stop" and score >= replay.min_score:
+        if answer.strip() and line["finish_reason"] == "stop" and score >= replay.min_score:
             kept.append(replace_answer(rows[line["index"]], answer))
     return kept
 

@@ -79,14 +79,18 @@ class Runner:
             words += ["--nproc-per-node", str(self.num_processes)]
         start = time.monotonic()
         self.say(stage.folder, f"mini-trainer {' '.join(words)}")
-        with stage.file("log").open("a", encoding="utf-8") as log:
-            code, last_words = run_child(words, log, prints=False, pass_fds=(self.lock.file,))
+        code, last_words = self.start(words, stage.file("log"))
         if code != ExitCode.DONE:
             raise RunError(describe_code(code), f"{last_words}\n(all output: {stage.file('log')})")
         seconds = time.monotonic() - start
         with written_aside(stage.file("done")) as (aside,):
             aside.write_text(json.dumps({"options": hash_json(stage.text), "seconds": round(seconds, 1)}) + "\n")
         self.say(stage.folder, f"{stage.program} took {seconds:.0f} s")
+
+    def start(self, words: list[str], log_file: Path) -> tuple[int, str]:
+        """Runs a program to its end; returns its exit code and its error message or last lines."""
+        with log_file.open("a", encoding="utf-8") as log:
+            return run_child(words, log, prints=False, pass_fds=(self.lock.file,))
 
 
 def is_parallel(stage: Stage) -> bool:

@@ -20,10 +20,11 @@ if __name__ == "__main__":
     options = parse_options(ContinualOptions)  # before the slow imports, so that --help and typos respond at once
 
 from continual.compare import describe_comparison
-from continual.experiment import run_experiments
+from continual.experiment import find_root, run_experiments
 from continual.matrix import read_experiment
 from continual.page import write_page
 from continual.settings import read_settings
+from continual.stages import Runner
 from ranks.ending import ExitCode, RunError, exit_with_message
 from ranks.messages import say
 
@@ -31,7 +32,8 @@ from ranks.messages import say
 def continual(options: ContinualOptions) -> None:
     """Runs an experiment, or compares several."""
     if not options.compare:
-        return run_experiments(read_settings(Path(options.paths[0]), output_dir=options.output_dir))
+        several = read_settings(Path(options.paths[0]), output_dir=options.output_dir)
+        return run_experiments(several, Runner(find_root(several), num_processes=several[0].num_processes))
     directories = [Path(path) for path in options.paths]
     experiments = [read_experiment(directory) for directory in directories]
     say(describe_comparison(experiments))

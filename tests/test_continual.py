@@ -1,0 +1,242 @@
+"""The continual driver: what each task is trained on, hands on and is measured by."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from continual_runs import NUM_ROWS, chat, make_inputs, read_lines, read_options, run, write_lines
+from safetensors.torch import load_file
+
+from continual.data import as_question, as_row
+from continual.matrix import read_experiment
+from continual.replay import keep_passing
+from continual.rounds import cut, fill
+from continual.settings import Replay, Task, draw_orders
+from corpus.formats import read_example
+from corpus.reader import TokenizedData
+
+
+def load_weights(model: Path | str) -> dict[str, torch.Tensor]:
+    return load_file(Path(model) / "model.safetensors")
+
+
+def test_tasks_are_learnt_in_turn_and_can_be_added(tmp_path: Path):
+    """Two tasks in two orders, and a probe."""
+    probe = write_lines(tmp_path / "probe.jsonl", [chat("first: red", "r"), chat("first: blue", "b")])
+    settings = make_inputs(tmp_path) | {"orders": 2, "probes": [{"name": "first", "held_out": probe}]}
+    root = run(settings, tmp_path)
+    check_handing_on(root, settings)
+    check_results(root)
+    check_adding(root, settings)
+
+
+def check_handing_on(root: Path, settings: dict[str, Any]) -> None:
+    """Each task starts from the last one in full precision."""
+    first, second = (read_options(root / "order_1_seed_42" / name) for name in ("1_twice", "2_shout"))
+    assert first["model_name_or_path"] == settings["model"]
+    assert second["model_name_or_path"] == f"{first['output_dir']}/hf_format/last"
+    weights = load_weights(second["model_name_or_path"])
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert read_options(root / "order_2_seed_42" / "1_shout")["model_name_or_path"] == settings["model"]
+
+
+def check_results(root: Path) -> None:
+    """The results are those of evaluate."""
+    experiment = read_experiment(root)
+    assert [one.tasks for one in experiment.sequences] == [("twice", "shout"), ("shout", "twice")]
+    for sequence in experiment.sequences:
+        assert [set(row["loss"]) for row in sequence.rows] == [{"first", "twice", "shout"}] * 3
+        assert [set(row["score"]) for row in sequence.rows] == [{"twice", "shout"}] * 3
+    folder = root / "order_1_seed_42" / "2_shout" / "measured" / "answers"
+    sets = {one["name"]: one for one in json.loads((folder / "results.json").read_text())["sets"]}
+    start, *_, row = experiment.sequences[0].rows
+    for name in ("twice", "shout"):
+        assert row["score"][name].mean == sets[name]["metrics"][0]["values"][0]["mean"]
+        by_tokens = sets[f"{name}_held_out"]["metrics"][0]["values"][0]["mean"]
+        assert row["loss"][name].mean == pytest.approx(by_tokens, rel=1e-12)
+        assert (root / row["score"][name].samples).is_file()
+    assert row["loss"]["shout"].mean < start["loss"]["shout"].mean
+    assert "shout" in (root / "results.html").read_text()
+
+
+def check_adding(root: Path, settings: dict[str, Any]) -> None:
+    """Tasks can be added at the end, and nothing else can change."""
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("train.log")}
+    changed = copy.deepcopy(settings)
+    changed["train"]["learning_rate"] = 1e-3
+    with pytest.raises(ValueError, match=r"train\.learning_rate: 0.01 before, 0.001 now"):
+        run(changed, root.parent)
+    row = chat("last: red", "d")
+    file = write_lines(root.parent / "last.jsonl", [row] * NUM_ROWS)
+    longer = settings | {"tasks": [*settings["tasks"], {"name": "last", "input_file": file, "held_out": file}]}
+    run(longer, root.parent)
+    assert before.items() <= {path: path.stat().st_mtime_ns for path in root.rglob("train.log")}.items()
+    experiment = read_experiment(root)
+    assert [one.tasks for one in experiment.sequences] == [("twice", "shout", "last"), ("shout", "twice", "last")]
+    assert all("last" in row["loss"] for row in experiment.sequences[0].rows)  # earlier models, too
+    Path(file).write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"files\..*last\.jsonl"):
+        run(longer, root.parent)
+
+
+def test_replayed_rows_have_their_share_and_no_held_out_question(tmp_path: Path):
+    settings = make_inputs(tmp_path)
+    rows, tests = (Path(settings["tasks"][0][key]) for key in ("input_file", "test"))
+    leaked = read_lines(tests)[0]
+    leaked["messages"][1]["content"] = "another answer"
+    rows.write_text(rows.read_text() + json.dumps(leaked) + "\n")
+    settings["replay"] = {"kind": "rows", "share": 0.25, "teacher_weight": 0.5}
+    root = run(settings, tmp_path)
+    options = read_options(root / "order_1_seed_42" / "2_shout")
+    assert options["data_weights"] == [0.75, 0.25] and options["teacher_weight"] == [0.0, 0.5]
+    assert options["max_samples"] == NUM_ROWS / 0.75 and "max_epochs" not in options
+    own, replayed = (TokenizedData(path) for path in options["data_path"])
+    assert len(own.lengths) == len(replayed.lengths) == NUM_ROWS  # of the 25 rows, one is a test's question
+    questions = [row["messages"][0]["content"] for row in read_lines(replayed.path.parent.parent / "rows.jsonl")]
+    assert leaked["messages"][0]["content"] not in questions
+    metrics = read_lines(root / "order_1_seed_42" / "2_shout" / "run" / "training_metrics_0.jsonl")
+    assert all(line["teacher_kl"] is not None for line in metrics)
+
+
+def test_own_answers_are_those_that_pass(tmp_path: Path):
+    prompts = [chat("2 + 2?", "4"), chat("3 + 3?", "6"), chat("4 + 4?", "8")]
+    write_lines(tmp_path / "prompts.jsonl", prompts)
+    answers = [("it is 4", "stop"), ("7", "stop"), ("8", "length")]
+    lines = [{"index": i, "answer": text, "finish_reason": reason} for i, (text, reason) in enumerate(answers)]
+    write_lines(tmp_path / "answers.jsonl", lines)
+    task = Task(name="sums", input_file=("x",), test="y", metric="number")
+    replay = Replay(kind="own-answers")
+    kept = keep_passing(tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", task, replay)
+    assert kept == [chat("2 + 2?", "it is 4")]
+
+
+def test_own_answers_are_made_before_the_next_task(tmp_path: Path):
+    settings = make_inputs(tmp_path)
+    settings["train"] |= {"lora": True, "lora_rank": 4}
+    settings |= {"adapters": "continued", "measure": "seen"}
+    settings["replay"] = {"kind": "own-answers", "share": 0.2, "num_prompts": 10, "min_score": 0.0}
+    root = run(settings, tmp_path)
+    first, second = (root / "order_1_seed_42" / name for name in ("1_twice", "2_shout"))
+    folder = second / "replay" / "twice"
+    assert read_options(folder, "generate")["model"] == f"{first}/run/hf_format/last"
+    answers = read_lines(folder / "answers.jsonl")
+    ended = [line for line in answers if line["finish_reason"] == "stop" and line["answer"].strip()]
+    assert len(read_lines(folder / "prompts.jsonl")) == 10
+    assert [row["messages"][1]["content"] for row in read_lines(folder / "rows.jsonl")] == [o["answer"] for o in ended]
+    options = read_options(second)
+    assert (
+        options["lora_adapter"] == f"{first}/run/hf_format/last" and options["model_name_or_path"] == settings["model"]
+    )
+    assert len(options["data_path"]) == (2 if ended else 1)
+    (sequence,) = read_experiment(root).sequences
+    assert [set(row.get("score", ())) for row in sequence.rows] == [set(), {"twice"}, {"twice", "shout"}]
+
+
+def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
+    settings = make_inputs(tmp_path) | {"self_distillation": {"rounds": 2, "teacher": "average"}}
+    settings |= {"tasks": settings["tasks"][:1]}
+    settings["train"] |= {"lr_scheduler": "linear"}
+    folder = run(settings, tmp_path) / "order_1_seed_42" / "1_twice"
+    first, second = (read_options(folder / f"round_{i}") for i in (1, 2))
+    assert second["continue_from"] == f"{folder}/round_1/run/checkpoints/step_2" and "continue_from" not in first
+    assert first["schedule_steps"] == second["schedule_steps"] == 4  # 12 prompts a round, 8 a step
+    rates = [row["lr"] for i in (1, 2) for row in read_lines(folder / f"round_{i}/run/training_metrics_0.jsonl")]
+    np.testing.assert_allclose(rates, 1e-2 * np.array([1, 0.75, 0.5, 0.25]))
+    prompts = [read_lines(folder / f"round_{i}/prompts.jsonl") for i in (1, 2)]
+    asked = [row["messages"][0]["content"] for part in prompts for row in part]
+    assert len(set(asked)) == NUM_ROWS  # an epoch of prompts, each once
+    student, teacher = (TokenizedData(folder / f"round_2/{name}/{name}.arrow") for name in ("student", "teacher"))
+    for i in range(len(student.lengths)):
+        rows = [one.read(i) for one in (student, teacher)]
+        trained = [np.array(row["input_ids"])[np.array(row["labels"]) >= 0] for row in rows]
+        np.testing.assert_array_equal(*trained)
+    shown = read_lines(folder / "round_2/teacher.jsonl")[0]["messages"][0]["content"]
+    answer = prompts[1][0]["messages"][1]["content"]
+    assert f"One good answer to this is:\n\n{answer}\n" in shown
+    scoring = read_options(folder / "round_2", "score-data")
+    assert scoring["model_name_or_path"] == f"{folder}/round_1/teacher"
+    start, last = load_weights(settings["model"]), load_weights(folder / "round_1/run/hf_format/last")
+    mean = load_weights(folder / "round_1/teacher")
+    torch.testing.assert_close(mean, {name: (start[name].float() + last[name]) / 2 for name in mean})
+
+
+@pytest.mark.parametrize("basis", ["weights", pytest.param("activations", marks=pytest.mark.wide)])
+def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
+    """By singular values of the start's weights, and of all exports, computed here."""
+    settings = make_inputs(tmp_path)
+    settings["train"] |= {"osft": True, "osft_unfreeze_rank_ratio": 0.5}
+    if basis == "activations":
+        data = write_lines(tmp_path / "known.jsonl", [chat(f"first: {word}", word[0]) for word in ("red", "blue")] * 8)
+        settings["probes"] = [{"name": "known", "held_out": data}]
+        settings["train"] |= {
+            "osft_basis": basis,
+            "osft_calibration_data": f"{tmp_path}/runs/data/known/held_out/known_held_out.arrow",
+        }
+    settings["tasks"][1]["train"] = {"osft_unfreeze_rank_ratio": 0.25}
+    root = run(settings, tmp_path)
+    folders = [root / "order_1_seed_42" / name for name in ("1_twice", "2_shout")]
+    options = [read_options(folder) for folder in folders]
+    exports = [load_weights(settings["model"]), *(load_weights(folder / "run/hf_format/last") for folder in folders)]
+    assert options[0]["osft_bases"] == "new"
+    assert options[1]["osft_bases"] == f"{folders[0]}/run/hf_format/last/osft/bases.safetensors"
+    bases = [load_file(folder / "run/hf_format/last/osft/bases.safetensors") for folder in folders]
+    for key in (key for key in bases[0] if key.endswith(".V_free")):
+        name = key.removesuffix(".V_free")
+        for t, kept in enumerate(bases):
+            change = exports[2][f"{name}.weight"].double() - exports[t][f"{name}.weight"].double()
+            oriented = change if change.shape[1] == len(kept[key]) else change.T
+            free = kept[key].double()
+            outside = oriented - oriented @ free @ free.T
+            assert outside.norm() <= 1e-5 * change.norm() + 1e-12
+    if basis == "activations":
+        assert options[1]["osft_calibration_data"] == f"{root}/data/twice/train/twice.arrow"
+        assert options[1]["osft_statistics"] != options[0]["osft_statistics"]
+
+
+def test_separate_adapters_are_measured_on_their_own_tasks(tmp_path: Path):
+    settings = make_inputs(tmp_path) | {"adapters": "separate"}
+    settings["train"] |= {"lora": True, "lora_rank": 4}
+    root = run(settings, tmp_path)
+    (sequence,) = read_experiment(root).sequences
+    start, first, second = ({name: cell.mean for name, cell in row["loss"].items()} for row in sequence.rows)
+    assert second["twice"] == first["twice"] != start["twice"] and first["shout"] == start["shout"]
+    assert read_options(root / "order_1_seed_42" / "2_shout")["model_name_or_path"] == settings["model"]
+
+
+def test_rows_keep_their_prompts():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    messages = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+    ]  # fmt: skip
+    prompt = as_question(read_example({"messages": messages, "tools": tools}, "messages", is_given=True), place="x:1")
+    row = as_row(prompt, "own")
+    assert row["tools"] == tools and prompt.references == ("d",)
+    assert row["messages"][1] == {"role": "assistant", "content": "b", "train": False}  # the answer alone is trained
+    assert row["messages"][-1] == {"role": "assistant", "content": "own"}
+    completion = as_question(read_example({"prompt": "p", "completion": "c"}, "completion", is_given=True), place="x:1")
+    assert as_row(completion, "own") == {"prompt": "p", "completion": "own"}
+    with pytest.raises(ValueError, match="x:1: has no answer at its end"):
+        as_question(read_example({"text": "t"}, "document", is_given=True), place="x:1")
+
+
+def test_demonstrations_may_contain_the_words_of_the_template():
+    assert fill("{prompt} and {demonstration}.", "{demonstration}?", "{prompt}!") == "{demonstration}? and {prompt}!."
+
+
+def test_orders_are_distinct_and_begin_with_the_given_one():
+    orders = draw_orders(["a", "b", "c"], 6)
+    assert orders[0] == ["a", "b", "c"] and len({tuple(order) for order in orders}) == 6
+    assert orders[:3] == draw_orders(["a", "b", "c"], 3)
+
+
+def test_rounds_have_equal_parts():
+    rows = [{"i": i} for i in range(10)]
+    parts = cut(rows, 3)
+    assert [len(part) for part in parts] == [3, 3, 4] and [row for part in parts for row in part] == rows
+    with pytest.raises(ValueError, match="rounds: given 11, allowed: at most one for each of 10"):
+        cut(rows, 11)
