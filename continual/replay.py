@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from continual.context import Context, Model
-from continual.data import OF_ROWS, as_row, count_samples, read_questions, read_rows, tokenize, write_rows
+from continual.data import OF_ROWS, as_row, count_samples, read_questions, tokenize, write_rows
 from continual.settings import Replay, Task, Values
 from continual.stages import Stage
+from evaluation.kept import read_lines
 from evaluation.metrics import score_answer
 from inference.prompts import Prompt, read_prompts
 
@@ -64,7 +65,7 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
     context.runner.run(stage)
     if not rows.is_file():
         write_rows(rows, keep_passing(prompts, answers, task, replay))
-    num_kept, num_asked = len(read_rows(rows)), len(read_rows(prompts))
+    num_kept, num_asked = len(read_lines(rows)), len(read_lines(prompts))
     context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}")
     return tokenize_own(context, task, rows, folder) if num_kept else None
 
@@ -77,13 +78,13 @@ def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:
 
 
 def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> list[dict]:
-    """Rows of the answers that are not empty, ended by themselves and score enough."""
-    rows, asked, kept = read_rows(prompts), read_prompts([str(prompts)], None), []
+    """Rows of the answers that are not empty, ended by themselves, and score enough."""
+    rows, asked, kept = read_lines(prompts), read_prompts([str(prompts)], None), []
     labels = sorted({find_reference(row) for row in rows})
-    for line in read_rows(answers):
+    for line in read_lines(answers):
         prompt, answer = asked[line["index"]], line["answer"]
         score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
-        if answer.strip() and line["finish_reason"] == "stop" and score >= replay.min_score:
+        if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
             kept.append(replace_answer(rows[line["index"]], answer))
     return kept
 

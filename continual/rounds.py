@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from continual.context import Context, Model
-from continual.data import as_row, read_questions, read_rows, write_rows
+from continual.data import as_row, read_questions, write_rows
 from continual.replay import find_reference, replace_answer, tokenize_own
 from continual.settings import SelfDistillation, Settings, Task, Values
 from continual.stages import Stage
 from disk import hash_file, remove, written_aside
+from evaluation.kept import read_lines
 from options import DataOptions, OptimizationOptions
 
 EXPORT = Path("hf_format/last")
@@ -97,7 +98,7 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
     runner.run(Stage(program="generate", folder=folder, options=options))
     rows = {"student": folder / "student.jsonl", "teacher": folder / "teacher.jsonl"}
     if not rows["teacher"].is_file():
-        pairs = [pair for pair in map(lambda line: pair_rows(part, line, settings), read_rows(answers)) if pair]
+        pairs = [pair for pair in map(lambda line: pair_rows(part, line, settings), read_lines(answers)) if pair]
         if not pairs:
             raise ValueError(f"{answers}: every answer is empty, so there is nothing to learn from")
         if len(pairs) < len(part):

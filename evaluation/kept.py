@@ -22,7 +22,8 @@ def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
 def read_lines(path: Path) -> list[Any]:
     """The values of a JSONL file; ValueError names a file that is damaged."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        # Bytes, because splitlines splits text also at line separators within answers.
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is damaged: {error}; remove it to measure again") from None
 

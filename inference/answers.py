@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from disk import written_aside
-from inference.engine import Answer, Request
+from inference.engine import Answer, Key, Request
 from inference.prompts import Prompt, as_json
 from options import SamplingOptions
 
 Line = dict[str, Any]
-Key = tuple[int, int]  # of a request
 
 
 def describe_making(engine: dict[str, Any], sampling: SamplingOptions) -> dict[str, Any]:
@@ -71,6 +70,8 @@ class AnswerFile:
                     f"{self.path}: holds {len(lines):,} answers, expected {len(self.wanted):,}: choose another file,"
                     " or remove it"
                 )
+            for part in self.parts:  # a kill came between the last two steps of `finish`
+                part.unlink()
             return lines
         lines: dict[Key, Line] = {}
         for part in self.parts:

@@ -14,15 +14,16 @@ from ranks.world import World, call_on_rank0
 def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | None:
     """Writes the answer file; returns its lines in prompt order on rank 0, None elsewhere. All ranks call this."""
     done = call_on_rank0(world, lambda: set(file.collect()))
-    requests = [Request(index, sample, file.prompts[index]) for index, sample in sorted(file.wanted - done)]
+    requests = [Request(index, sample, file.prompts[index]) for index, sample in sorted(file.wanted)]
+    num_missing = len(file.wanted) - len(done)
     if done:
         log.warning(f"note: {file.path}: resuming with {len(done):,} of {len(file.wanted):,} answers")
     start, num_tokens, num_answers = time.perf_counter(), 0, 0
-    if requests:
+    if num_missing:
         with open(file.part(world.rank), "a", encoding="utf-8") as part:
-            answers = engine.answer(requests, rank=world.rank, world_size=world.world_size)
+            answers = engine.answer(requests, done=done, rank=world.rank, world_size=world.world_size)
             with show_progress(None, "answers", unit="answer") as bar:
-                bar.total = -(-len(requests) // world.world_size)
+                bar.total = -(-num_missing // world.world_size)
                 for request, answer in answers:
                     part.write(dump(make_line(request, answer, file.made_by)))
                     part.flush()  # so that a kill loses no finished answer
@@ -30,7 +31,7 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
                     bar.update()
         dist.barrier(group=world.control)
     seconds = time.perf_counter() - start
-    if requests and world.rank == 0:
+    if num_missing and world.rank == 0:
         log.warning(describe_speed(num_answers, num_tokens, seconds, world_size=world.world_size))
     call_on_rank0(world, lambda: None if file.path.is_file() else file.finish())
     return list(file.read(file.path).values()) if world.rank == 0 else None

@@ -1,11 +1,13 @@
 """Protocol of inference engines (`open_engine` in inference/choice.py chooses one)."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference.prompts import Prompt
+
+Key = tuple[int, int]  # of a request
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Request:
     prompt: Prompt
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         return self.index, self.sample
 
 
@@ -39,9 +41,10 @@ class Engine(Protocol):
         ...
 
     def answer(
-        self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
+        self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
-        """Yields the answers to this rank's share of the requests as they are completed, in any order."""
+        """Yields the answers to this rank's share of the requests that are not `done`, as they are completed, in any
+        order. They do not depend on what is done."""
         ...
 
     def stream(self, prompt: Prompt) -> Iterator[str]:

@@ -6,7 +6,7 @@ For models to which padding is not exact (inference/padding.py), only prompts of
 import copy
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from inference.engine import Answer, Request
+from inference.engine import Answer, Key, Request
 from inference.models import FoundModel, choose_dtype, load_answering_model
 from inference.padding import find_padding_obstacle
 from inference.prompts import Prompt, encode_prompt
@@ -62,13 +62,16 @@ class HFEngine:
         }
 
     def answer(
-        self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
+        self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
+        """See `Engine`. A batch of which some answers are done is computed again as a whole, since rounding depends on
+        the batch."""
         encoded = [(request, encode_prompt(request.prompt, self.tokenizer)) for request in requests]
         for request, ids in encoded:
             self.check_length(request.prompt, len(ids))
-        for batch in self.plan_batches(encoded)[rank::world_size]:
-            yield from self.answer_batch(batch)
+        batches = [batch for batch in self.plan_batches(encoded) if any(one.key not in done for one, _ in batch)]
+        for batch in batches[rank::world_size]:
+            yield from (pair for pair in self.answer_batch(batch) if pair[0].key not in done)
 
     def check_length(self, prompt: Prompt, num_tokens: int) -> None:
         if num_tokens == 0:

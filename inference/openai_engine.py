@@ -6,12 +6,12 @@ transient failures (no connection, too many requests, server errors) with expone
 
 import os
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from inference.engine import Answer, Request, require
+from inference.engine import Answer, Key, Request, require
 from inference.prompts import Prompt, as_protocol
 from inference.sampling import make_seed
 from options import EngineOptions, SamplingOptions
@@ -56,10 +56,11 @@ class OpenAIEngine:
         return {"engine": "openai", "model": self.model, "base_url": self.address}
 
     def answer(
-        self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
+        self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
         """Yields answers as they arrive; if one fails, pending requests are cancelled."""
-        pool, waiting = ThreadPoolExecutor(self.engine.concurrency), iter(requests)
+        pool = ThreadPoolExecutor(self.engine.concurrency)
+        waiting = (request for request in requests if request.key not in done)
         running: dict[Future, Request] = {}
         try:
             while True:

@@ -3,10 +3,10 @@
 Answers depend on their batch to within the rounding of vLLM's kernels; each answer has its own seed, as in the others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from inference.engine import Answer, Request, require
+from inference.engine import Answer, Key, Request, require
 from inference.models import FoundModel, choose_dtype
 from inference.prompts import Prompt, encode_prompt
 from inference.sampling import make_seed
@@ -38,9 +38,10 @@ class VLLMEngine:
         return {"engine": "vllm", **self.found.identify(), "dtype": self.dtype, "versions": {"vllm": __version__}}
 
     def answer(
-        self, requests: Sequence[Request], *, rank: int = 0, world_size: int = 1
+        self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
         """Submits all requests at once, which is fastest; a run killed before they finish starts over."""
+        requests = [request for request in requests if request.key not in done]
         prompts = [{"prompt_token_ids": encode_prompt(request.prompt, self.found.tokenizer)} for request in requests]
         params = [self.make_params(make_seed(self.sampling.seed, *request.key)) for request in requests]
         outputs = self.llm.generate(prompts, params, lora_request=self.make_lora())

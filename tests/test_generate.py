@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
 
-from generate import generate
+from generate import generate, open_model
+from inference.engine import Request
 from inference.hf_engine import make_generation_config
 from inference.padding import find_padding_obstacle
 from inference.prompts import encode_prompt, read_prompts
@@ -151,6 +153,26 @@ def test_two_processes_share_the_prompts_and_a_killed_run_goes_on(root, llama, q
     again = run_forked(2, "generate.py", *words)
     assert again.returncode == 0 and "resuming with 6 of 6 answers" in again.stderr
     assert output.stat().st_mtime_ns == before
+
+
+def test_the_rest_of_a_cut_batch_is_computed_in_the_same_batch(root, llama, questions, world):
+    given = dict(model=llama, prompts=questions, output="o", batch_size=2, max_new_tokens=NEW)
+    engine = open_model(group_options(GenerateOptions, **given), world)
+    requests = [Request(i, 0, prompt) for i, prompt in enumerate(read_prompts([questions], None))]
+    batches, generate_batch = [], engine.model.generate
+
+    def keep(**given: Any) -> torch.Tensor:
+        batches.append(given["input_ids"].tolist())
+        return generate_batch(**given)
+
+    assert engine.obstacle is None  # measured by generate, before it is watched
+    engine.model.generate = keep
+    answers, all_batches = list(engine.answer(requests)), batches.copy()
+    for num_done in range(len(requests)):
+        batches.clear()
+        done = {request.key for request, _ in answers[:num_done]}
+        assert list(engine.answer(requests, done=done)) == answers[num_done:]
+        assert batches == all_batches[num_done // 2 :]
 
 
 @pytest.mark.parametrize(
