@@ -161,13 +161,13 @@ def list_files(path: Path) -> list[Path]:
 
 
 def hash_model(name: str) -> str:
-    """A hash of the model's config and weights."""
+    """A hash of the model's config and weights, which are downloaded if they are on the hub."""
     from model.fingerprints import fingerprint_model  # seconds to import
+    from pretrained.files import find_model, find_weights
 
-    try:
-        return fingerprint_model(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: {name}: has no config.json that can be read: {error}") from None
+    directory = find_model(name, revision=None, trust_remote_code=False, flag="model:")
+    find_weights(name, directory)
+    return fingerprint_model(directory)
 
 
 def list_changes(before: Any, now: Any, where: str = "") -> list[str]:
