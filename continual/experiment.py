@@ -1,6 +1,7 @@
 """An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, w
 from continual.measuring import describe_row, measure
 from continual.page import write_page
 from continual.sequence import run_sequence
-from continual.settings import SetSettings, Settings, draw_orders
+from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_first_task, draw_orders
 from continual.stages import Runner
 from disk import hash_file, read_object, written_aside
 from ranks.messages import say
@@ -38,7 +39,7 @@ def run_experiments(several: list[Settings], runner: Runner) -> None:
 
 def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
     """Runs the experiments one after the other, then compares them."""
-    orders = [settle(settings, settings.root / RECORD) for settings in several]
+    orders = settle_all(several, root)
     sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
     prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
     for settings, own in zip(several, orders, strict=True):
@@ -104,11 +105,33 @@ def describe_method(settings: Settings) -> str:
     return ", ".join(words)
 
 
-def settle(settings: Settings, path: Path) -> list[list[str]]:
+def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
+    """The orders of the tasks of each experiment. Several have a record of what they share, too."""
+    paths = [settings.root / RECORD for settings in several]
+    inputs = {"files": hash_files(several[0]), "model": hash_model(several[0].model)}
+    if not any(path.exists() for path in (*paths, root / RECORD)):
+        refuse_foreign(root, [path.parent for path in paths])
+    if len(several) > 1:
+        settle(several[0], root / RECORD, describe_settings(several[0], left_out=OF_METHODS) | inputs)
+    found = [settle(one, path, describe_settings(one) | inputs) for one, path in zip(several, paths, strict=True)]
+    for settings, orders in zip(several, found, strict=True):
+        for order in orders:
+            check_first_task(settings, settings.find_task(order[0]))
+    return found
+
+
+def refuse_foreign(root: Path, experiments: list[Path]) -> None:
+    """ValueError if a directory without a record has files where an experiment would write its own."""
+    names = ("training_params.json", FILE, PAGE, *SHARED_FOLDERS, "order_1_seed_*")
+    found = [path for one in {root, *experiments} for name in names for path in one.glob(name)]
+    if found:
+        raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")
+
+
+def settle(settings: Settings, path: Path, now: Record) -> list[list[str]]:
     """The orders of the tasks. Records the settings, and refuses others than those that the directory has; tasks may
     be added at the end, and come last in every order."""
     names = [task.name for task in settings.tasks]
-    now = describe_settings(settings)
     if not path.exists():
         orders = draw_orders(names, settings.orders)
         write_record(path, now | {"orders": orders})
@@ -137,23 +160,28 @@ def write_record(path: Path, record: Record) -> None:
         aside.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def describe_settings(settings: Settings) -> Record:
-    """The settings that decide the results, and the hashes of the files that they name."""
+def describe_settings(settings: Settings, *, left_out: Iterable[str] = ()) -> Record:
+    """The settings that decide the results."""
     values = asdict(settings)
-    for key in ("name", "output_dir", "num_processes"):
+    for key in ("name", "output_dir", "num_processes", *left_out):
         del values[key]
-    return {"settings": values, "files": hash_files(settings), "model": hash_model(settings.model)}
+    return {"settings": values}
 
 
 def hash_files(settings: Settings) -> dict[str, str]:
-    """The SHA-256 of each file that the tasks and probes name; of a directory's files, of each."""
-    paths: list[str] = []
+    """The SHA-256 of each file that the tasks and probes name, and of all files of a directory; ValueError for one
+    that does not exist."""
+    paths = [Path(one.lm_eval) for one in (*settings.tasks, *settings.probes) if one.lm_eval is not None]
     for one in (*settings.tasks, *settings.probes):
-        paths += [path for path in (one.test, one.held_out, one.lm_eval) if path is not None]
-    for task in settings.tasks:
-        paths += [*task.input_file, *(path for path in (task.data_path, task.validation) if path is not None)]
-    found = [path for name in paths for path in list_files(Path(name))]
-    return {str(path): hash_file(path)["sha256"] for path in found}
+        is_task = isinstance(one, Task)
+        named = {"test": one.test, "held_out": one.held_out}
+        named |= {"data_path": one.data_path, "validation": one.validation} if is_task else {}
+        given = [(key, path) for key, path in named.items() if path is not None]
+        for key, name in given + [("input_file", name) for name in (one.input_file if is_task else ())]:
+            if not Path(name).exists():
+                raise ValueError(f"{'tasks' if is_task else 'probes'}: {one.name}: {key}: {name} does not exist")
+            paths.append(Path(name))
+    return {str(path): hash_file(path)["sha256"] for one in paths for path in list_files(one)}
 
 
 def list_files(path: Path) -> list[Path]:
@@ -178,5 +206,5 @@ def list_changes(before: Any, now: Any, where: str = "") -> list[str]:
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         places = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(before, now, strict=True))]
     else:
-        return [] if before == now else [f"{where}: {before!r} before, {now!r} now"]
+        return [] if before == now else [f"{where}: {before!r:.100} before, {now!r:.100} now"]
     return [line for place, *pair in places for line in list_changes(*pair, place)]

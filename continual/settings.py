@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
 
 from command_line import parse_value, read_yaml
-from evaluation.metrics import MEASURES
+from evaluation.metrics import MEASURES, SARI
 from options import (
     EvaluateOptions,
     GenerateOptions,
@@ -26,6 +26,7 @@ from options import (
     list_types,
 )
 from options.problems.finding import find_problems
+from options.problems.tools import MOST_TOP_K
 
 Values = dict[str, Any]  # options by name
 Group = TypeVar("Group")
@@ -58,6 +59,13 @@ RESERVED = {
     "evaluate": {"config", "output_dir", "model", "run", "data", "task", "lm_eval", "metrics"},
     "generate": {"config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
     "score_data": {"config", "model_name_or_path", "data_path", "teacher_data", "name"},
+}
+# Stand-ins for these options, to check the others.
+LATER = {
+    "process_data": {"input_file": ("rows.jsonl",), "output_file": "data.arrow", "model_name_or_path": "M"},
+    "evaluate": {"model": ("M",), "output_dir": "D", "task": ("test.jsonl",)},
+    "generate": {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
+    "score_data": {"model_name_or_path": "M", "data_path": ("data.arrow",)},
 }
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
@@ -196,32 +204,41 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> list[Settings
     given |= {} if output_dir is None else {"output_dir": output_dir}
     methods = given.pop("methods", None)
     try:
+        shared = read_group(Settings, given, where="")
         if methods is None:
-            return [check_settings(read_group(Settings, given, where=""))]
+            return [check_settings(shared)]
         return [read_method(name, values, given) for name, values in check_methods(methods).items()]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
+SHARED_FOLDERS = ("data", "start")
 # What a method may set: how tasks are learnt, and neither data nor measurements, which all methods share.
 OF_METHODS = ("train", "replay", "self_distillation", "adapters", "keep_osft_bases", "export", "generate", "score_data")
 
 
 def check_methods(methods: Any) -> dict[str, Values]:
+    """The methods' settings by name; ValueError unless there are several, each with keys of `OF_METHODS`."""
     if not isinstance(methods, dict) or len(methods) < 2:
         raise ValueError(f"methods: given {methods!r}, allowed: two or more names, each with its settings")
-    check_names(list(methods))
-    for name, values in methods.items():
-        unknown = [] if values is None else [key for key in values if key not in OF_METHODS]
-        if not isinstance(values, dict | None) or unknown:
-            raise ValueError(f"methods: {name}: given {unknown or values!r}, allowed: {', '.join(OF_METHODS)}")
-    return {name: values or {} for name, values in methods.items()}
+    found = {str(name): {} if values is None else values for name, values in methods.items()}
+    check_names(list(found), where="methods:")
+    for name, values in found.items():
+        if name in SHARED_FOLDERS:
+            raise ValueError(f"methods: {name}: is a folder that all methods share; choose another name")
+        unknown = [key for key in values if key not in OF_METHODS] if isinstance(values, dict) else values
+        if unknown or not isinstance(values, dict):
+            raise ValueError(f"methods: {name}: given {unknown!r}, allowed: {', '.join(OF_METHODS)}")
+        for key in RESERVED.keys() & values:
+            if not isinstance(values[key], dict):
+                raise ValueError(f"methods: {name}: {key}: given {values[key]!r}, allowed: 'option: value' lines")
+    return found
 
 
 def read_method(name: str, values: Values, given: Values) -> Settings:
     """The settings of one method: its options of a program are added to those of all methods."""
     own = {key: given.get(key, {}) | value if key in RESERVED else value for key, value in values.items()}
-    root = Path(given.get("output_dir", "")) / name
+    root = Path(given["output_dir"]) / name
     try:
         return check_settings(read_group(Settings, given | own | {"output_dir": str(root), "name": name}, where=""))
     except ValueError as error:
@@ -278,6 +295,8 @@ def check_options(program: str, given: Mapping[str, Any], *, where: str) -> Valu
         if name not in types:
             close = difflib.get_close_matches(name, types, n=1)
             raise ValueError(f"{where} unknown option {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        if name in found:
+            raise ValueError(f"{where} {name}: is given twice, with - and with _")
         if name in RESERVED[program]:
             raise ValueError(f"{where} {key}: is set for each task by the experiment itself; leave it out")
         try:
@@ -291,7 +310,7 @@ def check_settings(settings: Settings) -> Settings:
     """Returns the settings; ValueError if they contradict each other or say too little."""
     if not settings.tasks:
         raise ValueError("tasks: none is given; give a list of tasks, each with a name and rows")
-    check_names([one.name for one in (*settings.tasks, *settings.probes)])
+    check_names([one.name for one in settings.tasks] + [one.name for one in settings.probes], where="tasks, probes:")
     if settings.num_processes < 1:
         raise ValueError(f"num_processes: given {settings.num_processes}, allowed: at least 1")
     most = math.factorial(len(settings.tasks))
@@ -303,6 +322,7 @@ def check_settings(settings: Settings) -> Settings:
         check_task(task, settings)
     for probe in settings.probes:
         check_set(probe, where="probes:")
+        check_program("evaluate", settings.evaluate | probe.evaluate, where=f"probes: {probe.name}: ")
     check_replay(settings)
     check_rounds(settings)
     uses_lora = [bool(settings.train_options(task).get("lora")) for task in settings.tasks]
@@ -311,14 +331,21 @@ def check_settings(settings: Settings) -> Settings:
     return settings
 
 
-def check_names(names: list[str]) -> None:
+def check_program(key: str, values: Values, *, where: str = "") -> None:
+    """ValueError for options of a program that it would refuse."""
+    problems = find_problems(group_options(PROGRAMS[key.replace("_", "-")], **LATER[key] | values))
+    if problems:
+        raise ValueError(f"{where}{key}: " + "\n  ".join(problems))
+
+
+def check_names(names: list[str], *, where: str) -> None:
     for name in names:
         if not NAME.fullmatch(name):
-            raise ValueError(f"name: given {name!r}, allowed: letters, digits, _ and -, since folders have it")
+            raise ValueError(f"{where} name {name!r}: allowed: letters, digits, _ and -, since folders have it")
         if name.endswith("_held_out"):
-            raise ValueError(f"name: given {name!r}, allowed: names without the ending _held_out")
+            raise ValueError(f"{where} name {name!r}: allowed: names without the ending _held_out")
         if names.count(name) > 1:
-            raise ValueError(f"name: {name!r} is given to two tasks or probes")
+            raise ValueError(f"{where} name {name!r}: is given twice")
 
 
 def check_set(one: SetSettings, *, where: str) -> None:
@@ -328,8 +355,9 @@ def check_set(one: SetSettings, *, where: str) -> None:
         raise ValueError(f"{where} {one.name}: nothing to measure by; give test, lm_eval or held_out")
     if one.metric is not None and one.test is None and one.lm_eval is None:
         raise ValueError(f"{where} {one.name}: metric has no effect without test or lm_eval")
-    if one.metric is not None and one.test is not None and one.metric not in (*MEASURES, *CHOICE_METRICS):
-        raise ValueError(f"{where} {one.name}: metric: given {one.metric!r}, allowed: {', '.join(MEASURES)}")
+    if one.metric is not None and one.test is not None and one.metric not in (*MEASURES, SARI, *CHOICE_METRICS):
+        allowed = ", ".join((*MEASURES, SARI))
+        raise ValueError(f"{where} {one.name}: metric: given {one.metric!r}, allowed: {allowed}")
 
 
 CHOICE_METRICS = ("choice", "choice_normalised")
@@ -345,14 +373,27 @@ def check_task(task: Task, settings: Settings) -> None:
         raise ValueError(f"{where} process_data has no effect on data_path, which is tokenized already")
     if splits_off(task, settings) and task.held_out is not None:
         raise ValueError(f"{where} held_out is given, and validation_share splits off another; give one of them")
+    check_program("process_data", settings.process_data | task.process_data, where=f"{where} ")
+    check_program("evaluate", settings.evaluate | task.evaluate, where=f"{where} ")
     values = settings.train_options(task)
+    if not {"max_epochs", "max_steps", "max_samples", "max_tokens"} & {k for k, v in values.items() if v is not None}:
+        raise ValueError(f"{where} train: no end is given; give max_epochs, max_steps, max_samples or max_tokens")
     problems = find_problems(group_options(TrainOptions, **as_complete(values, settings)))
     if problems:
         raise ValueError(f"{where} train: " + "\n  ".join(problems))
-    if not {"max_epochs", "max_steps", "max_samples", "max_tokens"} & {k for k, v in values.items() if v is not None}:
-        raise ValueError(f"{where} train: no end is given; give max_epochs, max_steps, max_samples or max_tokens")
     if settings.export == "best" and task.validation is None:
         raise ValueError(f"{where} export: best needs validation data for every task")
+
+
+def check_first_task(settings: Settings, task: Task) -> None:
+    """Refuses OSFT by activations that has nothing to keep at the first task of an order."""
+    values = settings.train_options(task)
+    needs_data = values.get("osft") and values.get("osft_basis") == "activations"
+    if needs_data and "osft_calibration_data" not in values:
+        raise ValueError(
+            f"tasks: {task.name}: train: osft_basis: activations: the first task needs osft_calibration_data, data of"
+            " what the model knows, or osft: false among its own options"
+        )
 
 
 def as_complete(values: Values, settings: Settings) -> Values:
@@ -381,12 +422,15 @@ def check_replay(settings: Settings) -> None:
         raise ValueError("replay: has no effect with one task")
     if not 0 < replay.share < 1:
         raise ValueError(f"replay: share: given {replay.share}, allowed: above 0 and below 1")
+    if replay.num_prompts is not None and replay.num_prompts < 1:
+        raise ValueError(f"replay: num_prompts: given {replay.num_prompts}, allowed: at least 1")
     if replay.teacher_weight is not None and not 0 < replay.teacher_weight <= 1:
         raise ValueError(f"replay: teacher_weight: given {replay.teacher_weight}, allowed: above 0, at most 1")
     taught = [task.name for task in settings.tasks if "teacher_weight" in settings.train_options(task)]
     if replay.teacher_weight is not None and taught:
         raise ValueError(f"replay: teacher_weight: train of {', '.join(taught)} has a teacher_weight, too; give one")
     if replay.kind == "own-answers":
+        check_program("generate", settings.generate)
         check_answerable(settings.tasks[:-1], "replay: own-answers", needs_test=True)
     else:
         given = [name for name in ("num_prompts",) if getattr(replay, name) is not None]
@@ -409,8 +453,14 @@ def check_rounds(settings: Settings) -> None:
     if rounds is None:
         return
     check_answerable(settings.tasks, "self_distillation", needs_test=False)
+    check_program("generate", {"temperature": 1.0} | settings.generate)
+    check_program("score_data", settings.score_data)
     if rounds.rounds < 1:
         raise ValueError(f"self_distillation: rounds: given {rounds.rounds}, allowed: at least 1")
+    if rounds.teacher != "average" and rounds.average_decay != SelfDistillation.average_decay:
+        raise ValueError("self_distillation: average_decay: no effect without teacher: average")
+    if not 1 <= rounds.top_k <= MOST_TOP_K:
+        raise ValueError(f"self_distillation: top_k: given {rounds.top_k}, allowed: 1 to {MOST_TOP_K}")
     if not 0 < rounds.average_decay < 1:
         raise ValueError(f"self_distillation: average_decay: given {rounds.average_decay}, allowed: between 0 and 1")
     if "{prompt}" not in rounds.demonstration or "{demonstration}" not in rounds.demonstration:
