@@ -13,7 +13,7 @@ from continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, w
 from continual.measuring import describe_row, measure
 from continual.page import write_page
 from continual.sequence import run_sequence
-from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_first_task, draw_orders
+from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_statistics, draw_orders
 from continual.stages import Runner
 from disk import hash_file, read_object, written_aside
 from ranks.messages import say
@@ -116,7 +116,7 @@ def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
     found = [settle(one, path, describe_settings(one) | inputs) for one, path in zip(several, paths, strict=True)]
     for settings, orders in zip(several, found, strict=True):
         for order in orders:
-            check_first_task(settings, settings.find_task(order[0]))
+            check_statistics(settings, order)
     return found
 
 
