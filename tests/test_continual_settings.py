@@ -1,0 +1,237 @@
+"""Wrong files of `mini-trainer continual`: each is refused with one message that names the file and the key."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from processes import ENV, ROOT
+
+from continual.experiment import settle_all
+from continual.settings import read_settings
+
+A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}
+B = A | {"name": "b", "input_file": "b.jsonl"}
+GOOD = {"model": "M", "output_dir": "out", "train": {"max_epochs": 1, "batch_size": 4}, "tasks": [A, B]}
+OSFT = {"max_epochs": 1, "osft": True, "osft_unfreeze_rank_ratio": 0.5}
+TAUGHT = {"max_epochs": 1, "teacher_weight": 0.5, "teacher_model": "self"}
+
+
+def drop(key: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def change_task(**changes: Any) -> dict[str, Any]:
+    return GOOD | {"tasks": [A, B | changes]}
+
+
+def of_methods(one: Any, **changes: Any) -> dict[str, Any]:
+    return GOOD | {"methods": {"one": one, "two": {}}} | changes
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    # Keys and types at the top.
+    (GOOD | {"modle": "M"}, "unknown key 'modle'; did you mean 'model'?"),
+    (GOOD | {"learning_rate": 1}, "unknown key 'learning_rate'; allowed: model, output_dir, "),
+    (drop("model", GOOD), "model: required"),
+    (drop("output_dir", GOOD), "output_dir: required"),
+    (GOOD | {"model": ["M", "N"]}, "model: given ['M', 'N'], allowed: one value"),
+    (GOOD | {"num_processes": 0}, "num_processes: given 0, allowed: at least 1"),
+    (GOOD | {"orders": 3}, "orders: given 3, allowed: 1 to 2, the orders of the tasks"),
+    (GOOD | {"orders": "all"}, "orders cannot be 'all'"),
+    (GOOD | {"seeds": [1, 1]}, "seeds: given [1, 1], allowed: one or more different numbers"),
+    (GOOD | {"seeds": []}, "seeds: given [], allowed: one or more different numbers"),
+    (GOOD | {"seeds": ["x"]}, "seeds cannot be ['x']"),
+    (GOOD | {"measure": "some"}, "measure cannot be 'some'"),
+    (GOOD | {"export": "best"}, "tasks: a: export: best needs validation data for every task"),
+    (GOOD | {"adapters": "continued"}, "adapters: continued: has no effect without train: {lora: true}"),
+    # Tasks and probes.
+    (drop("tasks", GOOD), "tasks: none is given; give a list of tasks"),
+    (GOOD | {"tasks": {"a": {}}}, "tasks: given {'a': {}}, allowed: a list"),
+    (GOOD | {"tasks": ["a"]}, "tasks[0]: given 'a', allowed: 'key: value' lines of name, test, "),
+    (GOOD | {"tasks": [drop("name", A)]}, "tasks[0]: name: required"),
+    (change_task(tets="test.jsonl"), "tasks[1]: unknown key 'tets'; did you mean 'test'?"),
+    (change_task(name="../b"), "tasks, probes: name '../b': allowed: letters, digits, _ and -"),
+    (change_task(name="a"), "tasks, probes: name 'a': is given twice"),
+    (change_task(name="b_held_out"), "name 'b_held_out': allowed: names without the ending _held_out"),
+    (GOOD | {"probes": [{"name": "a", "test": "t"}]}, "tasks, probes: name 'a': is given twice"),
+    (GOOD | {"probes": [{"name": "p"}]}, "probes: p: nothing to measure by; give test, lm_eval or held_out"),
+    (GOOD | {"probes": [A | {"name": "p"}]}, "probes[0]: unknown key 'input_file'"),
+    (GOOD | {"tasks": [A, drop("input_file", B)]}, "tasks: b: give input_file (rows) or data_path"),
+    (change_task(data_path="b.arrow"), "tasks: b: give input_file (rows) or data_path"),
+    (change_task(lm_eval="gsm8k"), "tasks: b: has test and lm_eval; give one of them"),
+    (change_task(metric="exactmatch"), "tasks: b: metric: given 'exactmatch', allowed: exact_match, "),
+    (GOOD | {"tasks": [A, drop("test", B) | {"held_out": "h"}]}, "tasks: b: metric has no effect without test"),
+    # Options of the programs.
+    (GOOD | {"train": ["a"]}, "train: given ['a'], allowed: 'option: value' lines"),
+    (GOOD | {"train": {"learningrate": 1}}, "train: unknown option 'learningrate'; did you mean 'learning_rate'?"),
+    (GOOD | {"train": {"output_dir": "x"}}, "train: output_dir: is set for each task by the experiment itself"),
+    (GOOD | {"train": {"max-epochs": 1, "max_epochs": 2}}, "train: max_epochs: is given twice"),
+    (GOOD | {"train": {"batch_size": 4}}, "tasks: a: train: no end is given; give max_epochs, max_steps"),
+    (GOOD | {"train": OSFT | {"lora": True}}, "tasks: a: train: --lora and --osft are two training methods"),
+    (change_task(train={"learning_rate": "fast"}), "tasks[1]: train: learning_rate cannot be 'fast'"),
+    (change_task(train={"batch_size": -3}), "tasks: b: train: --batch-size -3: must be at least 1"),
+    (change_task(evaluate={"max_tokens": 3}), "tasks[1]: evaluate: unknown option 'max_tokens'"),
+    (change_task(evaluate={"max_new_tokens": 0}), "tasks: b: evaluate: --max-new-tokens 0: must be at least 1"),
+    (GOOD | {"process_data": {"output_file": "x"}}, "process_data: output_file: is set for each task"),
+    (GOOD | {"process_data": {"num_proc": 0}}, "tasks: a: process_data: --num-proc 0: must be at least 1"),
+    # Replay.
+    (GOOD | {"replay": "rows"}, "replay: given 'rows', allowed: 'key: value' lines of kind, share"),
+    (GOOD | {"replay": {"share": 0.1}}, "replay: kind: required"),
+    (GOOD | {"replay": {"kind": "row"}}, "replay: kind cannot be 'row'"),
+    (GOOD | {"replay": {"kind": "rows", "share": 1}}, "replay: share: given 1.0, allowed: above 0 and below 1"),
+    (GOOD | {"replay": {"kind": "rows", "num_prompts": 3}}, "replay: num_prompts: no effect with kind: rows"),
+    (GOOD | {"replay": {"kind": "own-answers", "num_prompts": 0}}, "replay: num_prompts: given 0, allowed: at least 1"),
+    (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": TAUGHT}, "of a, b has a teacher_weight, too"),
+    (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect with one task"),
+    (GOOD | {"replay": {"kind": "own-answers"}, "generate": {"top_p": 0.5}}, "generate: --top-p, --top-k, "),
+    # Self-distillation.
+    (GOOD | {"self_distillation": {"round": 3}}, "self_distillation: unknown key 'round'; did you mean 'rounds'?"),
+    (GOOD | {"self_distillation": {"rounds": 0}}, "self_distillation: rounds: given 0, allowed: at least 1"),
+    (GOOD | {"self_distillation": {"top_k": 0}}, "self_distillation: top_k: given 0, allowed: 1 to 256"),
+    (GOOD | {"self_distillation": {"average_decay": 0.9}}, "average_decay: no effect without teacher: average"),
+    (GOOD | {"self_distillation": {"demonstration": "x"}}, "must contain {prompt} and {demonstration}"),
+    (GOOD | {"self_distillation": {}, "train": {"max_steps": 3}}, "a: the end of train must be given by max_epochs"),
+    (GOOD | {"self_distillation": {}, "train": TAUGHT}, "self_distillation: a: has its own teacher"),
+    (GOOD | {"self_distillation": {}, "replay": {"kind": "rows"}}, "self_distillation: not together with replay"),
+    # Methods.
+    (GOOD | {"methods": ["full"]}, "methods: given ['full'], allowed: two or more names, each with its settings"),
+    (GOOD | {"methods": {"full": {}}}, "methods: given {'full': {}}, allowed: two or more names"),
+    (GOOD | {"methods": {"a b": {}, "c": {}}}, "methods: name 'a b': allowed: letters, digits, _ and -"),
+    (GOOD | {"methods": {"data": {}, "c": {}}}, "methods: data: is a folder that all methods share"),
+    (of_methods(3), "methods: one: given 3, allowed: train, replay, "),
+    (of_methods({"tasks": []}), "methods: one: given ['tasks'], allowed: train, replay, "),
+    (of_methods({"train": [1]}), "methods: one: train: given [1], allowed: 'option: value' lines"),
+    (of_methods({"train": {"foo": 1}}), "methods: one: train: unknown option 'foo'"),
+    (of_methods({"train": {"lora": True}}, train=[1]), "train: given [1], allowed: 'option: value' lines"),
+    (drop("output_dir", of_methods({})), "output_dir: required"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG, ids=[message[:60] for _, message in WRONG])
+def test_wrong_settings_are_refused_by_file_and_key(settings: dict[str, Any], message: str, tmp_path: Path):
+    (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError) as refused:
+        read_settings(path)
+    assert str(refused.value).startswith(f"{path}: ") and message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "tasks: [a\n", "model: a\nmodel: b\n", "\x00", "\tmodel: a\n"])
+def test_files_that_are_no_settings_are_refused(text: str, tmp_path: Path):
+    (path := tmp_path / "tasks.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"tasks\.yaml: "):
+        read_settings(path)
+
+
+def test_the_recipes_are_right():
+    found = {name: read_settings(ROOT / "recipes" / name) for name in ("trace.yaml", "continual.yaml")}
+    assert [len(one) > 1 for one in found.values()] == [False, True]
+
+
+def test_a_refusal_is_one_message_without_a_traceback(tmp_path: Path):
+    (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(GOOD | {"modle": "M"}))
+    command = [sys.executable, str(ROOT / "__main__.py"), "continual", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"error: {path}: unknown key 'modle'; did you mean 'model'?\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> dict[str, Any]:
+    """Settings whose files exist."""
+    (tmp_path / "M").mkdir()
+    (tmp_path / "M" / "config.json").write_text("{}")
+    (tmp_path / "M" / "model.safetensors").write_text("weights")
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl", "test.jsonl", "probe.jsonl"):
+        (tmp_path / name).write_text(name)
+    tasks = [task | {key: str(tmp_path / task[key]) for key in ("input_file", "test")} for task in (A, B)]
+    probes = [{"name": "p", "test": str(tmp_path / "probe.jsonl"), "metric": "exact_match"}]
+    return GOOD | {"model": str(tmp_path / "M"), "output_dir": str(tmp_path / "out"), "tasks": tasks, "probes": probes}
+
+
+def settle(settings: dict[str, Any], folder: Path) -> list[list[list[str]]]:
+    """What a start does before its first program."""
+    (path := folder / "tasks.yaml").write_text(yaml.safe_dump(settings))
+    several = read_settings(path)
+    return settle_all(several, folder / "out")
+
+
+CHANGES = {
+    "settings.train.learning_rate: None before, 0.1 now": {"train": {"max_epochs": 1, "batch_size": 4,
+                                                                      "learning_rate": 0.1}},
+    "settings.seeds[0]: 42 before, 43 now": {"seeds": [43]},
+    "settings.seeds: [42] before, [42, 43] now": {"seeds": [42, 43]},
+    "settings.orders: 1 before, 2 now": {"orders": 2},
+    "settings.probes: [{": {"probes": []},
+    "settings.measure: 'all' before, 'seen' now": {"measure": "seen"},
+    "settings.replay: None before, {'kind': 'rows'": {"replay": {"kind": "rows"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_changed_settings_are_refused_by_key(message: str, good: dict[str, Any], tmp_path: Path):
+    assert settle(good, tmp_path) == settle(good, tmp_path) == [[["a", "b"]]]
+    before = (tmp_path / "out" / "continual.json").read_text()
+    with pytest.raises(ValueError, match="out belongs to an experiment with other settings") as refused:
+        settle(good | CHANGES[message], tmp_path)
+    assert message in str(refused.value) and len(str(refused.value)) < 1000
+    assert (tmp_path / "out" / "continual.json").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "test.jsonl", "probe.jsonl", "M/model.safetensors", "M/config.json"])
+@pytest.mark.parametrize("methods", [None, {"one": {}, "two": {}}], ids=["one", "methods"])
+def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[str, Any], tmp_path: Path):
+    settings = good if methods is None else good | {"methods": methods}
+    settle(settings, tmp_path)
+    (tmp_path / name).write_text('{"other": 1}')
+    if methods is not None:  # others, which share data with the earlier ones
+        settings |= {"methods": {"three": {}, "four": {}}}
+    with pytest.raises(ValueError, match="belongs to an experiment with other settings") as refused:
+        settle(settings, tmp_path)
+    assert (f"files.{tmp_path / name}: '" if "M/" not in name else "model: '") in str(refused.value)
+
+
+def test_tasks_come_last_if_they_are_added_and_cannot_be_removed(good: dict[str, Any], tmp_path: Path):
+    more = good | {"tasks": [*good["tasks"], good["tasks"][0] | {"name": "c", "input_file": f"{tmp_path}/c.jsonl"}]}
+    assert settle(good | {"orders": 2}, tmp_path) == [[["a", "b"], ["b", "a"]]]
+    assert settle(more | {"orders": 2}, tmp_path) == [[["a", "b", "c"], ["b", "a", "c"]]]
+    for settings in (good, more | {"tasks": more["tasks"][::-1]}):
+        with pytest.raises(ValueError, match="only tasks at the end can be added"):
+            settle(settings | {"orders": 2}, tmp_path)
+
+
+def test_methods_can_be_added(good: dict[str, Any], tmp_path: Path):
+    methods = {"one": {}, "two": {"train": {"learning_rate": 0.1}}}
+    settle(good | {"methods": methods}, tmp_path)
+    assert len(settle(good | {"methods": methods | {"three": {}}}, tmp_path)) == 3
+    with pytest.raises(ValueError, match=r"out/two belongs .*\n  settings.train.learning_rate: 0.1 before, 0.2 now"):
+        settle(good | {"methods": methods | {"two": {"train": {"learning_rate": 0.2}}}}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data/x.arrow", "training_params.json", "results.html", "order_1_seed_42/x"])
+def test_directories_of_something_else_are_refused(name: str, good: dict[str, Any], tmp_path: Path):
+    (path := tmp_path / "out" / name).parent.mkdir(parents=True)
+    path.touch()
+    with pytest.raises(ValueError, match=f"out has {Path(name).parts[0]} of something else; choose another directory"):
+        settle(good, tmp_path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_missing_files_and_models_are_refused_by_key(good: dict[str, Any], tmp_path: Path):
+    (tmp_path / "probe.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"probes: p: test: .*probe.jsonl does not exist"):
+        settle(good, tmp_path)
+    with pytest.raises(ValueError, match=r"tasks: a: input_file: .*/x.jsonl does not exist"):
+        settle(good | {"tasks": [good["tasks"][0] | {"input_file": str(tmp_path / "x.jsonl")}]}, tmp_path)
+    with pytest.raises(ValueError, match=r"model: .*/N: has no config.json that can be read"):
+        settle(good | {"model": str(tmp_path / "N"), "probes": []}, tmp_path)
+
+
+def test_osft_by_activations_needs_data_for_the_first_task(good: dict[str, Any], tmp_path: Path):
+    settings = good | {"train": OSFT | {"osft_basis": "activations"}}
+    with pytest.raises(ValueError, match="tasks: a: train: osft_basis: activations: the first task needs osft_calib"):
+        settle(settings, tmp_path)
