@@ -106,7 +106,7 @@ def describe_method(settings: Settings) -> str:
 
 
 def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
-    """The orders of the tasks of each experiment. Several have a record of what they share, too."""
+    """The orders of the tasks of each experiment. Several also have a record of what they share."""
     paths = [settings.root / RECORD for settings in several]
     inputs = {"files": hash_files(several[0]), "model": hash_model(several[0].model)}
     if not any(path.exists() for path in (*paths, root / RECORD)):
