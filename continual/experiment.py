@@ -74,7 +74,8 @@ def measure_start(settings: Settings, prepared: dict[str, Prepared], runner: Run
     measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
     folder = runner.root / "start"
     row = measure(settings.model, measured, prepared, settings, folder, runner)
-    runner.say(folder, describe_row(row))
+    if row:
+        runner.say(folder, describe_row(row))
     return row
 
 

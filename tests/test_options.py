@@ -206,6 +206,10 @@ def test_numbers_in_yaml_mean_what_the_same_words_mean_as_flags(tmp_path):
         assert values["learning_rate"] == float(word)
 
 
+def test_a_command_without_arguments_is_told_what_it_needs(capfd):
+    assert "--output-dir" in refuse([], capfd)
+
+
 SEVERAL = [option.name for option, _ in options.iterate_fields(TrainOptions) if get_origin(option.type) is tuple]
 
 
