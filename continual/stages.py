@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disk import hash_json, is_running, written_aside
+from disk import hash_json, is_running, read_object, written_aside
+from lifecycle.file_names import PARAMS_FILE
 from ranks.children import run_child
 from ranks.ending import ExitCode, RunError
-from ranks.lock import RunLock, read_holder
+from ranks.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
 from ranks.messages import say
 
 CAN_GROW = ("evaluate",)  # measures only what is missing when its options have changed
@@ -50,6 +51,17 @@ class Stage:
             raise ValueError(f"{self.file('yaml')}: was run with other options before; choose another output directory")
         return is_same
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is a run of train that has ended with these options; a kill came before that was recorded.
+
+        A run without checkpoints cannot be started again then.
+        """
+        record = Path(self.options["output_dir"], PARAMS_FILE) if self.program == "train" else None
+        if record is None or not record.is_file() or not self.file("yaml").is_file():
+            return False
+        return self.file("yaml").read_text(encoding="utf-8") == self.text and bool(read_object(record)["finished"])
+
 
 class Runner:
     """Runs stages, one after the other, in a locked directory."""
@@ -61,6 +73,7 @@ class Runner:
 
     def stop(self, *_: object) -> None:
         """Ends as a scheduler asks; the running program saves first (`run_child`)."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
         raise RunError(ExitCode.SAVED_AND_REQUEUE, "stopped (SIGTERM); start the same command again to continue")
 
     def say(self, folder: Path, text: str) -> None:
@@ -71,6 +84,8 @@ class Runner:
         """Runs a stage unless it is done; RunError if it fails or stops."""
         if stage.is_done:
             return
+        if stage.has_ended:
+            return self.record(stage, seconds=None)
         stage.folder.mkdir(parents=True, exist_ok=True)
         with written_aside(stage.file("yaml")) as (aside,):
             aside.write_text(stage.text, encoding="utf-8")
@@ -83,9 +98,13 @@ class Runner:
         if code != ExitCode.DONE:
             raise RunError(describe_code(code), f"{last_words}\n(all output: {stage.file('log')})")
         seconds = time.monotonic() - start
-        with written_aside(stage.file("done")) as (aside,):
-            aside.write_text(json.dumps({"options": hash_json(stage.text), "seconds": round(seconds, 1)}) + "\n")
+        self.record(stage, seconds=round(seconds, 1))
         self.say(stage.folder, f"{stage.program} took {seconds:.0f} s")
+
+    def record(self, stage: Stage, *, seconds: float | None) -> None:
+        """Notes that the stage is complete."""
+        with written_aside(stage.file("done")) as (aside,):
+            aside.write_text(json.dumps({"options": hash_json(stage.text), "seconds": seconds}) + "\n")
 
     def start(self, words: list[str], log_file: Path) -> tuple[int, str]:
         """Runs a program to its end; returns its exit code and its error message or last lines."""
@@ -111,8 +130,9 @@ def wait_for_lock(output_dir: Path) -> RunLock:
         try:
             return RunLock(output_dir)
         except RunError:
-            holder = read_holder(output_dir / ".lock")
-            if not holder or is_running(holder["pid"]) or time.monotonic() > deadline:
+            holder = read_holder(output_dir / LOCK_FILE)
+            died_here = holder and holder["boot_id"] == read_boot_id() and not is_running(holder["pid"])
+            if not died_here or time.monotonic() > deadline:
                 raise
             if is_first:
                 say(f"{output_dir}: waiting for programs of an earlier start to end")
