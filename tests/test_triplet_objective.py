@@ -22,6 +22,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
@@ -79,10 +80,13 @@ class TripletColumns(Columns):
 
 @dataclass
 class TripletTargets(Targets):
-    """The last token of each sequence; its triplet, and whether it is the anchor, positive or negative."""
+    """Sequences; the triplet of each, and whether it is the anchor, positive or negative."""
 
     places: Tensor = None  # (N,) int64: three times the triplet, plus 0, 1 or 2
     num_triplets: int = 0
+
+    def find_sequences(self, row: Row) -> Tensor:
+        return self.index
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class TripletLoss(Loss):
         return torch.stack([losses, (differences < 0).float(), torch.ones_like(losses)], dim=1)
 
     def measure_row(self, reader: Reader, micro_batch: MicroBatch) -> Tensor:
-        return self.measure(reader.encode(micro_batch)[0, micro_batch.targets.index], micro_batch.targets)
+        targets, ends = micro_batch.targets, micro_batch.row.cu_seqlens[1:].long()
+        return self.measure(reader.encode(micro_batch)[0, ends[targets.index] - 1], targets)
 
     def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
         sums = self.measure_row(reader, micro_batch)
@@ -116,7 +121,7 @@ class TripletLoss(Loss):
         return Scores(sum_by_source(self.measure_row(reader, micro_batch).double(), micro_batch.targets))
 
     def sum_own(self, own: Own, targets: TripletTargets) -> Tensor:
-        return self.measure(own.hidden[0, targets.index], targets)[:, 0].sum()
+        return self.measure(own.hidden[0, -1:], targets)[:, 0].sum()
 
 
 def sum_by_source(sums: Tensor, targets: TripletTargets) -> Tensor:  # (P, ...) -> (num_sources, ...)
@@ -154,8 +159,8 @@ class Triplets(Objective):
                 places += range(3 * num_triplets, 3 * num_triplets + num_sequences)
                 num_triplets += 1
             start += num_sequences
-        index = row.cu_seqlens[1:].long()[sequences] - 1
-        return TripletTargets(index, places=torch.tensor(places, dtype=torch.long), num_triplets=num_triplets)
+        index, places = (torch.tensor(numbers, dtype=torch.long) for numbers in (sequences, places))
+        return TripletTargets(index, places=places, num_triplets=num_triplets)
 
     def make_loss(self, *, is_fused: bool = False) -> TripletLoss:
         return TripletLoss(self.tau)
@@ -275,12 +280,38 @@ def test_losses_gradients_and_validations_are_those_of_a_plain_loop(model_dir, w
     assert read_validations(tmp_path)[0] == pytest.approx([losses.mean().item(), hits.mean().item()], rel=1e-5)
 
 
+def test_experts_are_balanced_over_the_sequences_that_have_a_target(world, tmp_path):
+    """The auxiliary loss is transformers' own, of each sequence by its tokens."""
+    model_dir = save_tokenizer(save_model(FAMILIES["mixtral"], tmp_path / "model"))
+    options = make_options(tmp_path, model_dir, max_steps=1, router_aux_loss=0.1, max_grad_norm=None)
+    train_on(1, world, **options)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    data = Mixture([TokenizedData(path) for path in options["data_path"]])
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
+    losses, _ = measure_plainly(model, data, rows)
+    sequences = [torch.from_numpy(ids.astype(np.int64)) for row in rows for ids in list_sequences(data.read(row))]
+    balances = []
+    for ids in sequences:
+        router_logits = model(ids[None], output_router_logits=True).router_logits
+        config = model.config
+        loss = load_balancing_loss_func(router_logits, config.num_local_experts, config.num_experts_per_tok)
+        balances.append(loss * len(ids))
+    balance = torch.stack(balances).sum() / sum(map(len, sequences))
+    (losses.mean() + 0.1 * balance).backward()
+    norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+    (metrics,) = read_rows(tmp_path / "run")
+    found = [metrics[name] for name in ("loss", "router_aux_loss", "grad_norm")]
+    assert found == pytest.approx([losses.mean().item(), balance.item(), norm.item()], rel=1e-5)
+
+
 def test_idle_ranks_and_rows_of_single_tokens_have_no_other_targets():
     objective = Triplets(TextFamily())
-    assert objective.pack([objective.make_idle_sample()]).targets.num_triplets == 0
+    idle = objective.pack([objective.make_idle_sample()])
+    assert idle.targets.num_triplets == 0 and idle.row.has_targets.tolist() == [False]
     sample = {"input_ids": np.arange(3), LENGTHS_COLUMN: np.ones(3, np.int32)}
     micro_batch = objective.pack([sample], sources=np.array([1]), num_sources=2)
     assert micro_batch.row.seq_lengths == [1, 1, 1, 2]  # the last one is an idle sample
+    assert micro_batch.row.has_targets.tolist() == [True, True, True, False]
     assert micro_batch.targets.index.tolist() == [0, 1, 2] and micro_batch.targets.sources.tolist() == [1, 1, 1]
 
 
