@@ -91,8 +91,12 @@ def describe_method(settings: Settings) -> str:
     """The method in a few words."""
     values = settings.train
     if values.get("osft"):
-        share = values.get("osft_keep_energy") or values.get("osft_unfreeze_rank_ratio")
-        words = [f"OSFT ({values.get('osft_basis', 'weights')}, {share})"]
+        said = (
+            values.get("osft_basis", "weights"),
+            values.get("osft_keep_energy"),
+            values.get("osft_unfreeze_rank_ratio"),
+        )
+        words = [f"OSFT ({', '.join(str(value) for value in said if value is not None)})"]
     elif values.get("lora"):
         words = [f"{'QLoRA' if values.get('base_quantization') == 'nf4' else 'LoRA'}, {settings.adapters}"]
     else:
