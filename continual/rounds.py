@@ -143,7 +143,7 @@ def record(folder: Path, paths: list[Path]) -> None:
 
 def average(context: Context, one: Round, student: str, settings: SelfDistillation) -> str:
     """The next teacher: a moving average of the teacher and the model after this round."""
-    output = one.folder / "teacher"
+    output = one.folder / "average"  # "teacher" is the folder of its data
     decay = settings.average_decay
     options = {"model": [one.teacher, student], "weights": [decay, 1 - decay], "output_dir": str(output)}
     stage = Stage(program="merge-models", folder=one.folder, options=options)

@@ -129,6 +129,8 @@ def wait_for_lock(output_dir: Path) -> RunLock:
     while True:
         try:
             return RunLock(output_dir)
+        except OSError as error:
+            raise RunError(ExitCode.IO, f"output_dir: {output_dir}: cannot be written in: {error.strerror}") from None
         except RunError:
             holder = read_holder(output_dir / LOCK_FILE)
             died_here = holder and holder["boot_id"] == read_boot_id() and not is_running(holder["pid"])

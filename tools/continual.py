@@ -47,8 +47,10 @@ def main(options: ContinualOptions) -> None:
         continual(options)
     except RunError as error:
         exit_with_message(str(error), code=error.code)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         exit_with_message(str(error))
+    except OSError as error:
+        exit_with_message(str(error), code=ExitCode.IO)
     except KeyboardInterrupt:
         exit_with_message("interrupted; start the same command again to continue", code=ExitCode.INTERRUPTED)
 

@@ -1,0 +1,120 @@
+"""Option files of an experiment, started by hand in clean processes, make the bytes that the driver's starts made."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from continual_runs import make_inputs, read_lines, read_options, run
+from processes import ROOT
+
+WRITTEN_BETWEEN = ("prompts.jsonl", "rows.jsonl", "student.jsonl", "teacher.jsonl")  # by the driver
+MADE = (".safetensors", ".arrow", ".jsonl", ".scores")
+TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
+OSFT = {"osft": True, "osft_unfreeze_rank_ratio": 0.5}
+METHODS = {
+    "own answers": {
+        "adapters": "continued",
+        "train": {"lora": True, "lora_rank": 4},
+        "replay": {"kind": "own-answers", "num_prompts": 8, "min_score": 0.0, "share": 0.3, "teacher_weight": 0.5},
+    },
+    "rounds": {"train": OSFT, "self_distillation": {"rounds": 2, "teacher": "average", "top_k": 4}},
+    "statistics": {"train": OSFT | {"osft_basis": "activations"}, "replay": {"kind": "rows", "share": 0.3}},
+}
+
+
+def repeat(before: Path, again: Path, folder: Path) -> int:
+    """Starts the option files of an experiment in their order, in another directory; returns how many there were."""
+    for path in before.rglob("*"):
+        if path.name in WRITTEN_BETWEEN or path.is_symlink():
+            (copy := again / path.relative_to(before)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    done, statistics = sorted(before.rglob("*.done"), key=lambda path: path.stat().st_mtime_ns), None
+    for path in done:
+        config = again / path.relative_to(before).with_suffix(".yaml")
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(path.with_suffix(".yaml").read_text().replace(str(before), str(again)))
+        if "osft_statistics" in (options := yaml.safe_load(config.read_text())):
+            if statistics is not None:
+                shutil.copyfile(statistics, options["osft_statistics"])  # as the driver hands it on
+            statistics = options["osft_statistics"]
+        start_by_hand(config.stem, config, folder)
+    return len(done)
+
+
+def start_by_hand(word: str, config: Path, folder: Path) -> None:
+    kept = ("PATH", "HOME", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    command = [sys.executable, str(ROOT / "__main__.py"), word, "--config", str(config)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{config}: {done.stdout}{done.stderr}"
+
+
+def read_made(root: Path) -> dict[str, Any]:
+    """What the programs have made by its path: bytes without the directory's name, and metrics without times."""
+    found: dict[str, Any] = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.suffix not in MADE or "/checkpoints/" in name:
+            continue
+        if path.name.endswith("metrics_0.jsonl"):
+            found[name] = [{key: line[key] for key in line if key not in TIMES} for line in read_lines(path)]
+        else:
+            found[name] = path.read_bytes().replace(str(root).encode(), b"ROOT")
+    return found
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("method", METHODS)
+def test_option_files_are_complete(method: str, tmp_path: Path):
+    settings = make_inputs(tmp_path)
+    settings |= METHODS[method] | {"train": settings["train"] | METHODS[method]["train"]}
+    if method == "statistics":
+        settings["tasks"][0]["train"] = {"osft_calibration_data": str(tokenize(settings, tmp_path))}
+    before, again = run(settings, tmp_path), tmp_path / "by_hand"
+    done = {path: path.stat().st_mtime_ns for path in before.rglob("*.done")}
+    run(settings, tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in before.rglob("*.done")} == done  # nothing is started again
+    assert repeat(before, again, tmp_path) == len(done) >= 10
+    made = [read_made(root) for root in (before, again)]
+    assert made[0].keys() == made[1].keys()
+    assert [name for name in made[0] if made[0][name] != made[1][name]] == []
+    kinds = {Path(name).name for name in made[0]}
+    assert {"adapter_model.safetensors", "model.safetensors"} & kinds and "twice.answers.jsonl" in kinds
+
+
+def tokenize(settings: dict[str, Any], folder: Path) -> Path:
+    options = {"input_file": settings["tasks"][1]["held_out"], "model_name_or_path": settings["model"]}
+    options |= {"output_file": str(folder / "known.arrow"), "num_proc": 1}
+    (config := folder / "known.yaml").write_text(yaml.safe_dump(options))
+    start_by_hand("process-data", config, folder)
+    return folder / "known.arrow"
+
+
+def test_what_a_kill_left_is_not_made_again(tmp_path: Path):
+    """A kill between a program's end and its record; without checkpoints, train would refuse to start again."""
+    settings = make_inputs(tmp_path)
+    settings |= {"tasks": [settings["tasks"][0]], "measure": "seen"}
+    del settings["tasks"][0]["held_out"]
+    root = run(settings, tmp_path)
+    task = root / "order_1_seed_42" / "1_twice"
+    made, results, log = read_made(root), (root / "results.json").read_text(), (task / "train.log").read_text()
+    record = json.loads((task / "train.done").read_text())
+    for path in (task / "train.done", task / "measured" / "answers" / "evaluate.done", task / "train.log"):
+        path.unlink()
+    (task / "measured" / "answers" / "results.json").write_text('{"models": [')
+    (root / "data" / "twice" / "train" / "process-data.done").unlink()
+    assert run(settings, tmp_path) == root
+    assert json.loads((task / "train.done").read_text()) == record | {"seconds": None}
+    assert log and not (task / "train.log").exists() and "models" in json.loads(read(task / "measured" / "answers"))
+    assert read_made(root) == made and (root / "results.json").read_text() == results
+    assert read_options(task)["export_name"] == "last"
+
+
+def read(folder: Path) -> str:
+    return (folder / "results.json").read_text()
