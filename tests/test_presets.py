@@ -107,7 +107,7 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
             dict(data_path="d", objective="preference", preference_loss="orpo", reference_model="m"),
             "--reference-model: no effect with --preference-loss orpo",
         ),
-        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha cannot be used with"),
+        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha 5.0: cannot be used with"),
         (dict(data_path="d", objective="preference", label_smoothing=0.1), "--label-smoothing: no effect"),
         (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
         (

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -36,12 +36,15 @@ from objectives.choice import KINDS, Kind, Settings, make_text_family
 from objectives.columns import Bars, Columns, CountLabels, Counts, RowFacts, Task, format_count
 from objectives.data_kinds import COLUMNS
 from objectives.objective import Loss, Objective, Scores
-from options import ClassificationOptions
+from options import ClassificationOptions, TrainOptions, group_options
+from options.objectives import OBJECTIVES, ObjectiveFacts
+from options.problems.finding import find_problems
 from sampler import draw_samples
 
 NAME, TAU = "triplet", 0.5
 NUM_SAMPLES, BATCH_SIZE = 24, 8
 SUMS = ("loss", "accuracy", "triplets")  # columns of `Scores.sums`
+FACTS = ObjectiveFacts(excluded={"context_parallel": "whose targets are of sequences"})
 COUNTED = "is_counted"  # of a sample: False of one without a target
 
 
@@ -173,8 +176,6 @@ class Triplets(Objective):
 
 
 def make_triplets(settings: Settings, family: Family, task: Task, count_labels: CountLabels | None) -> Triplets:
-    if settings.classification.label_smoothing:
-        raise ValueError(f"--label-smoothing: no effect on --objective {NAME}")
     return Triplets(family, settings.noise)
 
 
@@ -188,8 +189,9 @@ def registered() -> Iterator[None]:
 def register(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(KINDS, NAME, Kind(make_text_family, make_triplets))
     patch.setitem(COLUMNS, NAME, TripletColumns())
+    patch.setitem(OBJECTIVES, NAME, FACTS)
     option = ClassificationOptions.__dataclass_fields__["objective"]
-    names = Literal[(*get_args(option.type), NAME)]
+    names = Literal[*OBJECTIVES]
     patch.setattr(option, "type", names)
     patch.setitem(ClassificationOptions.__annotations__, "objective", names)
 
@@ -344,6 +346,10 @@ def test_it_is_planned(model_dir, tmp_path):
     assert f"{2 * NUM_SAMPLES} samples" in text and "memory of a rank" in text and "no problems found" in text
 
 
-def test_options_without_effect_are_refused(model_dir, world, tmp_path):
-    with pytest.raises(ValueError, match=f"--label-smoothing: no effect on --objective {NAME}"):
-        train_on(1, world, **make_options(tmp_path, model_dir, label_smoothing=0.1))
+def test_options_without_effect_are_refused(model_dir, tmp_path):
+    changes = dict(label_smoothing=0.1, preference_beta=0.2, context_parallel=2)
+    options = group_options(TrainOptions, **make_options(tmp_path, model_dir, **changes))
+    assert find_problems(options) == [
+        f"--label-smoothing, --preference-beta: no effect on --objective {NAME}",
+        f"--context-parallel 2: cannot be used with --objective {NAME}, whose targets are of sequences",
+    ]
