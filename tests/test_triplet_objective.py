@@ -4,6 +4,7 @@ N sequences in a micro-batch, P triplets, H hidden size.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,15 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
+from corpus.preview import format_figures, format_targets
 from corpus.reader import TokenizedData
+from corpus.report import Totals
 from families.family import Family, Own, Reader
 from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import LENGTHS_COLUMN, Sample, list_sequences
 from families.text import TextFamily
 from objectives.choice import KINDS, Kind, Settings, make_text_family
-from objectives.columns import Bars, Columns, CountLabels, Counts, RowFacts, Task, format_count
+from objectives.columns import Columns, CountLabels, RowFacts, Task
 from objectives.data_kinds import COLUMNS
 from objectives.objective import Loss, Objective, Scores
 from options import ClassificationOptions, TrainOptions, group_options
@@ -70,15 +73,6 @@ class TripletColumns(Columns):
     def make_row(self, tokens: list[list[int]]) -> dict[str, Any]:
         ids = [token for sequence in tokens for token in sequence]
         return {"input_ids": ids, LENGTHS_COLUMN: list(map(len, tokens)), "len": len(ids), "num_loss_counted_tokens": 1}
-
-    def report(self, counts: Counts, task: Task) -> Iterator[str]:
-        yield format_count("triplets", counts.num_samples)
-
-    def draw(self, counts: Counts, task: Task) -> Bars:
-        return Bars("Samples", {"triplets": counts.num_samples}, counts.num_samples)
-
-    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
-        return "triplets", f"{counts.num_samples:,}"
 
 
 @dataclass
@@ -339,6 +333,26 @@ def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, whole, model_d
     train_on(1, world, **options) if num_ranks == 1 else run_registered(num_ranks, **options)
     for read in (read_numbers, read_validations):
         np.testing.assert_allclose(read(tmp_path), read(whole), rtol=2e-5)
+
+
+def test_its_data_is_reported_by_the_number_of_targets():
+    totals, task = Totals(0, lengths=Counter([3]), num_loss_counted_tokens=1_234_567), Task(NAME)
+    assert [line.split() for line in TripletColumns().report(totals, task)] == [["targets", "1,234,567"]]
+    assert "<dt>targets</dt><dd>1,234,567</dd>" in format_figures(totals, task)
+    assert format_targets(TripletColumns().draw(totals, task)) == "<p>targets 1,234,567</p>"
+
+
+def test_data_without_the_number_of_targets_is_refused(model_dir, tmp_path):
+    path = write_triplets(tmp_path / "data.arrow", model_dir)
+    table = pa.ipc.open_file(path.read_bytes()).read_all().drop_columns(["num_loss_counted_tokens"])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TripletColumns, "schema", table.schema)  # a kind of data that has forgotten it, too
+        with pytest.raises(
+            ValueError, match=r"data.arrow: no column num_loss_counted_tokens; .* Add it: the number of"
+        ):
+            TokenizedData(path)
 
 
 def test_it_is_planned(model_dir, tmp_path):
