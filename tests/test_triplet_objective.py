@@ -19,11 +19,10 @@ from in_process import train_on
 from processes import flags
 from small_runs import read_rows
 from tiny_data import read_lines
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, balance_plainly, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForCausalLM
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
@@ -285,14 +284,7 @@ def test_experts_are_balanced_over_the_sequences_that_have_a_target(world, tmp_p
     data = Mixture([TokenizedData(path) for path in options["data_path"]])
     rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
     losses, _ = measure_plainly(model, data, rows)
-    sequences = [torch.from_numpy(ids.astype(np.int64)) for row in rows for ids in list_sequences(data.read(row))]
-    balances = []
-    for ids in sequences:
-        router_logits = model(ids[None], output_router_logits=True).router_logits
-        config = model.config
-        loss = load_balancing_loss_func(router_logits, config.num_local_experts, config.num_experts_per_tok)
-        balances.append(loss * len(ids))
-    balance = torch.stack(balances).sum() / sum(map(len, sequences))
+    balance = balance_plainly(model, [ids for row in rows for ids in list_sequences(data.read(row))])
     (losses.mean() + 0.1 * balance).backward()
     norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
     (metrics,) = read_rows(tmp_path / "run")
