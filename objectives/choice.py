@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from families.classifier import ClassifierFamily
 from families.family import Family
-from families.seeing import SeeingFamily
 from families.text import TextFamily
+from families.vision import VisionLanguageFamily
 from objectives.classes import Classification, make_classification
 from objectives.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, SEQUENCES, TOKENS, VISION, CountLabels, Task
 from objectives.embedding_noise import EmbeddingNoise
@@ -46,9 +46,11 @@ def make_text_family(settings: Settings) -> TextFamily:
     return TextFamily(settings.router_aux_loss)
 
 
-def make_seeing_family(settings: Settings) -> SeeingFamily:
+def make_vision_family(settings: Settings) -> VisionLanguageFamily:
     vision = settings.vision
-    return SeeingFamily(make_text_family(settings), tuple(vision.freeze), max_patches=vision.max_image_tokens_per_gpu)
+    return VisionLanguageFamily(
+        make_text_family(settings), tuple(vision.freeze), max_patches=vision.max_image_tokens_per_gpu
+    )
 
 
 def make_classifier(
@@ -84,7 +86,7 @@ def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
 # Those that are no value of --objective (options.objectives) follow from the data or other options.
 KINDS = {
     CAUSAL_LM: Kind(make_text_family, make_language_model(CausalLM)),
-    VISION: Kind(make_seeing_family, make_language_model(VisionLanguage)),
+    VISION: Kind(make_vision_family, make_language_model(VisionLanguage)),
     TAUGHT: Kind(make_text_family, make_pupil, data=CAUSAL_LM),
     PREFERENCE: Kind(make_text_family, make_preference),
     KTO: Kind(make_text_family, make_feedback, data=FEEDBACK),
