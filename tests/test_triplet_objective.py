@@ -4,10 +4,11 @@ N sequences in a micro-batch, P triplets, H hidden size.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,30 +19,34 @@ from in_process import train_on
 from processes import flags
 from small_runs import read_rows
 from tiny_data import read_lines
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, balance_plainly, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForCausalLM
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
+from corpus.preview import format_figures, format_targets
 from corpus.reader import TokenizedData
+from corpus.report import Totals
 from families.family import Family, Own, Reader
 from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import LENGTHS_COLUMN, Sample, list_sequences
 from families.text import TextFamily
 from objectives.choice import KINDS, Kind, Settings, make_text_family
-from objectives.columns import Bars, Columns, CountLabels, Counts, RowFacts, Task, format_count
+from objectives.columns import Columns, CountLabels, RowFacts, Task
 from objectives.data_kinds import COLUMNS
 from objectives.objective import Loss, Objective, Scores
-from options import ClassificationOptions
+from options import ClassificationOptions, TrainOptions, group_options
+from options.objectives import OBJECTIVES, ObjectiveFacts
+from options.problems.finding import find_problems
 from sampler import draw_samples
 
 NAME, TAU = "triplet", 0.5
 NUM_SAMPLES, BATCH_SIZE = 24, 8
 SUMS = ("loss", "accuracy", "triplets")  # columns of `Scores.sums`
+FACTS = ObjectiveFacts(excluded={"context_parallel": "whose targets are of sequences"})
 COUNTED = "is_counted"  # of a sample: False of one without a target
 
 
@@ -67,15 +72,6 @@ class TripletColumns(Columns):
     def make_row(self, tokens: list[list[int]]) -> dict[str, Any]:
         ids = [token for sequence in tokens for token in sequence]
         return {"input_ids": ids, LENGTHS_COLUMN: list(map(len, tokens)), "len": len(ids), "num_loss_counted_tokens": 1}
-
-    def report(self, counts: Counts, task: Task) -> Iterator[str]:
-        yield format_count("triplets", counts.num_samples)
-
-    def draw(self, counts: Counts, task: Task) -> Bars:
-        return Bars("Samples", {"triplets": counts.num_samples}, counts.num_samples)
-
-    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
-        return "triplets", f"{counts.num_samples:,}"
 
 
 @dataclass
@@ -173,8 +169,6 @@ class Triplets(Objective):
 
 
 def make_triplets(settings: Settings, family: Family, task: Task, count_labels: CountLabels | None) -> Triplets:
-    if settings.classification.label_smoothing:
-        raise ValueError(f"--label-smoothing: no effect on --objective {NAME}")
     return Triplets(family, settings.noise)
 
 
@@ -188,8 +182,9 @@ def registered() -> Iterator[None]:
 def register(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(KINDS, NAME, Kind(make_text_family, make_triplets))
     patch.setitem(COLUMNS, NAME, TripletColumns())
+    patch.setitem(OBJECTIVES, NAME, FACTS)
     option = ClassificationOptions.__dataclass_fields__["objective"]
-    names = Literal[(*get_args(option.type), NAME)]
+    names = Literal[*OBJECTIVES]
     patch.setattr(option, "type", names)
     patch.setitem(ClassificationOptions.__annotations__, "objective", names)
 
@@ -289,14 +284,7 @@ def test_experts_are_balanced_over_the_sequences_that_have_a_target(world, tmp_p
     data = Mixture([TokenizedData(path) for path in options["data_path"]])
     rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
     losses, _ = measure_plainly(model, data, rows)
-    sequences = [torch.from_numpy(ids.astype(np.int64)) for row in rows for ids in list_sequences(data.read(row))]
-    balances = []
-    for ids in sequences:
-        router_logits = model(ids[None], output_router_logits=True).router_logits
-        config = model.config
-        loss = load_balancing_loss_func(router_logits, config.num_local_experts, config.num_experts_per_tok)
-        balances.append(loss * len(ids))
-    balance = torch.stack(balances).sum() / sum(map(len, sequences))
+    balance = balance_plainly(model, [ids for row in rows for ids in list_sequences(data.read(row))])
     (losses.mean() + 0.1 * balance).backward()
     norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
     (metrics,) = read_rows(tmp_path / "run")
@@ -339,11 +327,35 @@ def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, whole, model_d
         np.testing.assert_allclose(read(tmp_path), read(whole), rtol=2e-5)
 
 
+def test_its_data_is_reported_by_the_number_of_targets():
+    totals, task = Totals(0, lengths=Counter([3]), num_loss_counted_tokens=1_234_567), Task(NAME)
+    assert [line.split() for line in TripletColumns().report(totals, task)] == [["targets", "1,234,567"]]
+    assert "<dt>targets</dt><dd>1,234,567</dd>" in format_figures(totals, task)
+    assert format_targets(TripletColumns().draw(totals, task)) == "<p>targets 1,234,567</p>"
+
+
+def test_data_without_the_number_of_targets_is_refused(model_dir, tmp_path):
+    path = write_triplets(tmp_path / "data.arrow", model_dir)
+    table = pa.ipc.open_file(path.read_bytes()).read_all().drop_columns(["num_loss_counted_tokens"])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TripletColumns, "schema", table.schema)  # a kind of data that has forgotten it, too
+        with pytest.raises(
+            ValueError, match=r"data.arrow: no column num_loss_counted_tokens; .* Add it: the number of"
+        ):
+            TokenizedData(path)
+
+
 def test_it_is_planned(model_dir, tmp_path):
     text = run_registered(0, **make_options(tmp_path, model_dir, dry_run=True, plan_world_size=2))
     assert f"{2 * NUM_SAMPLES} samples" in text and "memory of a rank" in text and "no problems found" in text
 
 
-def test_options_without_effect_are_refused(model_dir, world, tmp_path):
-    with pytest.raises(ValueError, match=f"--label-smoothing: no effect on --objective {NAME}"):
-        train_on(1, world, **make_options(tmp_path, model_dir, label_smoothing=0.1))
+def test_options_without_effect_are_refused(model_dir, tmp_path):
+    changes = dict(label_smoothing=0.1, preference_beta=0.2, context_parallel=2)
+    options = group_options(TrainOptions, **make_options(tmp_path, model_dir, **changes))
+    assert find_problems(options) == [
+        f"--label-smoothing, --preference-beta: no effect on --objective {NAME}",
+        f"--context-parallel 2: cannot be used with --objective {NAME}, whose targets are of sequences",
+    ]
