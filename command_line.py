@@ -120,7 +120,7 @@ def find_preset_words(words: list[str], options_class: type) -> list[str]:
     """The command line of the preset that `words` name; their own values come later, and win."""
     if options_class is not TrainOptions:
         return []
-    names = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == "--preset"]
+    names = [after for word, after in itertools.pairwise([*words, ""]) if word == "--preset"]
     names += [word.removeprefix("--preset=") for word in words if word.startswith("--preset=")]
     values = PRESETS.get(names[-1], {}) if names else {}  # tyro refuses a name that is none
     types = list_types(TrainOptions)
@@ -154,7 +154,7 @@ def refuse_repeated_flags(argv: list[str], options_class: type) -> None:
 def refuse_empty_flags(argv: list[str], options_class: type) -> None:
     """ValueError for a flag that takes several values and has none, which would have no effect."""
     names = [name for name, field_type in list_types(options_class).items() if get_origin(field_type) is tuple]
-    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, after in itertools.pairwise([*argv, "--"]):
         name, equals, value = word.partition("=")
         is_empty = not value if equals else after.startswith("--")
         if is_empty and name.startswith("--") and name.removeprefix("--").replace("-", "_") in names:

@@ -32,7 +32,7 @@ import time
 import torch.distributed as dist
 
 from lifecycle.agreement import describe_inputs, describe_start
-from lifecycle.due import what_is_due
+from lifecycle.due import find_due
 from lifecycle.early_stopping import Validations
 from lifecycle.exports import Exports
 from lifecycle.metrics import StepMeter
@@ -114,14 +114,14 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
             state, batch, options, lr=lr, data_wait_seconds=waited, flags=run.flags, progress=control.progress
         )
         position = position.after(batch)
-        due = what_is_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
+        due = find_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
         step_end = time.monotonic()
         metrics = meter.measure(batch, sums, position, lr=lr, seconds=step_end - step_start)
         own = state.method.measure() if due.export else dict.fromkeys(state.method.metrics)
         training_log.write(metrics | own)
         if due.validation and validations.measure(state, position, options, training_log, exports):
             num_steps = position.step  # it has learnt enough: this step was the last
-            due = what_is_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
+            due = find_due(position, options, epoch_length=epoch_length, num_steps=num_steps, flags=sums.flags)
         control.step_done(position.step)
         run.finish_write(sums.flags)
         if due.checkpoint:

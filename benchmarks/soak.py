@@ -47,7 +47,7 @@ from processes import ENV, Job, flags, is_alive, list_children, torchrun
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import write_pairs
-from tiny_seeing import make_rows, save_seeing, tokenize
+from tiny_vision import make_rows, save_vision_model, tokenize
 
 from lifecycle.reference import PART_SIZE
 
@@ -391,7 +391,7 @@ def make_text_inputs(root: Path) -> dict[str, object]:
 
 def make_vision_inputs(root: Path) -> dict[str, object]:
     """A model that sees, two data sets and a held-out one, like those for text; rows with and without images."""
-    model, paths = save_seeing(root, "llava"), []
+    model, paths = save_vision_model(root, "llava"), []
     for name, times in (("data", 5), ("other", 2), ("held_out", 1)):
         (directory := root / f"seen_{name}").mkdir()
         paths.append(tokenize(times * make_rows(directory), model, directory).rename(directory / f"{name}.arrow"))

@@ -33,12 +33,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "quickstart")]
-from tiny_seeing import SEEING, make_rows, save_seeing
+from tiny_vision import VISION_MODELS, make_rows, save_vision_model
 
 from chat.labels import IGNORED
 from corpus.reader import TokenizedData
-from families.seeing import SeeingFamily, SeeingReader
 from families.text import TextFamily
+from families.vision import VisionLanguageFamily, VisionLanguageReader
 from lifecycle.export import ExportParts, export_model
 from methods.full import Full
 from model.build import build_model
@@ -78,7 +78,7 @@ def tokenize(model_dir: Path, directory: Path, name: str) -> TokenizedData:
 def run_own(model_dir: Path, objective: VisionLanguage, rows: TokenizedData) -> tuple[Tensor, dict[str, Tensor]]:
     """transformers' summed loss and gradients, over one row after the other."""
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
-    reader, loss_sum = SeeingReader(model), torch.zeros(())
+    reader, loss_sum = VisionLanguageReader(model), torch.zeros(())
     for row in range(len(rows.lengths)):
         micro_batch = objective.pack([rows.read(row)])
         logits, targets = reader.run_own(micro_batch).logits[0], micro_batch.targets.labels
@@ -97,9 +97,9 @@ def find_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def judge(family: str, directory: Path) -> Judged:
     """Makes the family's model, tokenizes, trains both ways, exports, and says what became of it."""
-    model_dir = save_seeing(directory, family)
+    model_dir = save_vision_model(directory, family)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(directory)))
-    family, world = SeeingFamily(TextFamily()), init_world()
+    family, world = VisionLanguageFamily(TextFamily()), init_world()
     try:
         config = load_config(str(model_dir), family)
         objective = VisionLanguage(family.complete(config, None, trust_remote_code=False))
@@ -150,7 +150,7 @@ def read_columns(rows: TokenizedData) -> list[dict]:
 
 def judge_other(model_type: str, directory: Path) -> Judged:
     """Of a type without a processor here: what refuses it before a processor is asked for."""
-    family = SeeingFamily(TextFamily())
+    family = VisionLanguageFamily(TextFamily())
     try:
         config = AutoConfig.for_model(model_type)
         if (reason := family.check_config(config, trust_remote_code=False)) is not None:
@@ -161,7 +161,7 @@ def judge_other(model_type: str, directory: Path) -> Judged:
     except Exception as error:  # other people's models and configs may raise anything
         return Judged("not built", detail=describe(error))
     try:
-        SeeingReader(model)
+        VisionLanguageReader(model)
     except ValueError as error:
         return Judged("refused", detail=str(error))
     return Judged("not tried", detail="no tiny processor here: goes through the check at the start")
@@ -170,7 +170,7 @@ def judge_other(model_type: str, directory: Path) -> Judged:
 def judge_quietly(name: str, directory: Path) -> Judged:
     os.chdir(ROOT)
     try:
-        return judge(name, directory) if name in SEEING else judge_other(name, directory)
+        return judge(name, directory) if name in VISION_MODELS else judge_other(name, directory)
     except Exception as error:
         return Judged("crashed", detail=describe(error))
 
@@ -178,7 +178,7 @@ def judge_quietly(name: str, directory: Path) -> Judged:
 def write_table(judged: dict[str, Judged], title: str) -> str:
     rows = [HEADINGS]
     for name, one in judged.items():
-        model_type = SEEING[name].model_type if name in SEEING else name
+        model_type = VISION_MODELS[name].model_type if name in VISION_MODELS else name
         rows.append((name, model_type, one.exact, one.alone, one.export, one.processor, one.detail))
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS) - 1)]
     lines = [
@@ -194,10 +194,10 @@ def main() -> None:
     set_verbosity_error()
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    known = {family.model_type for family in SEEING.values()}
+    known = {family.model_type for family in VISION_MODELS.values()}
     others = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - known)
     judged = {}
-    for name in args.types or [*SEEING, *others]:
+    for name in args.types or [*VISION_MODELS, *others]:
         found = judge_apart(functools.partial(judge_quietly, name), seconds=args.seconds)
         judged[name] = found if isinstance(found, Judged) else Judged(found.outcome, detail=found.detail)
         print(name, judged[name], flush=True)

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "quickstart")]
 from harness import describe_versions, make_options, open_objective, read_clock
-from make_pictures import TEMPLATE, ask_questions, choose_shapes, draw_picture, make_row, save_seeing_model
+from make_pictures import TEMPLATE, ask_questions, choose_shapes, draw_picture, make_row, save_vision_model
 from make_tiny_model import train_tokenizer
 
 from corpus.mixture import Mixture
@@ -59,7 +59,7 @@ def draw_rows(directory: Path, num_rows: int) -> Rows:
 def prepare_model(directory: Path, rows: Rows, args: argparse.Namespace) -> str:
     texts = (f"{role}\n{text}" for _, pairs in rows for pair in pairs for role, text in zip(ROLES, pair, strict=True))
     tokenizer = train_tokenizer(texts, vocab_size=512, chat_template=TEMPLATE)
-    save_seeing_model(
+    save_vision_model(
         directory / "model", tokenizer, hidden_size=args.hidden_size, num_layers=args.num_layers, seed=0,
         patch_size=PATCH,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, w
 from continual.measuring import describe_row, measure
 from continual.page import write_page
 from continual.sequence import run_sequence
-from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_first_task, draw_orders
+from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_statistics, draw_orders
 from continual.stages import Runner
 from disk import hash_file, read_object, written_aside
 from ranks.messages import say
@@ -74,7 +74,8 @@ def measure_start(settings: Settings, prepared: dict[str, Prepared], runner: Run
     measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
     folder = runner.root / "start"
     row = measure(settings.model, measured, prepared, settings, folder, runner)
-    runner.say(folder, describe_row(row))
+    if row:
+        runner.say(folder, describe_row(row))
     return row
 
 
@@ -90,8 +91,12 @@ def describe_method(settings: Settings) -> str:
     """The method in a few words."""
     values = settings.train
     if values.get("osft"):
-        share = values.get("osft_keep_energy") or values.get("osft_unfreeze_rank_ratio")
-        words = [f"OSFT ({values.get('osft_basis', 'weights')}, {share})"]
+        said = (
+            values.get("osft_basis", "weights"),
+            values.get("osft_keep_energy"),
+            values.get("osft_unfreeze_rank_ratio"),
+        )
+        words = [f"OSFT ({', '.join(str(value) for value in said if value is not None)})"]
     elif values.get("lora"):
         words = [f"{'QLoRA' if values.get('base_quantization') == 'nf4' else 'LoRA'}, {settings.adapters}"]
     else:
@@ -106,7 +111,7 @@ def describe_method(settings: Settings) -> str:
 
 
 def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
-    """The orders of the tasks of each experiment. Several have a record of what they share as well."""
+    """The orders of the tasks of each experiment. Several also have a record of what they share."""
     paths = [settings.root / RECORD for settings in several]
     inputs = {"files": hash_files(several[0]), "model": hash_model(several[0].model)}
     if not any(path.exists() for path in (*paths, root / RECORD)):
@@ -116,7 +121,7 @@ def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
     found = [settle(one, path, describe_settings(one) | inputs) for one, path in zip(several, paths, strict=True)]
     for settings, orders in zip(several, found, strict=True):
         for order in orders:
-            check_first_task(settings, settings.find_task(order[0]))
+            check_statistics(settings, order)
     return found
 
 
@@ -189,13 +194,13 @@ def list_files(path: Path) -> list[Path]:
 
 
 def hash_model(name: str) -> str:
-    """A hash of the model's config and weights."""
+    """A hash of the model's config and weights, which are downloaded if they are on the hub."""
     from model.fingerprints import fingerprint_model  # seconds to import
+    from pretrained.files import find_model, find_weights
 
-    try:
-        return fingerprint_model(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: {name}: has no config.json that can be read: {error}") from None
+    directory = find_model(name, revision=None, trust_remote_code=False, flag="model:")
+    find_weights(name, directory)
+    return fingerprint_model(directory)
 
 
 def list_changes(before: Any, now: Any, where: str = "") -> list[str]:

@@ -40,8 +40,10 @@ PROGRAMS = {
     "merge-models": MergeModelsOptions,
 }
 # Options that the experiment sets itself, by the key of the program in the file.
+OWN_CODE = ("model_revision", "trust_remote_code")  # of hub models with own code, which are not supported
 RESERVED = {
     "train": {
+        *OWN_CODE,
         *("config", "model_name_or_path", "output_dir", "data_path", "data_weights", "data_weights_by", "seed"),
         *("resume", "continue_from", "schedule_steps", "export_name", "lora_adapter", "lora_export"),
         *(
@@ -55,10 +57,10 @@ RESERVED = {
         ),
         *("print_config", "preset", "push_to_hub", "allow_changed_options", "keep_exports"),
     },
-    "process_data": {"config", "input_file", "output_file", "model_name_or_path", "preview_html"},
-    "evaluate": {"config", "output_dir", "model", "run", "data", "task", "lm_eval", "metrics"},
-    "generate": {"config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
-    "score_data": {"config", "model_name_or_path", "data_path", "teacher_data", "name"},
+    "process_data": {*OWN_CODE, "config", "input_file", "output_file", "model_name_or_path", "preview_html"},
+    "evaluate": {*OWN_CODE, "config", "output_dir", "model", "run", "data", "task", "lm_eval", "metrics"},
+    "generate": {*OWN_CODE, "config", "model", "adapter", "prompts", "output", "seed", "num_samples"},
+    "score_data": {*OWN_CODE, "config", "model_name_or_path", "data_path", "teacher_data", "name"},
 }
 # Stand-ins for these options, to check the others.
 LATER = {
@@ -67,6 +69,7 @@ LATER = {
     "generate": {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
     "score_data": {"model_name_or_path": "M", "data_path": ("data.arrow",)},
 }
+CHOICE_METRICS = ("choice", "choice_normalised")  # of tests with choices
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
@@ -86,10 +89,6 @@ class SetSettings:
     """Held-out data for the loss: a data set of process-data, or rows."""
     evaluate: Values = field(default_factory=dict)
     """Options of evaluate, such as max_new_tokens."""
-
-    @property
-    def has_answers(self) -> bool:
-        return self.test is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,9 +359,6 @@ def check_set(one: SetSettings, *, where: str) -> None:
         raise ValueError(f"{where} {one.name}: metric: given {one.metric!r}, allowed: {allowed}")
 
 
-CHOICE_METRICS = ("choice", "choice_normalised")
-
-
 def check_task(task: Task, settings: Settings) -> None:
     check_set_of_task = task if not splits_off(task, settings) else dataclasses.replace(task, held_out="split off")
     check_set(check_set_of_task, where="tasks:")
@@ -385,14 +381,21 @@ def check_task(task: Task, settings: Settings) -> None:
         raise ValueError(f"{where} export: best needs validation data for every task")
 
 
-def check_first_task(settings: Settings, task: Task) -> None:
-    """Refuses OSFT by activations that has nothing to keep at the first task of an order."""
-    values = settings.train_options(task)
-    needs_data = values.get("osft") and values.get("osft_basis") == "activations"
-    if needs_data and "osft_calibration_data" not in values:
+def check_statistics(settings: Settings, order: list[str]) -> None:
+    """Refuses an order of the tasks in which OSFT by activations does not know the data of every earlier task."""
+    tasks = [settings.find_task(name) for name in order]
+    values = [settings.train_options(task) for task in tasks]
+    by_activations = [bool(own.get("osft")) and own.get("osft_basis") == "activations" for own in values]
+    if by_activations[0] and "osft_calibration_data" not in values[0]:
         raise ValueError(
-            f"tasks: {task.name}: train: osft_basis: activations: the first task needs osft_calibration_data, data of"
-            " what the model knows, or osft: false among its own options"
+            f"tasks: {tasks[0].name}: train: osft_basis: activations: the first task needs osft_calibration_data, data"
+            " of what the model knows, or osft: false among its own options"
+        )
+    others = [task.name for task, uses in zip(tasks[1:], by_activations[1:], strict=True) if not uses]
+    if any(by_activations) and others:
+        raise ValueError(
+            f"tasks: {', '.join(others)}: train: osft_basis: activations is used by other tasks; only the first task of"
+            " an order can do without, because each later one adds the statistics of the task before it"
         )
 
 
@@ -431,7 +434,7 @@ def check_replay(settings: Settings) -> None:
         raise ValueError(f"replay: teacher_weight: train of {', '.join(taught)} has a teacher_weight, too; give one")
     if replay.kind == "own-answers":
         check_program("generate", settings.generate)
-        check_answerable(settings.tasks[:-1], "replay: own-answers", needs_test=True)
+        check_answerable(settings, settings.tasks[:-1], "replay: own-answers", needs_test=True)
     else:
         given = [name for name in ("num_prompts",) if getattr(replay, name) is not None]
         given += ["min_score"] if replay.min_score != Replay.min_score else []
@@ -439,8 +442,10 @@ def check_replay(settings: Settings) -> None:
             raise ValueError(f"replay: {', '.join(given)}: no effect with kind: rows")
 
 
-def check_answerable(tasks: Iterable[Task], what: str, *, needs_test: bool) -> None:
+def check_answerable(settings: Settings, tasks: Iterable[Task], what: str, *, needs_test: bool) -> None:
     """Refuses tasks whose prompts a model cannot answer, or whose answers cannot be scored."""
+    if settings.generate.get("engine") == "openai":
+        raise ValueError(f"{what}: generate: engine: openai: a server has another model; use hf or vllm")
     for task in tasks:
         if not task.input_file:
             raise ValueError(f"{what}: {task.name} has data_path, but the prompts are read from rows: give input_file")
@@ -452,7 +457,9 @@ def check_rounds(settings: Settings) -> None:
     rounds = settings.self_distillation
     if rounds is None:
         return
-    check_answerable(settings.tasks, "self_distillation", needs_test=False)
+    if settings.export == "best":
+        raise ValueError("self_distillation: not together with export: best; leave it out")
+    check_answerable(settings, settings.tasks, "self_distillation", needs_test=False)
     check_program("generate", {"temperature": 1.0} | settings.generate)
     check_program("score_data", settings.score_data)
     if rounds.rounds < 1:

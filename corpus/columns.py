@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 
 WEIGHING = "which parts of a row are trained, and how much they count"
 PROMPTING = "what the model sees before its answer"
-SEEING = "what the model sees or hears"
+VISION_MODELS = "what the model sees or hears"
 ASKING = "what the answer is to"
 # Patterns of names by their meaning for the row; names are matched in lower case, with underscores between words.
 MEANINGS = {
@@ -40,9 +40,9 @@ MEANINGS = {
     ),
     PROMPTING: ("system", "system_prompt", "tools", "functions", "history", "chat_template", "chat_template_kwargs"),
     ASKING: ("prompt", "question", "instruction", "input", "context", "query"),
-    SEEING: ("image", "images", "video", "videos", "audio", "audios"),
+    VISION_MODELS: ("image", "images", "video", "videos", "audio", "audios"),
 }
-OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, ASKING, SEEING))
+OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, ASKING, VISION_MODELS))
 HINTS = {
     "chosen": "--format preference reads chosen and rejected answers",
     "rejected": "--format preference reads chosen and rejected answers",

@@ -19,7 +19,7 @@ from chat.examples import ASSISTANT, Chat, Completion, Message
 from chat.masking import ChatMasker
 from chat.rendering import catch_error
 from chat.token_spans import TokenizedChat, TokenizedFeedback, add_mismatched
-from corpus.columns import ASKING, PROMPTING, SEEING, TURNS, WEIGHING, RefusedColumn, check_columns, drop_ignored
+from corpus.columns import ASKING, PROMPTING, TURNS, VISION_MODELS, WEIGHING, RefusedColumn, check_columns, drop_ignored
 from corpus.files import Chunk, iterate_rows
 from corpus.formats import Fields, build_chat, look_up, parse_row, quote, read_system, refuse_images, require_text
 from corpus.lines import Row
@@ -107,7 +107,7 @@ def read_row(values: Fields, fields: FeedbackFields, tally: Counter[str]) -> Fee
         paths=read,
         ignored=fields.ignored,
         why="Feedback does not read such columns",
-        meanings=(WEIGHING, PROMPTING, ASKING, SEEING),
+        meanings=(WEIGHING, PROMPTING, ASKING, VISION_MODELS),
         tally=tally,
     )
     weight, prompt = read_number(values, "weight"), look_up(values, prompt_name)

@@ -24,8 +24,8 @@ from chat.token_spans import TokenizedChat, TokenizedPair, pair_up
 from corpus.columns import (
     ASKING,
     PROMPTING,
-    SEEING,
     TURNS,
+    VISION_MODELS,
     WEIGHING,
     RefusedColumn,
     check_columns,
@@ -110,7 +110,7 @@ def read_preference(values: Fields, fields: PreferenceFields, tally: Counter[str
         paths=read,
         ignored=fields.ignored,
         why="Preferences do not read such columns",
-        meanings=(WEIGHING, PROMPTING, ASKING, SEEING),
+        meanings=(WEIGHING, PROMPTING, ASKING, VISION_MODELS),
         tally=tally,
     )
     numbers = {name: read_number(values, name) for name in NUMBERS}

@@ -233,7 +233,8 @@ def format_rows(totals: Totals) -> str:
 
 def format_targets(targets: Bars) -> str:
     if targets.whole is None:
-        return f"<p>{', '.join(f'{name} {value:g}' for name, value in targets.counts.items())}</p>"
+        numbers = [f"{name} {value:{',' if isinstance(value, int) else 'g'}}" for name, value in targets.counts.items()]
+        return f"<p>{', '.join(numbers)}</p>"
     return format_bars(targets.counts, whole=targets.whole)
 
 

@@ -20,6 +20,8 @@ from objectives.columns import Columns, RowFacts, check_sample
 from objectives.data_kinds import COLUMNS, read_task
 from objectives.token_columns import IMAGES_COLUMN
 
+# Columns that are read from data sets of every kind.
+COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
 SEARCHED_TOKENS = 1 << 22  # tokens searched at once
 # Types of the sidecar's entries that training reads.
 SIDECAR_TYPES = {"num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str, "stop_token_id": int,
@@ -230,13 +232,17 @@ def open_table(path: Path, kind: Columns, *, named: str) -> tuple[pa.Table, list
         table = pa.concat_tables(tables)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{named}: cannot be read as a data set of process_data.py: {error}") from None
-    missing = [name for name in kind.schema.names if name not in (*kind.optional, *table.column_names)]
+    fields = {field.name: field for field in (*kind.schema, *COMMON_SCHEMA)}
+    missing = [name for name in fields if name not in (*kind.optional, *table.column_names)]
     if missing:
+        if missing == ["num_loss_counted_tokens"]:
+            what_to_do = "Add it: the number of each row's targets, which is 1 where the row has one for all its tokens"
+        else:
+            what_to_do = "Tokenize the data with process_data.py"
         raise ValueError(
-            f"{named}: no column {', '.join(missing)}; found {', '.join(table.column_names)}."
-            " Tokenize the data with process_data.py"
+            f"{named}: no column {', '.join(missing)}; found {', '.join(table.column_names)}. {what_to_do}"
         )
-    for field in kind.schema:
+    for field in fields.values():
         if field.name in table.column_names:
             check_column(table.column(field.name), field, is_optional=field.name in kind.optional, named=named)
     return table, list(maps)

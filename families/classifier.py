@@ -166,9 +166,9 @@ class ClassifierReader(Reader):
             return {}
         return {"token_type_ids": micro_batch.extras.ids}
 
-    def classify(self, micro_batch: MicroBatch) -> Tensor:  # (N, C) fp32
-        """The logits of the micro-batch's targets."""
-        hidden, index = self.encode(micro_batch), micro_batch.targets.index
+    def classify(self, micro_batch: MicroBatch, index: Tensor) -> Tensor:  # (N,) -> (N, C) fp32
+        """The logits of these tokens or sequences of the row."""
+        hidden = self.encode(micro_batch)
         # (1, N, H), or (N, 1, H) for sequences
         states = hidden[:, index] if self.of_tokens else self.pool(hidden[0], micro_batch.row)[index, None]
         with states_for_tokens(self.model, states):

@@ -34,6 +34,7 @@ class Row:
     cu_seqlens: Tensor  # (n + 1,) int32, cumulative lengths
     max_seqlen: int
     seq_lengths: list[int]
+    has_targets: Tensor  # (n,) bool: whether each sequence has any; `Objective.pack` sets it
     is_two_sided: bool = False  # whether bidirectional attention is allowed
     blocks: Blocks | None = None
     chunks: "Row | None" = None  # the same row with borders inside sequences (see `chunk_sequences`)
@@ -45,7 +46,7 @@ class Row:
 class Targets:
     """An objective's targets for a row. Subclasses of objectives add fields."""
 
-    index: Tensor  # (N,) int64: indices of the row's tokens, or of its sequences, that have a target
+    index: Tensor  # (N,) int64: what has a target, by its number in the row: tokens, or for some objectives sequences
     sources: Tensor | None = None  # (N,) int64: each target's data set; None: all are of the first
     num_sources: int = 1  # number of data sets
 
@@ -123,6 +124,7 @@ def pack_row(sequences: Sequence[np.ndarray]) -> Row:
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         max_seqlen=max(lengths),
         seq_lengths=lengths,
+        has_targets=torch.zeros(len(lengths), dtype=torch.bool),
     )
 
 

@@ -11,31 +11,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ranks.row_group import RowGroup, sum_parts
+from families.micro_batch import Row
+from ranks.row_group import sum_parts
 
 
 def sum_router_losses(
     router_logits: Sequence[Tensor],  # (T, E) for each layer
-    cu_seqlens: Tensor,  # (n + 1,)
-    trained_index: Tensor,  # (N,) positions of targets
+    row: Row,
     *,
     num_chosen: int,
-    row_group: RowGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum over sequences of tokens x loss, an fp32 scalar, and the experts' loads, (layers, E) fp32.
 
-    Sequences without a target do not count, such as those of an idle rank. If several ranks share the row, the tokens
+    Sequences without targets do not count, such as those of an idle rank. If several ranks share the row, the tokens
     are this rank's, the borders are the whole row's, and the results are this rank's terms of the sums over ranks: the
     loss is linear in the probabilities, and loads have no gradient.
     """
-    num_tokens, num_experts = router_logits[0].shape
+    (num_tokens, num_experts), cu_seqlens, row_group = router_logits[0].shape, row.cu_seqlens, row.row_group
     first = 0 if row_group is None else row_group.rank * num_tokens
     positions = torch.arange(first, first + num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence_of = torch.searchsorted(cu_seqlens, positions, right=True) - 1  # (T,)
     lengths = cu_seqlens.diff().float()  # (n,)
-    ones = lengths.new_ones(len(trained_index))
-    num_targets = torch.zeros_like(lengths).index_add_(0, sequence_of[trained_index], ones)
-    counts = (sum_parts(num_targets, row_group) > 0).float()  # (n,)
+    counts = row.has_targets.float()  # (n,)
     probs = lengths.new_zeros(len(lengths), num_experts)  # summed over layers and tokens
     chosen = torch.zeros_like(probs)
     loads = []

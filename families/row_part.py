@@ -43,6 +43,7 @@ def fill_up(row: Row, num_more: int) -> Row:
         cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
         max_seqlen=max(lengths),
         seq_lengths=lengths,
+        has_targets=torch.nn.functional.pad(row.has_targets, (0, 1)),
     )
 
 

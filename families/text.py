@@ -153,11 +153,7 @@ class TextReader(Reader):
         outputs = find_decoder(self.model)(**inputs, **self.routed)
         if self.router_aux_loss:
             router_sum, loads = sum_router_losses(
-                outputs.router_logits,
-                micro_batch.row.cu_seqlens,
-                micro_batch.targets.index,
-                num_chosen=count_chosen(self.model),
-                row_group=micro_batch.row.row_group,
+                outputs.router_logits, micro_batch.row, num_chosen=count_chosen(self.model)
             )
             self.extra_losses = {"tokens": self.router_aux_loss * router_sum}
             self.reports = {"router_loss": router_sum.detach(), "expert_loads": loads}

@@ -97,7 +97,7 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
     length = read_number(key, value)
     rows = to.get_number("micro_batch_size", default=1)
-    if to.objective != "causal-lm":
+    if not to.reads_texts:
         return f"{say_lengths(to, length, rows)}; {TOGETHER} if one is longer than {length}"
     to.train["max_tokens_per_gpu"] = length * rows
     if to.get("pretraining_dataset"):
@@ -197,7 +197,7 @@ def describe_batch(to: Conversion) -> PeerBatch:
     accumulated = to.get_number("gradient_accumulation_steps", default=(total // max(1, a_gpu)) or 1)
     shared = to.get_number("context_parallel_size", default=1) * to.get_number("tensor_parallel_size", default=1)
     length = to.get_number("sequence_len", default=512)
-    packs = bool(to.get("sample_packing")) and not to.get("pretraining_dataset") and to.objective == "causal-lm"
+    packs = bool(to.get("sample_packing")) and not to.get("pretraining_dataset") and to.reads_texts
     return multiply_rows(
         a_gpu, accumulated, max(1, to.num_gpus // max(1, shared)), pack_length=length if packs else None
     )

@@ -79,7 +79,7 @@ def read_place(rest: dict[str, Any]) -> dict[str, Any]:
 
 def read_type(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any) -> dict[str, Any]:
     """Options for the form of rows, by the data set's type."""
-    if to.objective != "causal-lm":
+    if not to.reads_texts:
         read_message_keys(rest, notes)
         return read_template(to, rest, notes) | axolotl_preferences.read_rows(to, rest, notes, kind)
     if kind is None and has_images(to.given):

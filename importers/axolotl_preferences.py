@@ -3,7 +3,6 @@
 from typing import Any
 
 from importers.preferences import (
-    FORMATS,
     POINT,
     PROMPT_LIKELIHOOD,
     name_columns,
@@ -66,7 +65,7 @@ def say_rl(to: Conversion, key: str, value: Any) -> str:
 
 def read_rows(to: Conversion, rest: dict[str, Any], notes: list[str], kind: Any) -> dict[str, Any]:
     """Options of process_data.py for a data set of preferences, by its type."""
-    source = {"format": FORMATS[to.objective]}
+    source = {"format": to.row_format}
     if isinstance(kind, dict) and to.objective != "reward":
         return source | read_own_format(to, kind)
     if kind is None or (kind in ("passthrough", "passthrough.default") and to.objective == "preference"):

@@ -8,7 +8,6 @@ import numpy as np
 from command_line import parse_value
 from importers import axolotl, llama_factory, trl, trl_preferences
 from importers.batches import count_batch, count_epochs
-from importers.preferences import FORMATS
 from importers.recognition import OTHER_OBJECTIVES, PREFERENCES
 from importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule
 from options import ProcessDataOptions, TrainOptions, group_options
@@ -47,9 +46,9 @@ def convert(given: dict[str, Any], trainer: str, *, num_gpus: int, lengths: np.n
 
 def set_objective(to: Conversion) -> None:
     """Sets the objective, and the format of its rows, if it is not that of both scripts."""
-    if to.objective in FORMATS:
-        to.train["objective"], to.data["format"] = to.objective, FORMATS[to.objective]
-        to.told["objective"] = f"objective: {to.objective}, format: {FORMATS[to.objective]} (of process_data.py)"
+    if not to.reads_texts:
+        to.train["objective"], to.data["format"] = to.objective, to.row_format
+        to.told["objective"] = f"objective: {to.objective}, format: {to.row_format} (of process_data.py)"
 
 
 def finish_options(to: Conversion) -> None:

@@ -70,7 +70,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 def say_stage(to: Conversion, key: str, value: Any) -> str:
     """Supervised fine-tuning, documents, or preferences."""
-    if to.objective != "causal-lm":
+    if not to.reads_texts:
         return llama_factory_preferences.say_stage(to, value)
     if value == "pt":
         to.data["format"] = "document"
@@ -87,7 +87,7 @@ def is_pretraining(to: Conversion) -> bool:
 def say_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
     length, rows = read_number(key, value), to.get_number("per_device_train_batch_size", default=8)
-    if to.objective != "causal-lm":
+    if not to.reads_texts:
         return f"{say_lengths(to, length, rows)}; {TOGETHER} each is cut to {length}"
     to.train["max_tokens_per_gpu"] = length * rows
     tokens = f"max_tokens_per_gpu: {to.train['max_tokens_per_gpu']}"
@@ -135,12 +135,12 @@ def read_list(path: Path) -> dict[str, dict[str, Any]]:
 def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, notes: list[str]) -> dict[str, Any]:
     """Options of process_data.py for one data set."""
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    if to.objective == "causal-lm" and (entry.get("ranking") or "kto_tag" in columns):
+    if to.reads_texts and (entry.get("ranking") or "kto_tag" in columns):
         raise Refusal(f"{name} holds preferences: stage {to.get('stage', default='sft')} does not learn from them")
     if {"videos", "audios"} & columns.keys():
         raise Refusal(f"{name} has videos or sound, which are not trained here")
     source = read_place(name, entry, info)
-    if "images" in columns and to.objective != "causal-lm":
+    if "images" in columns and not to.reads_texts:
         raise Refusal(f"{name} has images: answers that are preferred are read without them")
     if "images" in columns:
         if "input_dataset" in source:
@@ -157,7 +157,7 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, not
     kind = entry.get("formatting", "alpaca")
     if kind not in ("alpaca", "sharegpt", "openai"):
         raise Refusal(f"{name}: formatting {kind!r} is not known here: alpaca, sharegpt and openai are")
-    if to.objective != "causal-lm":
+    if not to.reads_texts:
         check_message_keys(name, kind, tags)
         return source | llama_factory_preferences.read_rows(to, name, entry, notes)
     if kind == "alpaca":
@@ -252,7 +252,7 @@ def say_freezing(to: Conversion, key: str, value: Any) -> str:
 
 def describe_batch(to: Conversion) -> PeerBatch:
     """Rows of a step, which are packs if samples are packed."""
-    packs = (to.get("packing") or to.get("neat_packing")) and not is_pretraining(to) and to.objective == "causal-lm"
+    packs = (to.get("packing") or to.get("neat_packing")) and not is_pretraining(to) and to.reads_texts
     length = to.get_number("cutoff_len", default=2048)
     return describe_device_batch(to, pack_length=length if packs else None)
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from importers.preferences import (
-    FORMATS,
     LOSSES,
     MEANS_OF_MEANS,
     POINT,
@@ -78,7 +77,7 @@ def read_rows(to: Conversion, name: str, entry: dict[str, Any], notes: list[str]
     columns = {what: column for what, column in entry.get("columns", {}).items() if column is not None}
     check_columns(to, name, entry, columns)
     read_prompt = read_text_prompt if entry.get("formatting", "alpaca") == "alpaca" else read_chat_prompt
-    source = {"format": FORMATS[to.objective]} | read_prompt(to, name, columns, notes)
+    source = {"format": to.row_format} | read_prompt(to, name, columns, notes)
     if to.objective == "kto":
         return source | name_columns(label_field=(columns["kto_tag"], ("label", "kto_tag")))
     return source | name_columns(

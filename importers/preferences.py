@@ -5,7 +5,6 @@ from typing import Any
 
 from importers.rules import DIFFERS, NEEDLESS, Conversion, Refusal, Rule, read_names, read_number, say
 
-FORMATS = {"preference": "preference", "reward": "preference", "kto": "feedback"}
 # Losses with a reference by TRL's names. "sft" beside one of them is the chosen answers' negative log-likelihood.
 LOSSES = {"sigmoid": "dpo", "robust": "robust", "ipo": "ipo", "hinge": "hinge", "apo_zero": "apo-zero",
           "apo_down": "apo-down"}  # fmt: skip

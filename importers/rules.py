@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from options.objectives import OBJECTIVES
+
 # Prefixes of outcomes; DIFFERS can also occur later in one.
 NEEDLESS, MISSING, DIFFERS = "needs no option", "no counterpart", "differs"
 
@@ -33,9 +35,18 @@ class Conversion:
     needs_data: str | None = None  # why the batch size cannot be determined without tokenized data
 
     @property
+    def row_format(self) -> str | None:
+        """--format of the rows that the objective needs; None: any format of texts."""
+        return OBJECTIVES[self.objective].row_format
+
+    @property
+    def reads_texts(self) -> bool:
+        return self.row_format is None
+
+    @property
     def num_sequences(self) -> int:
         """Sequences of a sample: a pair's two; kto: the answer, and an unrelated one to the same prompt."""
-        return 1 if self.objective == "causal-lm" else 2
+        return 1 if self.reads_texts else 2
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Value of the first of these keys that the file has."""

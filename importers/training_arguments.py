@@ -46,13 +46,13 @@ SPEED = needless("affects only speed")
 
 def say_dropout(to: Conversion, key: str, value: Any) -> str:
     """Dropout of adapters, which TRL turns off where it learns preferences (disable_dropout)."""
-    if to.objective != "causal-lm" and to.get("disable_dropout", default=True):
+    if not to.reads_texts and to.get("disable_dropout", default=True):
         return f"{NEEDLESS}: no dropout, as there, where disable_dropout is the default"
     return say("lora_dropout")(to, key, value)
 
 
 def say_smoothing(to: Conversion, key: str, value: Any) -> str:
-    if to.objective != "causal-lm":
+    if not to.reads_texts:
         return f"{NEEDLESS}: losses of preferences do not use it there"
     return say_unless_zero("label_smoothing")(to, key, value)
 

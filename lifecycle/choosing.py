@@ -7,7 +7,7 @@ from pathlib import Path
 from corpus.mixture import WEIGHED_BY
 from corpus.reader import read_sidecar
 from corpus.rows import IMPLEMENTED_ROWS
-from families.seeing import FREEZABLE
+from families.vision import FREEZABLE
 from lifecycle.tracker_packages import PACKAGES
 from methods.full import Full
 from methods.lora import BASE_QUANTIZATIONS, LORA_EXPORTS, LoRA

@@ -18,7 +18,7 @@ class Due:
     stop: tuple[ExitCode, str] | None  # exit code and reason; None: the run continues, or has ended
 
 
-def what_is_due(
+def find_due(
     position: RunPosition, options: TrainOptions, *, epoch_length: int, num_steps: int | None, flags: int = 0
 ) -> Due:
     """Returns what is due at `position`, the end of a step; `flags` are OR-ed over ranks (see ranks.monitor.Flag)."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from disk import read_json, remove_directory
-from lifecycle.due import what_is_due
+from lifecycle.due import find_due
 from lifecycle.export import ExportParts, export_model
 from lifecycle.export_check import check_export
 from lifecycle.hub import BEST, MAIN, Uploads
@@ -36,7 +36,7 @@ class Exports:
 
     def is_missing(self, position: RunPosition, *, epoch_length: int, num_steps: int | None) -> bool:
         """Whether an export was due at `position` but was not written before the run ended."""
-        due = what_is_due(position, self.options, epoch_length=epoch_length, num_steps=num_steps)
+        due = find_due(position, self.options, epoch_length=epoch_length, num_steps=num_steps)
         return due.export and not call_on_rank0(self.world, lambda: self.has(position))
 
     def has(self, position: RunPosition) -> bool:

@@ -175,7 +175,7 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
 def count_images(inputs: RunInputs, options: TrainOptions) -> int:
     """Counts the patches of the data's images; returns the number of samples that have too many."""
     cap, data, validation_data = options.vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
-    count_patches = functools.cache(inputs.family.eyes.count_patches)
+    count_patches = functools.cache(inputs.family.vision_inputs.count_patches)
     num_dropped = data.count_images(count_patches, cap=cap, drop_overlong=options.data.drop_overlong)
     if validation_data is not None:
         validation_data.count_images(count_patches, cap=None, drop_overlong=False)

@@ -117,8 +117,9 @@ def check_packing(
         )
     if not abs(loss - own_loss) <= loss_tolerance * abs(own_loss):
         raise ValueError(
-            f"{refused}its head changes the logits in an unknown way; our loss over {len(sequences)}"
-            f" sequences is {loss:.6f}, the model's own {own_loss:.6f}"
+            f"{refused}its hidden states are right, but the loss over {len(sequences)} sequences is {loss:.6f} here and"
+            f" {own_loss:.6f} from its own logits. Either its head (or auxiliary loss) does something unknown here, or"
+            f" Loss.sum_own of the objective {objective.name} is not the same loss as Loss.sum"
         )
     reshard(packed_model)
     packed_model.train()

@@ -59,7 +59,7 @@ def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
         model, readers, report = read_whole(source, family)
     if report.get("unused"):
         log.info(describe_unused(report["unused"], are_kept=family.keeps_unused))
-    begin_anew(model, readers, report, family)
+    initialize_missing(model, readers, report, family)
     problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
     if problems:
         raise ValueError(f"--model-name-or-path {model_dir}: the weights do not fit the config: {'; '.join(problems)}")
@@ -92,7 +92,9 @@ def read_finite(read: Reader, name: str, model_dir: str) -> Tensor:
     return check_finite(read(), name, where=f"--model-name-or-path {model_dir}")
 
 
-def begin_anew(model: PreTrainedModel, readers: dict[str, Reader], report: dict[str, Any], family: Family) -> None:
+def initialize_missing(
+    model: PreTrainedModel, readers: dict[str, Reader], report: dict[str, Any], family: Family
+) -> None:
     """Adds readers for parameters that the family initializes, such as a classifier's head; updates the report."""
     others = {key[0] for key in report["mismatched_keys"]}  # of a different shape: a head for other labels
     absent = {*report["missing_keys"], *others}

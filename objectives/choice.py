@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from families.classifier import ClassifierFamily
 from families.family import Family
-from families.seeing import SeeingFamily
 from families.text import TextFamily
+from families.vision import VisionLanguageFamily
 from objectives.classes import Classification, make_classification
 from objectives.columns import CAUSAL_LM, FEEDBACK, PREFERENCE, SEQUENCES, TOKENS, VISION, CountLabels, Task
 from objectives.embedding_noise import EmbeddingNoise
@@ -17,6 +17,7 @@ from objectives.preferences import Preferences, make_preferences
 from objectives.rewards import LABELS, REWARD, Rewards
 from objectives.teachers import TAUGHT, Taught, make_taught
 from options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
+from options.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,17 @@ class Kind:
     make_family: Callable[[Settings], Family]
     make: Callable[[Settings, Family, Task, CountLabels], Objective]
     data: str | None = None  # the kind of data it learns from (objectives.data_kinds); None: of its own name
-    is_option: bool = True  # whether --objective names it; others follow from data or options
 
 
 def make_text_family(settings: Settings) -> TextFamily:
     return TextFamily(settings.router_aux_loss)
 
 
-def make_seeing_family(settings: Settings) -> SeeingFamily:
+def make_vision_family(settings: Settings) -> VisionLanguageFamily:
     vision = settings.vision
-    return SeeingFamily(make_text_family(settings), tuple(vision.freeze), max_patches=vision.max_image_tokens_per_gpu)
+    return VisionLanguageFamily(
+        make_text_family(settings), tuple(vision.freeze), max_patches=vision.max_image_tokens_per_gpu
+    )
 
 
 def make_classifier(
@@ -81,10 +83,11 @@ def make_language_model(kind: type[CausalLM]) -> Callable[..., CausalLM]:
     return make
 
 
+# Those that are no value of --objective (options.objectives) follow from the data or other options.
 KINDS = {
     CAUSAL_LM: Kind(make_text_family, make_language_model(CausalLM)),
-    VISION: Kind(make_seeing_family, make_language_model(VisionLanguage), is_option=False),
-    TAUGHT: Kind(make_text_family, make_pupil, data=CAUSAL_LM, is_option=False),
+    VISION: Kind(make_vision_family, make_language_model(VisionLanguage)),
+    TAUGHT: Kind(make_text_family, make_pupil, data=CAUSAL_LM),
     PREFERENCE: Kind(make_text_family, make_preference),
     KTO: Kind(make_text_family, make_feedback, data=FEEDBACK),
     REWARD: Kind(
@@ -113,7 +116,7 @@ def make_objective(
     `count_labels`: of classifiers.
     """
     if task.objective != find_data_kind(name):
-        options = [other for other, kind in KINDS.items() if kind.is_option or other == task.objective]
+        options = [other for other in KINDS if other in OBJECTIVES or other == task.objective]
         fitting = [f"--objective {other}" for other in options if task.objective == find_data_kind(other)]
         raise ValueError(
             f"--objective {name}: the data was tokenized for {task.objective}: give {' or '.join(fitting)}, or tokenize"

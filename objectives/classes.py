@@ -68,7 +68,8 @@ class HeadLoss(Loss):
     of_target: ClassLoss
 
     def sum(self, reader: ClassifierReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
-        logits, targets, values = reader.classify(micro_batch), micro_batch.targets, micro_batch.targets.list_values()
+        targets = micro_batch.targets
+        logits, values = reader.classify(micro_batch, targets.index), targets.list_values()
         losses = self.of_target.measure(logits, values)
         if targets.num_sources > 1:
             of_targets = torch.stack([losses.detach(), self.of_target.weigh(values)], dim=1)  # (N, 2)
@@ -80,7 +81,8 @@ class HeadLoss(Loss):
 
     def score(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Scores:
         """Summed loss and divisor of each data set; place, value and logits of each target."""
-        logits, targets, values = reader.classify(micro_batch), micro_batch.targets, micro_batch.targets.list_values()
+        targets = micro_batch.targets
+        logits, values = reader.classify(micro_batch, targets.index), targets.list_values()
         scores = torch.stack([self.of_target.measure(logits, values), self.of_target.weigh(values)], dim=1).double()
         sums, sources = scores.new_zeros(targets.num_sources, scores.shape[1]), targets.sources
         sources = torch.zeros(len(scores), dtype=torch.long, device=sums.device) if sources is None else sources

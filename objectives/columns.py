@@ -106,17 +106,17 @@ class Columns(ABC):
         """The columns of tokenized rows."""
         return pa.RecordBatch.from_pylist([self.make_row(tokens) for tokens in samples], schema=self.schema)
 
-    @abstractmethod
     def report(self, counts: Counts, task: Task) -> Iterator[str]:
-        """Lines on the targets, for the terminal."""
+        """Lines on the targets, for the terminal. Default: their number."""
+        yield format_count("targets", counts.num_loss_counted_tokens)
 
-    @abstractmethod
     def draw(self, counts: Counts, task: Task) -> Bars:
-        """The chart of the targets."""
+        """The chart of the targets. Default: their number."""
+        return Bars("Targets", {"targets": counts.num_loss_counted_tokens}, None)
 
-    @abstractmethod
     def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
-        """The figure of the targets: its label and value."""
+        """The figure of the targets: its label and value. Default: their number."""
+        return "targets", f"{counts.num_loss_counted_tokens:,}"
 
     def describe_data(self, counts: Counts, task: Task) -> dict[str, Any]:
         """The sidecar's entries on what the data is for."""

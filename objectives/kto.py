@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chat.labels import IGNORED
 from families.family import Family, Own
 from families.micro_batch import MicroBatch, Row
 from families.sample import LENGTHS_COLUMN, Sample
@@ -163,6 +164,8 @@ class Feedback(CausalLM):
         )
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
+        samples = list(samples)
+        num_tokens -= sum(map(count_unrelated_tokens, samples))  # which are no part of what trains
         return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_samples(samples)}
 
     def make_loss(self, *, is_fused: bool = False) -> KTOLoss:
@@ -198,6 +201,12 @@ def take_sequence(sample: Sample, number: int) -> Sample | None:
     part = slice(start, start + int(lengths[number]))
     rest = {name: value for name, value in sample.items() if name != LENGTHS_COLUMN}
     return rest | {"input_ids": sample["input_ids"][part], "labels": sample["labels"][part]}
+
+
+def count_unrelated_tokens(sample: Sample) -> int:
+    """Tokens after the answer; 0 if the answer has no targets."""
+    labels = take_sequence(sample, 0)["labels"]
+    return len(sample["labels"]) - len(labels) if (labels[1:] != IGNORED).any() else 0
 
 
 def describe_kinds(good: np.ndarray, bad: np.ndarray, point: float) -> dict[str, Any]:

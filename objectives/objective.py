@@ -161,9 +161,11 @@ class Objective(ABC):
             samples = [*samples, self.make_idle_sample()]
         row, extras = self.family.pack(samples)
         targets = replace(self.pack_targets(samples, row), num_sources=num_sources)
+        sequences = targets.find_sequences(row)  # (N,)
+        row = replace(row, has_targets=row.has_targets.index_fill(0, sequences, True))
         if sources is not None:
             sample_of = np.repeat(np.arange(len(samples)), [len(list_sequences(sample)) for sample in samples])
-            of_targets = sample_of[targets.find_sequences(row).numpy()]  # never an idle sample, which has no targets
+            of_targets = sample_of[sequences.numpy()]  # never an idle sample, which has no targets
             targets = replace(targets, sources=torch.from_numpy(sources[of_targets])).with_sample_sources(sources)
         if row_group is not None:
             row, part = take_part(row, row_group)

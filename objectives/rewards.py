@@ -54,7 +54,8 @@ class RewardLoss(Loss):
         return numbers.weights[:, None] * columns
 
     def measure_row(self, reader: ClassifierReader, micro_batch: MicroBatch) -> Tensor:
-        targets, rewards = micro_batch.targets, reader.classify(micro_batch)[:, 0]
+        targets = micro_batch.targets
+        rewards = reader.classify(micro_batch, targets.index)[:, 0]
         by_place = rewards.new_zeros(2 * len(targets.numbers.margins)).index_add(0, targets.places, rewards)
         return self.measure(by_place, targets.numbers)
 

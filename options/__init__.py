@@ -53,7 +53,7 @@ from .tools import (
 )
 from .training import (
     MAY_DIFFER,
-    PLACES,
+    PATH_OPTIONS,
     PRESETS,
     WITHOUT_NUMBERS,
     TrainOptions,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from .objectives import OBJECTIVES
+
 # Schedules that fall towards the end of the run, so the end has to be known.
 SCHEDULES_WITH_END = ("linear", "cosine", "cosine_with_restarts", "polynomial", "wsd")
 
@@ -23,9 +25,7 @@ class ModelOptions:
 class ClassificationOptions:
     """The objective: language modelling, classification (docs/classification.md) or preferences."""
 
-    objective: Literal[
-        "causal-lm", "sequence-classification", "token-classification", "preference", "kto", "reward"
-    ] = "causal-lm"
+    objective: Literal[*OBJECTIVES] = "causal-lm"
     """Training objective; the data must have been tokenized for it. kto: on binary feedback; reward: a reward model, on
     preferences."""
     class_weights: tuple[str, ...] = ()

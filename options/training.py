@@ -90,7 +90,7 @@ IDENTIFYING_GROUPS = (
 )
 
 # Options of these groups that are places of files, whose content identifies the run instead.
-PLACES = (
+PATH_OPTIONS = (
     *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "osft_bases", "lora_adapter"),
     *("reference_model", "teacher_model", "teacher_scores"),
 )
@@ -102,7 +102,7 @@ WITHOUT_NUMBERS = ("lora_export", "reuse_reference_only")
 # Options that may differ between the ranks of a run: paths, whose contents are compared instead or which only rank 0
 # reads, and options that do not change the numbers. (--resume and --continue-from may name different paths.)
 MAY_DIFFER = (
-    *PLACES,
+    *PATH_OPTIONS,
     *("model_name_or_path", "data_path", "validation_data_path", "input_file", "input_dataset", "chat_template"),
     *("labels_from", "data_cache_dir", "output_dir", "config", "preset", "logging_level", "num_proc", "resume"),
     "continue_from",
@@ -131,7 +131,7 @@ def list_shared_options() -> list[str]:
 def list_group_options(groups: tuple[type, ...]) -> list[str]:
     """The options of `groups`, except for paths and those that decide no numbers."""
     names = [option.name for group in groups for option in dataclasses.fields(group)]
-    return [name for name in names if name not in (*PLACES, *WITHOUT_NUMBERS)]
+    return [name for name in names if name not in (*PATH_OPTIONS, *WITHOUT_NUMBERS)]
 
 
 def list_defaults() -> dict[str, Any]:

@@ -119,7 +119,7 @@ def write_rows(output_dir: Path, name: str, *, num_pictures: int, num_questions:
     return texts
 
 
-def save_seeing_model(
+def save_vision_model(
     output_dir: Path, tokenizer, *, hidden_size: int, num_layers: int, seed: int, patch_size: int = CORNER
 ) -> None:
     """Writes a randomly initialised LLaVA for `tokenizer`'s vocabulary, its processor, and the tokenizer."""
@@ -187,7 +187,7 @@ if __name__ == "__main__":
     texts = write_rows(output_dir, "train", num_pictures=options.num_train, num_questions=4, rng=rng)
     write_rows(output_dir, "held_out", num_pictures=options.num_held_out, num_questions=1, rng=rng)
     tokenizer = train_tokenizer(texts, vocab_size=512, chat_template=TEMPLATE)
-    save_seeing_model(
+    save_vision_model(
         output_dir / "model",
         tokenizer,
         hidden_size=options.hidden_size,

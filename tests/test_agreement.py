@@ -22,7 +22,7 @@ from lifecycle.agreement import describe_inputs, describe_start
 from lifecycle.start import open_inputs
 from options import (
     MAY_DIFFER,
-    PLACES,
+    PATH_OPTIONS,
     ProcessDataOptions,
     TrainOptions,
     flag_name,
@@ -143,7 +143,7 @@ def test_every_option_is_compared_or_listed_as_free():
     compared = {flag_name(name) for name in flatten_options(make_options(Path("x")))} - set(map(flag_name, MAY_DIFFER))
     assert {flag_name(name) for name in list_identifying_options()} <= compared
     assert {"--max-steps", "--subset", "--data-weights", "--context-parallel", "--max-tokens-per-gpu"} <= compared
-    assert set(PLACES) <= set(MAY_DIFFER) <= flatten_options(make_options(Path("x"))).keys()
+    assert set(PATH_OPTIONS) <= set(MAY_DIFFER) <= flatten_options(make_options(Path("x"))).keys()
     docs = (ROOT / "docs" / "running.md").read_text()
     assert [name for name in MAY_DIFFER if f"`{flag_name(name)}`" not in docs] == []
 

@@ -167,7 +167,7 @@ def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path
         (dict(write_predictions=True, validation_data_path=("v",)), "--write-predictions: no effect on --objective"),
         (dict(label_smoothing=1.0), "--label-smoothing 1.0: must be at least 0 and below 1"),
         (dict(objective="token-classification", label_smoothing=1.0), "must be at least 0 and below 1"),
-        (dict(objective="token-classification", router_aux_loss=0.1), "classifiers have no such loss"),
+        (dict(objective="token-classification", router_aux_loss=0.1), "whose models have no such loss in transformers"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(changes, problem):

@@ -10,6 +10,7 @@ from breadth import wide
 from in_process import train_on
 from safetensors.torch import load_file
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
+from tiny_models import FAMILIES
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from chat.labels import IGNORED
@@ -94,6 +95,15 @@ def assert_equal_to(output_dir: Path, expected: tuple[list, list, dict]) -> None
         if name in exported:  # all but what is tied
             torch.testing.assert_close(exported[name], weight, rtol=0, atol=1e-6)
     assert exported.keys() & weights.keys()
+
+
+def test_experts_have_no_auxiliary_loss_just_as_in_transformers(world, tmp_path, monkeypatch):
+    """Even if the config asks for one: the classes of transformers compute it only for language models."""
+    config = type(FAMILIES["mixtral"]).from_dict(FAMILIES["mixtral"].to_dict() | dict(output_router_logits=True))
+    monkeypatch.setitem(CLASSIFIERS, "mixtral", config)
+    inputs = make_inputs(tmp_path, "mixtral")
+    train_on(1, world, **inputs, **OPTIONS, output_dir=str(tmp_path / "run"))
+    assert_equal_to(tmp_path / "run", train_plainly(inputs))
 
 
 @pytest.mark.parametrize("family", CLASSIFIERS)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from processes import ENV, ROOT
+from safetensors.torch import save_file
 
 from continual.experiment import settle_all
 from continual.settings import read_settings
@@ -145,7 +147,7 @@ def good(tmp_path: Path) -> dict[str, Any]:
     """Settings whose files exist."""
     (tmp_path / "M").mkdir()
     (tmp_path / "M" / "config.json").write_text("{}")
-    (tmp_path / "M" / "model.safetensors").write_text("weights")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "M" / "model.safetensors")
     for name in ("a.jsonl", "b.jsonl", "c.jsonl", "test.jsonl", "probe.jsonl"):
         (tmp_path / name).write_text(name)
     tasks = [task | {key: str(tmp_path / task[key]) for key in ("input_file", "test")} for task in (A, B)]
@@ -187,7 +189,10 @@ def test_changed_settings_are_refused_by_key(message: str, good: dict[str, Any],
 def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[str, Any], tmp_path: Path):
     settings = good if methods is None else good | {"methods": methods}
     settle(settings, tmp_path)
-    (tmp_path / name).write_text('{"other": 1}')
+    if name.endswith("safetensors"):
+        save_file({"weight": torch.ones(2)}, tmp_path / name)
+    else:
+        (tmp_path / name).write_text('{"other": 1}')
     if methods is not None:  # others, which share data with the earlier ones
         settings |= {"methods": {"three": {}, "four": {}}}
     with pytest.raises(ValueError, match="belongs to an experiment with other settings") as refused:
@@ -227,7 +232,7 @@ def test_missing_files_and_models_are_refused_by_key(good: dict[str, Any], tmp_p
         settle(good, tmp_path)
     with pytest.raises(ValueError, match=r"tasks: a: input_file: .*/x.jsonl does not exist"):
         settle(good | {"tasks": [good["tasks"][0] | {"input_file": str(tmp_path / "x.jsonl")}]}, tmp_path)
-    with pytest.raises(ValueError, match=r"model: .*/N: has no config.json that can be read"):
+    with pytest.raises(ValueError, match=r"model: .*/N: there is no such directory"):
         settle(good | {"model": str(tmp_path / "N"), "probes": []}, tmp_path)
 
 

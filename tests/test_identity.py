@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from chat.masking import fingerprint_chat_template, fingerprint_tokenizer
 from lifecycle.record import OF_METHOD, check_same_run
 from options import (
-    PLACES,
+    PATH_OPTIONS,
     WITHOUT_NUMBERS,
     CheckpointOptions,
     EndOptions,
@@ -173,7 +173,7 @@ CONTENT = (  # the content is part of the identity: of models, of tokenized rows
         *(option.name for option in dataclasses.fields(RowOptions)),
         "data_cache_dir",
         "compute_dtype",
-        *PLACES,
+        *PATH_OPTIONS,
     ),
 )
 ROUNDING = (  # the numbers are the same but for their rounding

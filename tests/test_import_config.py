@@ -582,7 +582,7 @@ def test_preferences_differ_where_they_do(trainer, given, key, told):
         ("trl-dpo", dict(f_divergence_type="js_divergence"), "f_divergence_type: changes the loss"),
         ("trl-dpo", dict(ld_alpha=0.5), "ld_alpha: changes the loss"),
         ("trl-dpo", dict(sync_ref_model=True), "the reference stays what it is"),
-        ("trl-dpo", dict(neftune_noise_alpha=5), "--neftune-alpha cannot be used with --objective preference"),
+        ("trl-dpo", dict(neftune_noise_alpha=5), "--neftune-alpha 5.0: cannot be used with --objective preference"),
         ("trl-dpo", dict(cpo_alpha=1), "cpo_alpha: a key of preference learning that this trainer does not"),
         ("trl-kto", dict(loss_type="apo_zero_unpaired"), "on single answers"),
         ("trl-cpo", {}, "CPO's loss 'sigmoid', without a reference"),

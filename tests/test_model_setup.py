@@ -40,12 +40,15 @@ from transformers import (
     XLMConfig,
 )
 
+from families.family import Own
+from families.micro_batch import Targets
 from families.sample import Sample
 from families.text import TextFamily
 from model import attention as packed_attention
 from model.build import apply_liger_kernels
 from model.config import check_rope
 from model.sharding import choose_dim
+from objectives.next_tokens import TokenLoss
 
 LENGTHS = (13, 1, 22, 7)
 
@@ -276,7 +279,19 @@ def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
     model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
     model.reader.logit_scale = 1.0
-    with pytest.raises(ValueError, match="its head changes the logits in an unknown way"):
+    with pytest.raises(ValueError, match=r"Either its head .* does something unknown here, or"):
+        check(model, world)
+
+
+class DoubledLoss(TokenLoss):
+    def sum_own(self, own: Own, targets: Targets) -> torch.Tensor:
+        return 2 * super().sum_own(own, targets)
+
+
+def test_the_check_finds_an_objective_with_two_different_losses(world, tmp_path):
+    model = build(save_model(FAMILIES["llama"], tmp_path), world)
+    model.loss = DoubledLoss()
+    with pytest.raises(ValueError, match=r"Loss\.sum_own of the objective causal-lm is not the same loss as Loss\.sum"):
         check(model, world)
 
 

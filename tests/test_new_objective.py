@@ -1,4 +1,4 @@
-"""The cost of a new objective: one class for its columns, one for its loss, and a line in each of two tables.
+"""The cost of a new objective: one class for its columns, one for its loss, and a line in each of three tables.
 
 The toy learns from pairs of sequences in one sample, by the cross-entropy of language models and a z-loss.
 """
@@ -28,6 +28,7 @@ from objectives.choice import KINDS, Kind, make_text_family
 from objectives.data_kinds import COLUMNS
 from objectives.next_tokens import CausalLM, TokenLoss
 from objectives.token_columns import TextColumns
+from options.objectives import OBJECTIVES, ObjectiveFacts
 from ranks.ending import ExitCode
 from sampler import draw_samples
 
@@ -72,6 +73,7 @@ def register(patch: pytest.MonkeyPatch) -> None:
     kind = Kind(make_text_family, lambda settings, family, task, count_labels: PairLM(family, settings.noise))
     patch.setitem(KINDS, NAME, kind)
     patch.setitem(COLUMNS, NAME, PairColumns())
+    patch.setitem(OBJECTIVES, NAME, ObjectiveFacts())
 
 
 def plan_pairs(values: dict) -> tuple[ExitCode, str]:

@@ -14,7 +14,10 @@ from refusals import refuse
 
 import options
 from command_line import parse_options
-from options import ProcessDataOptions, TrainOptions, flatten_options, group_options
+from objectives.choice import KINDS
+from options import ProcessDataOptions, TrainOptions, flatten_options, group_options, list_types
+from options.choices import list_choices
+from options.objectives import OBJECTIVES
 from options.problems.finding import find_problems
 from ranks.ending import ExitCode
 
@@ -206,6 +209,10 @@ def test_numbers_in_yaml_mean_what_the_same_words_mean_as_flags(tmp_path):
         assert values["learning_rate"] == float(word)
 
 
+def test_a_command_without_arguments_is_told_what_it_needs(capfd):
+    assert "--output-dir" in refuse([], capfd)
+
+
 SEVERAL = [option.name for option, _ in options.iterate_fields(TrainOptions) if get_origin(option.type) is tuple]
 
 
@@ -342,3 +349,19 @@ def test_without_the_reader_of_options_one_message_says_what_to_install(tmp_path
     assert done.returncode == ExitCode.BAD_INPUT and "Traceback" not in done.stderr
     assert "the package tyro, which reads the options, is not installed" in done.stderr
     assert "pip install -e ." in done.stderr
+
+
+def test_the_table_of_objectives_is_that_of_the_code_and_names_options_and_formats():
+    assert OBJECTIVES.keys() <= KINDS.keys()
+    for facts in OBJECTIVES.values():
+        assert {*facts.options, *facts.excluded} <= list_types(TrainOptions).keys()
+        assert facts.row_format in (None, *list_choices(TrainOptions)["format"])
+
+
+def test_options_ask_for_no_objective_by_name():
+    """A new objective is a row of the table; no other module of the room has to know it."""
+    names = OBJECTIVES.keys() - list_choices(TrainOptions)["format"]  # "preference" is a format, too
+    rooms = {path: texts for path, texts in read_texts().items() if path.startswith("options/")}
+    asked = {path: found for path, texts in rooms.items() if (found := names.intersection(texts))}
+    del asked["options/objectives.py"]
+    assert asked == {"options/learning.py": {"causal-lm"}}  # the default

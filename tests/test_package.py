@@ -125,6 +125,8 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs a value"),
         (["train", "--nnodes", "2", "--nnodes=2"], "given more than once: --nnodes"),
         (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
+        (["generate", "--nproc-per-node=2", "--modle", "M"], "--modle"),
+        (["score-data", "--nproc-per-node=2", "--model-name-or-path", "M"], "no data is given"),
         (["process-data", "--inptu-file", "3"], "--inptu-file"),
     ],
 )

@@ -92,7 +92,7 @@ def test_every_name_in_the_architecture_exists():
     text = re.sub(r"```.*?```", "", ARCHITECTURE.read_text(), flags=re.DOTALL)
     sources = [(ROOT / name).read_text() for name in list_files() if name.endswith(".py") and "tests/" not in name]
     named = set(re.findall(r"`([A-Za-z_]\w+)(?:\([^`]*\))?`", text)) - NO_NAMES
-    assert {"Method", "what_is_due", "open_inputs", "MicroBatch"} <= named
+    assert {"Method", "find_due", "open_inputs", "MicroBatch"} <= named
     assert sorted(named - find_defined_names(sources)) == []
 
 

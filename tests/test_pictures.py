@@ -12,7 +12,7 @@ from make_pictures import COLOURS, CORNER, CORNERS, ask_questions, choose_shapes
 from PIL import Image
 from processes import ROOT, run
 from tiny_data import write_jsonl
-from tiny_seeing import SEEING, make_image, make_rows, save_seeing
+from tiny_vision import VISION_MODELS, make_image, make_rows, save_vision_model
 
 from chat.pictures import ImageExpander, load_processor, open_image
 from chat.token_spans import Located
@@ -25,7 +25,7 @@ from ranks.ending import ExitCode
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: save_seeing(root, family) for family in ("qwen2.5-vl", "idefics3", "gemma3")}
+    return {family: save_vision_model(root, family) for family in ("qwen2.5-vl", "idefics3", "gemma3")}
 
 
 @pytest.mark.parametrize("family", ("qwen2.5-vl", "idefics3", "gemma3"))
@@ -38,7 +38,7 @@ def test_each_image_is_known_by_its_tokens(family, models, tmp_path):
     place = expander.placeholder
     pictures = expander.expand(Located(f"x {place} y {place}{place} z", []), ("a.png", "b.png", "a.png")).pictures
     tokens = processor.tokenizer.convert_ids_to_tokens(pictures.input_ids)
-    is_image = [token == SEEING[family].tokens[0] for token in tokens]
+    is_image = [token == VISION_MODELS[family].tokens[0] for token in tokens]
     assert [is_image[start] and is_image[end - 1] for start, end in pictures.spans] == [True] * 3
     counts = [sum(is_image[start:end]) for start, end in pictures.spans]
     alone = [expander.expand(Located(place, []), (name,)).pictures.num_tokens for name in ("a.png", "b.png")]

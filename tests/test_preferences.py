@@ -10,7 +10,7 @@ import torch
 from in_process import train_on
 from op_recording import OpRecorder
 from small_runs import read_rows
-from tiny_models import FAMILIES, save_model, save_tokenizer
+from tiny_models import FAMILIES, balance_plainly, save_model, save_tokenizer
 from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
 from torch.nn.functional import cross_entropy, linear, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -299,6 +299,18 @@ def measure_kto_plainly(model, reference, data: Mixture, rows: list[int]) -> tup
         total = total + weight * (1.5 * (1 - torch.sigmoid(h)) if good else 0.5 * (1 - torch.sigmoid(-h)))
         weights += weight
     return total / weights, point
+
+
+def test_ktos_experts_are_balanced_over_the_answers_that_train(world, tmp_path):
+    """The unrelated answers are only read ahead."""
+    path = save_tokenizer(save_model(FAMILIES["mixtral"], tmp_path / "model"))
+    options = make_kto_options(tmp_path, (path, path), max_steps=1, router_aux_loss=0.1)
+    train_on(1, world, **options)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    data = Mixture([TokenizedData(options["data_path"][0])])
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
+    balance = balance_plainly(model, [list_sequences(data.read(row))[0] for row in rows])
+    assert read_rows(tmp_path / "run")[0]["router_aux_loss"] == pytest.approx(balance.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["point at 0 or above", "the other way round"])

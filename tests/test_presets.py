@@ -11,7 +11,7 @@ from in_process import train_here
 from small_runs import make_inputs
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_models import FAMILIES, load_source, save_model, save_tokenizer
-from tiny_seeing import make_rows, save_seeing, tokenize
+from tiny_vision import make_rows, save_vision_model, tokenize
 
 from command_line import describe_options, parse_options
 from lifecycle.export import ExportParts
@@ -107,7 +107,7 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
             dict(data_path="d", objective="preference", preference_loss="orpo", reference_model="m"),
             "--reference-model: no effect with --preference-loss orpo",
         ),
-        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha cannot be used with"),
+        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha 5.0: cannot be used with"),
         (dict(data_path="d", objective="preference", label_smoothing=0.1), "--label-smoothing: no effect"),
         (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
         (
@@ -168,7 +168,7 @@ def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, c
         process_data(group_options(ProcessDataOptions, **random, model_name_or_path=str(model)))
         inputs = dict(model_name_or_path=str(model), data_path=str(data), objective=data_of)
     elif data_of == "images":
-        model = save_seeing(tmp_path, "qwen2-vl")
+        model = save_vision_model(tmp_path, "qwen2-vl")
         data = tokenize(2 * make_rows(tmp_path), model, tmp_path)
         inputs = dict(model_name_or_path=str(model), data_path=str(data))
     else:

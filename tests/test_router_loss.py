@@ -56,7 +56,7 @@ MROPE = dict(rope_type="default", mrope_section=[2, 1, 1], rope_theta=10000.0)
 TOWER = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32)
 OUTSIDE = {"image_token_id": 285, "video_token_id": 286}  # beyond what the data has
 # Classes of these ask the config of their text tower, and have no attributes of their own.
-SEEING = {
+VISION_MODELS = {
     "qwen3_vl_moe": Qwen3VLMoeConfig(
         text_config=SHAPE | dict(head_dim=8, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
                                  num_experts_per_tok=2, rope_parameters=MROPE, initializer_range=0.2),
@@ -83,7 +83,7 @@ def data_path(tmp_path_factory) -> str:
 def paths(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     found = {name: str(save_tokenizer(save_model(config, root / name))) for name, config in MODELS.items()}
-    for name, config in SEEING.items():
+    for name, config in VISION_MODELS.items():
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(root / name)
         found[name] = str(save_tokenizer(root / name))
@@ -100,8 +100,8 @@ def options_of(model: str, data_path: str) -> dict:
 def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[float], list[float]]:
     """By transformers alone, a sequence at a time: losses, auxiliary losses, gradient norms."""
     data = Mixture([TokenizedData(data_path)])
-    is_seeing = Path(model_dir).name in SEEING
-    auto_class = AutoModelForImageTextToText if is_seeing else AutoModelForCausalLM
+    has_vision = Path(model_dir).name in VISION_MODELS
+    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     model = auto_class.from_pretrained(model_dir, attn_implementation="eager").train()
     params = list(model.parameters())
     groups = [dict(params=[p for p in params if p.ndim >= 2], weight_decay=0.1),
@@ -130,7 +130,7 @@ def train_plainly(model_dir: str, data_path: str) -> tuple[list[float], list[flo
     return losses, router_losses, norms
 
 
-@pytest.mark.parametrize("name", [*MODELS, *SEEING])
+@pytest.mark.parametrize("name", [*MODELS, *VISION_MODELS])
 def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
     train_here(world, **options_of(paths[name], data_path), output_dir=str(tmp_path / "run"))
     rows, (losses, router_losses, norms) = read_rows(tmp_path / "run"), train_plainly(paths[name], data_path)

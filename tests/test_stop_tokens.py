@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from tiny_data import write_jsonl
-from tiny_seeing import make_image, save_seeing
+from tiny_vision import make_image, save_vision_model
 from trait_templates import CLOSED_BY_THE_NEXT_TURN, CLOSED_ON_A_NEW_LINE, DESCRIBED
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -209,7 +209,7 @@ def test_options_without_effect_are_refused(models, tmp_path):
 
 def test_rows_with_images(tmp_path):
     """The stop token follows the text that the model's processor makes of the row."""
-    model = save_seeing(tmp_path, "llava")
+    model = save_vision_model(tmp_path, "llava")
     tokenizer = AutoTokenizer.from_pretrained(model)
     left_out = "{{ '' if loop.last else '<|im_end|>' }}"
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", left_out)

@@ -15,7 +15,7 @@ from in_process import train_here
 from make_encoder import save_encoder, train_word_pieces
 from make_tiny_model import save_tiny_model, train_tokenizer
 from processes import ROOT
-from tiny_seeing import make_image, save_seeing
+from tiny_vision import make_image, save_vision_model
 
 from command_line import parse_options
 from evaluate_model import evaluate
@@ -77,7 +77,7 @@ def make_directory(path: Path) -> None:
     (path / "reviews.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in reviews))
     words = train_word_pieces((text for text, _ in reviews), vocab_size=100)
     save_encoder(path / "answerdotai" / "ModernBERT-base", words, hidden_size=32, num_layers=3, seed=0)
-    save_seeing(path, "qwen2.5-vl").rename(path / "Qwen" / "Qwen2.5-VL-3B-Instruct")
+    save_vision_model(path, "qwen2.5-vl").rename(path / "Qwen" / "Qwen2.5-VL-3B-Instruct")
     shown = [{"type": "image", "image": "photos/0.png"}, {"type": "text", "text": "Which part is this?"}]
     seen = [[{"role": "user", "content": shown}, {"role": "assistant", "content": f"A hinge, {i}."}] for i in range(24)]
     (path / "seen.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in seen))

@@ -4,10 +4,11 @@ N sequences in a micro-batch, P triplets, H hidden size.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from in_process import train_on
 from processes import flags
 from small_runs import read_rows
 from tiny_data import read_lines
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, balance_plainly, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForCausalLM
@@ -26,21 +27,26 @@ from transformers import AutoModelForCausalLM
 from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from corpus.mixture import Mixture
+from corpus.preview import format_figures, format_targets
 from corpus.reader import TokenizedData
+from corpus.report import Totals
 from families.family import Family, Own, Reader
 from families.micro_batch import MicroBatch, Row, Targets
 from families.sample import LENGTHS_COLUMN, Sample, list_sequences
 from families.text import TextFamily
 from objectives.choice import KINDS, Kind, Settings, make_text_family
-from objectives.columns import Bars, Columns, CountLabels, Counts, RowFacts, Task, format_count
+from objectives.columns import Columns, CountLabels, RowFacts, Task
 from objectives.data_kinds import COLUMNS
 from objectives.objective import Loss, Objective, Scores
-from options import ClassificationOptions
+from options import ClassificationOptions, TrainOptions, group_options
+from options.objectives import OBJECTIVES, ObjectiveFacts
+from options.problems.finding import find_problems
 from sampler import draw_samples
 
 NAME, TAU = "triplet", 0.5
 NUM_SAMPLES, BATCH_SIZE = 24, 8
 SUMS = ("loss", "accuracy", "triplets")  # columns of `Scores.sums`
+FACTS = ObjectiveFacts(excluded={"context_parallel": "whose targets are of sequences"})
 COUNTED = "is_counted"  # of a sample: False of one without a target
 
 
@@ -67,22 +73,16 @@ class TripletColumns(Columns):
         ids = [token for sequence in tokens for token in sequence]
         return {"input_ids": ids, LENGTHS_COLUMN: list(map(len, tokens)), "len": len(ids), "num_loss_counted_tokens": 1}
 
-    def report(self, counts: Counts, task: Task) -> Iterator[str]:
-        yield format_count("triplets", counts.num_samples)
-
-    def draw(self, counts: Counts, task: Task) -> Bars:
-        return Bars("Samples", {"triplets": counts.num_samples}, counts.num_samples)
-
-    def summarize(self, counts: Counts, task: Task) -> tuple[str, str]:
-        return "triplets", f"{counts.num_samples:,}"
-
 
 @dataclass
 class TripletTargets(Targets):
-    """The last token of each sequence; its triplet, and whether it is the anchor, positive or negative."""
+    """Sequences; the triplet of each, and whether it is the anchor, positive or negative."""
 
     places: Tensor = None  # (N,) int64: three times the triplet, plus 0, 1 or 2
     num_triplets: int = 0
+
+    def find_sequences(self, row: Row) -> Tensor:
+        return self.index
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class TripletLoss(Loss):
         return torch.stack([losses, (differences < 0).float(), torch.ones_like(losses)], dim=1)
 
     def measure_row(self, reader: Reader, micro_batch: MicroBatch) -> Tensor:
-        return self.measure(reader.encode(micro_batch)[0, micro_batch.targets.index], micro_batch.targets)
+        targets, ends = micro_batch.targets, micro_batch.row.cu_seqlens[1:].long()
+        return self.measure(reader.encode(micro_batch)[0, ends[targets.index] - 1], targets)
 
     def sum(self, reader: Reader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
         sums = self.measure_row(reader, micro_batch)
@@ -116,7 +117,7 @@ class TripletLoss(Loss):
         return Scores(sum_by_source(self.measure_row(reader, micro_batch).double(), micro_batch.targets))
 
     def sum_own(self, own: Own, targets: TripletTargets) -> Tensor:
-        return self.measure(own.hidden[0, targets.index], targets)[:, 0].sum()
+        return self.measure(own.hidden[0, -1:], targets)[:, 0].sum()
 
 
 def sum_by_source(sums: Tensor, targets: TripletTargets) -> Tensor:  # (P, ...) -> (num_sources, ...)
@@ -154,8 +155,8 @@ class Triplets(Objective):
                 places += range(3 * num_triplets, 3 * num_triplets + num_sequences)
                 num_triplets += 1
             start += num_sequences
-        index = row.cu_seqlens[1:].long()[sequences] - 1
-        return TripletTargets(index, places=torch.tensor(places, dtype=torch.long), num_triplets=num_triplets)
+        index, places = (torch.tensor(numbers, dtype=torch.long) for numbers in (sequences, places))
+        return TripletTargets(index, places=places, num_triplets=num_triplets)
 
     def make_loss(self, *, is_fused: bool = False) -> TripletLoss:
         return TripletLoss(self.tau)
@@ -168,8 +169,6 @@ class Triplets(Objective):
 
 
 def make_triplets(settings: Settings, family: Family, task: Task, count_labels: CountLabels | None) -> Triplets:
-    if settings.classification.label_smoothing:
-        raise ValueError(f"--label-smoothing: no effect on --objective {NAME}")
     return Triplets(family, settings.noise)
 
 
@@ -183,8 +182,9 @@ def registered() -> Iterator[None]:
 def register(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(KINDS, NAME, Kind(make_text_family, make_triplets))
     patch.setitem(COLUMNS, NAME, TripletColumns())
+    patch.setitem(OBJECTIVES, NAME, FACTS)
     option = ClassificationOptions.__dataclass_fields__["objective"]
-    names = Literal[(*get_args(option.type), NAME)]
+    names = Literal[*OBJECTIVES]
     patch.setattr(option, "type", names)
     patch.setitem(ClassificationOptions.__annotations__, "objective", names)
 
@@ -275,12 +275,31 @@ def test_losses_gradients_and_validations_are_those_of_a_plain_loop(model_dir, w
     assert read_validations(tmp_path)[0] == pytest.approx([losses.mean().item(), hits.mean().item()], rel=1e-5)
 
 
+def test_experts_are_balanced_over_the_sequences_that_have_a_target(world, tmp_path):
+    """The auxiliary loss is transformers' own, of each sequence by its tokens."""
+    model_dir = save_tokenizer(save_model(FAMILIES["mixtral"], tmp_path / "model"))
+    options = make_options(tmp_path, model_dir, max_steps=1, router_aux_loss=0.1, max_grad_norm=None)
+    train_on(1, world, **options)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    data = Mixture([TokenizedData(path) for path in options["data_path"]])
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
+    losses, _ = measure_plainly(model, data, rows)
+    balance = balance_plainly(model, [ids for row in rows for ids in list_sequences(data.read(row))])
+    (losses.mean() + 0.1 * balance).backward()
+    norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+    (metrics,) = read_rows(tmp_path / "run")
+    found = [metrics[name] for name in ("loss", "router_aux_loss", "grad_norm")]
+    assert found == pytest.approx([losses.mean().item(), balance.item(), norm.item()], rel=1e-5)
+
+
 def test_idle_ranks_and_rows_of_single_tokens_have_no_other_targets():
     objective = Triplets(TextFamily())
-    assert objective.pack([objective.make_idle_sample()]).targets.num_triplets == 0
+    idle = objective.pack([objective.make_idle_sample()])
+    assert idle.targets.num_triplets == 0 and idle.row.has_targets.tolist() == [False]
     sample = {"input_ids": np.arange(3), LENGTHS_COLUMN: np.ones(3, np.int32)}
     micro_batch = objective.pack([sample], sources=np.array([1]), num_sources=2)
     assert micro_batch.row.seq_lengths == [1, 1, 1, 2]  # the last one is an idle sample
+    assert micro_batch.row.has_targets.tolist() == [True, True, True, False]
     assert micro_batch.targets.index.tolist() == [0, 1, 2] and micro_batch.targets.sources.tolist() == [1, 1, 1]
 
 
@@ -308,11 +327,35 @@ def test_ranks_and_caps_do_not_change_the_numbers(num_ranks, cap, whole, model_d
         np.testing.assert_allclose(read(tmp_path), read(whole), rtol=2e-5)
 
 
+def test_its_data_is_reported_by_the_number_of_targets():
+    totals, task = Totals(0, lengths=Counter([3]), num_loss_counted_tokens=1_234_567), Task(NAME)
+    assert [line.split() for line in TripletColumns().report(totals, task)] == [["targets", "1,234,567"]]
+    assert "<dt>targets</dt><dd>1,234,567</dd>" in format_figures(totals, task)
+    assert format_targets(TripletColumns().draw(totals, task)) == "<p>targets 1,234,567</p>"
+
+
+def test_data_without_the_number_of_targets_is_refused(model_dir, tmp_path):
+    path = write_triplets(tmp_path / "data.arrow", model_dir)
+    table = pa.ipc.open_file(path.read_bytes()).read_all().drop_columns(["num_loss_counted_tokens"])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TripletColumns, "schema", table.schema)  # a kind of data that has forgotten it, too
+        with pytest.raises(
+            ValueError, match=r"data.arrow: no column num_loss_counted_tokens; .* Add it: the number of"
+        ):
+            TokenizedData(path)
+
+
 def test_it_is_planned(model_dir, tmp_path):
     text = run_registered(0, **make_options(tmp_path, model_dir, dry_run=True, plan_world_size=2))
     assert f"{2 * NUM_SAMPLES} samples" in text and "memory of a rank" in text and "no problems found" in text
 
 
-def test_options_without_effect_are_refused(model_dir, world, tmp_path):
-    with pytest.raises(ValueError, match=f"--label-smoothing: no effect on --objective {NAME}"):
-        train_on(1, world, **make_options(tmp_path, model_dir, label_smoothing=0.1))
+def test_options_without_effect_are_refused(model_dir, tmp_path):
+    changes = dict(label_smoothing=0.1, preference_beta=0.2, context_parallel=2)
+    options = group_options(TrainOptions, **make_options(tmp_path, model_dir, **changes))
+    assert find_problems(options) == [
+        f"--label-smoothing, --preference-beta: no effect on --objective {NAME}",
+        f"--context-parallel 2: cannot be used with --objective {NAME}, whose targets are of sequences",
+    ]

@@ -17,7 +17,7 @@ from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
 from tiny_models import compile_by, load_source, make_osft
-from tiny_seeing import SEEING, exact_families, load, make_image, make_rows, save_seeing, tokenize
+from tiny_vision import VISION_MODELS, exact_families, load, make_image, make_rows, save_vision_model, tokenize
 from transformers import AutoConfig, PreTrainedModel
 
 from chat.labels import IGNORED
@@ -26,8 +26,8 @@ from command_line import parse_options
 from corpus.cache import find_outputs
 from corpus.reader import TokenizedData
 from families.micro_batch import MicroBatch
-from families.seeing import REFUSED, SeeingFamily
 from families.text import TextFamily
+from families.vision import REFUSED, VisionLanguageFamily
 from lifecycle.raw_rows import find_data
 from methods.full import Full
 from methods.lora import LoRA
@@ -52,7 +52,7 @@ FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: save_seeing(root, family) for family in ("qwen2.5-vl", "llava")}
+    return {family: save_vision_model(root, family) for family in ("qwen2.5-vl", "llava")}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def build(path: Path, world, freeze: tuple[str, ...] = ("vision",), method: Meth
     given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none",
                  compute_dtype="float32")  # fmt: skip
     options, source = group_options(TrainOptions, **given | options), load_source(path)
-    family = SeeingFamily(TextFamily(), freeze)
+    family = VisionLanguageFamily(TextFamily(), freeze)
     assert family.check_config(source.config, trust_remote_code=False) is None
     objective = VisionLanguage(family.complete(source.config, None, trust_remote_code=False))
     packed = build_model(
@@ -120,7 +120,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 @pytest.mark.parametrize("family", exact_families(FAMILIES))
 def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path):
     """With all of the model trained: whatever part is frozen, the gradients of the others are these."""
-    model = save_seeing(tmp_path, family)
+    model = save_vision_model(tmp_path, family)
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
     objective, packed = build(model, world, ("nothing",))
     loss = packed(pack_all(objective, rows))
@@ -163,7 +163,7 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_models_own(mode, mo
 def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, monkeypatch):
     """Also those between which features of deeper layers come in, or whose tokens of an image see both ways."""
     compile_by("eager", monkeypatch, dynamic=False)
-    model = save_seeing(tmp_path, family)
+    model = save_vision_model(tmp_path, family)
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
     objective, packed = build(model, world, ("nothing",), compile=True)
     loss = packed(pack_all(objective, rows))
@@ -176,7 +176,7 @@ def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_kinds_of_models_that_cannot_be_trained_are_refused_by_their_configs(kind):
-    obstacle = SeeingFamily(TextFamily()).check_config(AutoConfig.for_model(kind), trust_remote_code=False)
+    obstacle = VisionLanguageFamily(TextFamily()).check_config(AutoConfig.for_model(kind), trust_remote_code=False)
     assert obstacle == f"model type {kind!r} cannot be trained on images: {REFUSED[kind]}"
 
 
@@ -189,7 +189,7 @@ def test_nothing_left_to_train_is_refused(models, world):
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", wide("idefics3")])
 def test_files_that_became_another_number_of_tokens_are_told(family, world, tmp_path):
-    model = save_seeing(tmp_path, family)
+    model = save_vision_model(tmp_path, family)
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
     make_image(0).resize((20, 60)).save(tmp_path / "0.png")
     objective, packed = build(model, world)
@@ -293,7 +293,7 @@ def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_
     assert type(own) is type(before)
     changed = {name for name, param in own.named_parameters() if not torch.equal(param, before.get_parameter(name))}
     assert any("visual.blocks" in name for name in changed) and any("merger" in name for name in changed)
-    assert load_processor(str(exports[1])).image_token == SEEING[family].tokens[0]
+    assert load_processor(str(exports[1])).image_token == VISION_MODELS[family].tokens[0]
     resume = str(tmp_path / "on_1/checkpoints/step_1")
     resumed = train(world, tmp_path / "resumed", models[family], **given, resume=resume)
     assert (resumed / "model.safetensors").read_bytes() == (exports[1] / "model.safetensors").read_bytes()

@@ -9,14 +9,14 @@ import torch
 from in_process import print_plan, train_on
 from small_runs import OPTIONS, read_rows
 from tiny_models import load_source
-from tiny_seeing import exact_families, load, make_image, make_rows, save_seeing, tokenize
+from tiny_vision import exact_families, load, make_image, make_rows, save_vision_model, tokenize
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from corpus.mixture import Mixture
 from corpus.reader import TokenizedData
-from families.seeing import SeeingFamily, SeeingReader
 from families.text import TextFamily
+from families.vision import VisionLanguageFamily, VisionLanguageReader
 from lifecycle.start import open_inputs
 from methods.full import Full
 from model.build import build_model
@@ -37,7 +37,7 @@ NUM_TOKENS, NUM_TRAINED = 600, 300
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: save_seeing(root, family) for family in ("qwen2.5-vl", "llava")}
+    return {family: save_vision_model(root, family) for family in ("qwen2.5-vl", "llava")}
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +50,25 @@ def data(models, tmp_path_factory) -> dict[str, Path]:
 
 
 def make_objective(path: Path, **settings: object) -> VisionLanguage:
-    family, config = SeeingFamily(TextFamily(), ("vision",), **settings), AutoConfig.from_pretrained(path)
+    family, config = VisionLanguageFamily(TextFamily(), ("vision",), **settings), AutoConfig.from_pretrained(path)
     assert family.check_config(config, trust_remote_code=False) is None
     return VisionLanguage(family.complete(config, None, trust_remote_code=False))
 
 
 @pytest.mark.parametrize("family", exact_families(FAMILIES))
 def test_patches_are_those_that_the_processor_makes(family, tmp_path):
-    eyes = make_objective(save_seeing(tmp_path, family)).family.eyes
+    vision_inputs = make_objective(save_vision_model(tmp_path, family)).family.vision_inputs
     for seed in range(6):
         image = make_image(seed)
-        made = eyes.processor(text=[eyes.processor.image_token], images=[[image]], return_tensors="pt")
+        made = vision_inputs.processor(
+            text=[vision_inputs.processor.image_token], images=[[image]], return_tensors="pt"
+        )
         pixels = made["pixel_values"]
         if pixels.ndim < 4:  # patches, laid out
             num_made = math.prod(pixels.shape[:-1])
         else:  # of 4 x 4 pixels, of images whose last rows and columns may be no whole one
             num_made = math.prod(pixels.shape[:-3]) * (pixels.shape[-2] // 4) * (pixels.shape[-1] // 4)
-        assert math.prod(eyes.count_patches(image.height, image.width)) == num_made
+        assert math.prod(vision_inputs.count_patches(image.height, image.width)) == num_made
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "llava"])
@@ -75,13 +77,13 @@ def test_flops_of_the_tower_are_those_that_torch_counts(family, models, data):
     for name in list_parts(model)["vision"]:
         model.get_parameter(name).requires_grad_(False)
     rows, counted = Mixture([TokenizedData(data[family])]), FlopCounterMode(display=False)
-    rows.count_images(objective.family.eyes.count_patches, cap=None, drop_overlong=False)
+    rows.count_images(objective.family.vision_inputs.count_patches, cap=None, drop_overlong=False)
     tower = count_tower(model, model.config)
     ids = np.arange(len(rows.lengths))
     images = rows.images.of(ids)
     batch = objective.pack([rows.read(row) for row in ids.tolist()])
     with counted, torch.no_grad():
-        SeeingReader(model).base.get_image_features(**batch.extras.pixels, return_dict=True)
+        VisionLanguageReader(model).base.get_image_features(**batch.extras.pixels, return_dict=True)
     # Forward only, also of the projector, which trains: a third of its FLOPs.
     expected = tower.per_patch * images.patches + tower.per_pair * images.pairs + tower.per_token / 3 * images.tokens
     # Windows at an image's edge are counted as if they were whole.
@@ -102,7 +104,7 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
         return read_rows(tmp_path / name)
 
     rows = Mixture([TokenizedData(data[family])])
-    rows.count_images(make_objective(models[family]).family.eyes.count_patches, cap=None, drop_overlong=False)
+    rows.count_images(make_objective(models[family]).family.vision_inputs.count_patches, cap=None, drop_overlong=False)
     cap = int(rows.images.patches.max())
     plain, capped = train("plain"), train("capped", max_image_tokens_per_gpu=cap)
     for row, other in zip(plain, capped, strict=True):
@@ -130,7 +132,7 @@ def simulate(given: dict, freeze: str, cap: int | None = None) -> StepMemory:
 @pytest.mark.parametrize("family", exact_families(FAMILIES[:1]))
 def test_the_simulated_peak_is_that_of_a_real_step_with_images(family, elsewhere, world, tmp_path):
     """With the tower trained and frozen."""
-    model = save_seeing(tmp_path, family)
+    model = save_vision_model(tmp_path, family)
     given = OPTIONS | dict(model_name_or_path=str(model), data_path=str(tokenize(make_rows(tmp_path), model, tmp_path)),
                            output_dir=str(tmp_path / "run"), activation_checkpointing="none",
                            max_tokens_per_gpu=NUM_TOKENS)  # fmt: skip

@@ -1,9 +1,10 @@
 """Tiny randomly initialised models of many families, and a tiny tokenizer, for the tests."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from make_tiny_model import train_tokenizer
@@ -21,6 +22,7 @@ from transformers import (
     Mamba2Config,
     MistralConfig,
     MixtralConfig,
+    MixtralForCausalLM,
     NemotronHConfig,
     Olmo2Config,
     Phi3Config,
@@ -31,6 +33,7 @@ from transformers import (
     Qwen3Config,
     Qwen3NextConfig,
 )
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from families.text import TextFamily
 from methods.full import Full
@@ -137,6 +140,16 @@ def save_model(config: PreTrainedConfig, path: Path, *, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     save_moved(model, path)
     return path
+
+
+def balance_plainly(model: MixtralForCausalLM, sequences: Sequence[np.ndarray]) -> torch.Tensor:
+    """The auxiliary loss of experts by transformers, of one sequence at a time; the mean over their tokens."""
+    losses, config = [], model.config
+    for ids in sequences:
+        outputs = model(torch.from_numpy(ids.astype(np.int64))[None], output_router_logits=True)
+        loss = load_balancing_loss_func(outputs.router_logits, config.num_local_experts, config.num_experts_per_tok)
+        losses.append(loss * len(ids))
+    return torch.stack(losses).sum() / sum(map(len, sequences))
 
 
 def save_tokenizer(path: Path) -> Path:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from chat.templates import load_tokenizer
 from command_line import parse_options
-from families.seeing import SeeingFamily
 from families.text import TextFamily
+from families.vision import VisionLanguageFamily
 from lifecycle.choosing import choose_adapter_method
 from lifecycle.export import ExportParts, write_export
 from methods.adapter_files import ADAPTER_WEIGHTS, PREFIX, read_config
@@ -71,7 +71,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     with torch.device("meta"):
         model = family.make_model(model_config, dtype=torch.float32, trust_remote_code=options.trust_remote_code)
     if adapts_tower(adapter, model):
-        family = SeeingFamily(family)
+        family = VisionLanguageFamily(family)
     left_out = family.leave_out(model)
     meta = MetaModel(model, find_blocks(model), "eager", torch.float32, source, family, left_out)
     method = choose_adapter_method(adapter, flag="--adapter")
@@ -94,7 +94,7 @@ def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
     """Whether layers outside the language model (vision tower, projector) have adapters."""
     if not is_multimodal(model.config):
         return False
-    outside = tuple(f"{PREFIX}{name}." for name in SeeingFamily(TextFamily()).find_tower_layers(model))
+    outside = tuple(f"{PREFIX}{name}." for name in VisionLanguageFamily(TextFamily()).find_tower_layers(model))
     with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
         return any(key.startswith(outside) for key in file.keys())  # noqa: SIM118
 

@@ -25,10 +25,10 @@ from options.problems.tools import (
     find_score_problems,
 )
 from options.problems.training import (
-    find_classifier_problems,
     find_compute_problems,
     find_ending_problems,
     find_numbers_out_of_range,
+    find_objective_problems,
     find_optimization_problems,
     find_preference_problems,
     find_teacher_problems,
@@ -58,7 +58,7 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_numbers_out_of_range(flatten_options(options)),
         *find_training_data_problems(options),
         *find_validation_problems(options),
-        *find_classifier_problems(options),
+        *find_objective_problems(options),
         *find_preference_problems(options),
         *find_teacher_problems(options),
         *find_optimization_problems(options),

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from typing import Any
 
-from options import RowOptions, flag_name
+from options import RowOptions, flag_name, flatten_options, iterate_fields
 
 
 def is_installed(module: str) -> bool:
@@ -22,6 +22,12 @@ def list_given(group: Any) -> list[str]:
 def list_changed(group: Any) -> list[str]:
     """Names of a group's options that differ from their defaults."""
     return [option.name for option in dataclasses.fields(group) if getattr(group, option.name) != option.default]
+
+
+def list_all_changed(options: Any) -> list[str]:
+    """Names of the options, of all groups, that differ from their defaults."""
+    values = flatten_options(options)
+    return [option.name for option, _ in iterate_fields(type(options)) if values[option.name] != option.default]
 
 
 def list_row_sources(o: RowOptions) -> list[str]:

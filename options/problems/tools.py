@@ -183,6 +183,8 @@ def find_continual_problems(o: ContinualOptions) -> list[str]:
     """Options of the other use, several files, an output of an unknown kind."""
     if o.compare:
         problems = ["--output-dir has no effect with --compare: give --output"] if o.output_dir is not None else []
+        if not o.paths:
+            problems.append("--compare: no output directory of an experiment is given")
         if o.output is not None and Path(o.output).suffix != ".html":
             problems.append(f"--output {o.output}: must end in .html")
         return problems

@@ -1,6 +1,5 @@
 """Problems with train.py's options: data, optimization, computation, and the end of a run."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -9,30 +8,15 @@ from options import (
     TeacherOptions,
     TrainOptions,
     flag_name,
+    flatten_options,
     parse_duration,
     parse_steps,
     parse_subset,
 )
-from options.problems.given import is_installed, list_changed, list_given, list_row_sources
+from options.objectives import OBJECTIVES
+from options.problems.given import is_installed, list_all_changed, list_changed, list_given, list_row_sources
 from options.problems.rows import RANDOM_FORMATS, find_row_problems
 
-FORMATS = {  # row formats that objectives require
-    "sequence-classification": "classification",
-    "token-classification": "classification",
-    "preference": "preference",
-    "kto": "feedback",
-    "reward": "preference",
-}
-WITHOUT_TOKEN_LOSS = ("sequence-classification", "token-classification", "reward")
-PREFERENCE_OPTIONS = {  # preference options that each objective uses
-    "preference": (
-        *("preference_loss", "preference_beta", "preference_gamma", "preference_label_smoothing"),
-        *("preference_nll_weight", "reference_model", "reuse_reference_only"),
-    ),
-    "kto": ("preference_beta", "reference_model", "reuse_reference_only", "desirable_weight", "undesirable_weight"),
-    "reward": ("reward_centering",),
-}
-CLASSIFIERS = tuple(name for name, wanted in FORMATS.items() if wanted == "classification")
 MOST_SECONDS = 10 * 24 * 3600  # maximum timeout; torch's clocks overflow at far larger ones
 
 
@@ -127,11 +111,11 @@ def find_validation_problems(options: TrainOptions) -> list[str]:
 def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
     """Problems with row formats that do not match the objective."""
     objective, rows = options.classification.objective, options.rows
-    wanted = FORMATS.get(objective)
+    wanted = OBJECTIVES[objective].row_format
     if wanted is None:
-        fitting = [f"--objective {name}" for name, known in FORMATS.items() if known == rows.format]
+        fitting = [f"--objective {name}" for name, facts in OBJECTIVES.items() if facts.row_format == rows.format]
         useless = f"--format {rows.format} has no effect on --objective {objective}: give {' or '.join(fitting)}"
-        return [useless] if fitting else []
+        return [useless] if rows.format is not None and fitting else []
     or_pairs = ", or of --format preference with --feedback-from-pairs" if wanted == "feedback" else ""
     needs = f"--objective {objective} needs rows of --format {wanted}{or_pairs}"
     if has_rows and rows.mock_data is not None and wanted not in RANDOM_FORMATS:
@@ -142,34 +126,44 @@ def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
 
 def name_random_format(options: TrainOptions) -> str | None:
     """The format of --mock-data for the objective; None: texts, or rows that are not random."""
-    return None if options.rows.mock_data is None else FORMATS.get(options.classification.objective)
+    return None if options.rows.mock_data is None else OBJECTIVES[options.classification.objective].row_format
+
+
+def find_objective_problems(options: TrainOptions) -> list[str]:
+    """Options that the objective does not use or cannot be used with, and missing packages."""
+    objective, values = options.classification.objective, flatten_options(options)
+    facts, problems = OBJECTIVES[objective], []
+    unused = {name for other in OBJECTIVES.values() for name in other.options} - {*facts.options}
+    given = [flag_name(name) for name in list_all_changed(options) if name in unused]
+    if given:
+        problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
+    problems += [
+        f"{flag_name(name)} {values[name]}: cannot be used with --objective {objective}, {reason}"
+        for name, reason in facts.excluded.items()
+        if values[name]
+    ]
+    if not 0 <= values["label_smoothing"] < 1:
+        problems.append(f"--label-smoothing {values['label_smoothing']}: must be at least 0 and below 1")
+    if options.validation.is_asked or options.rows.validation_share:
+        problems += [
+            f"validation with --objective {objective} needs {package}, which is not installed: pip install {package}"
+            for module, package in facts.validation_modules.items()
+            if not is_installed(module)
+        ]
+    return problems
 
 
 def find_preference_problems(options: TrainOptions) -> list[str]:
-    """Problems with options only for preferences, or only for some preference losses."""
+    """Problems with options of preferences: out of range, or only for some preference losses."""
     o, problems = options.preference, []
-    objective, changed = options.classification.objective, list_changed(o)
-    given = [flag_name(name) for name in changed if name not in PREFERENCE_OPTIONS.get(objective, ())]
-    if given:
-        problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
-    if objective not in PREFERENCE_OPTIONS:
-        return problems
     for name in ("reward_centering", "desirable_weight", "undesirable_weight"):
         if not 0 <= getattr(o, name) < math.inf:
             problems.append(f"{flag_name(name)} {getattr(o, name)}: must be at least 0")
-    if options.classification.label_smoothing:
-        problems.append("--label-smoothing: no effect on preferences; see --preference-label-smoothing")
-    if options.optimization.neftune_alpha is not None:
-        problems.append(
-            f"--neftune-alpha cannot be used with --objective {objective}: answers would get different noise"
-        )
-    if objective == "reward":
-        if options.optimization.router_aux_loss:
-            problems.append("--router-aux-loss: reward models have no such loss here")
-        return problems
-    loss = f"--preference-loss {o.preference_loss}"
     if o.preference_beta is not None and not 0 < o.preference_beta < math.inf:
         problems.append(f"--preference-beta {o.preference_beta}: must be above 0")
+    if "preference_loss" not in OBJECTIVES[options.classification.objective].options:
+        return problems
+    loss = f"--preference-loss {o.preference_loss}"
     if o.preference_gamma is not None and o.preference_loss != "simpo":
         problems.append(f"--preference-gamma has no effect with {loss}")
     if o.preference_label_smoothing and o.preference_loss not in ("dpo", "robust"):
@@ -192,8 +186,6 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
     """Options of teachers without one, and what teachers and weights of tokens cannot be used with."""
     o, objective = options.teacher, options.classification
     problems, weighting = [], objective.loss_weighting
-    if weighting is not None and objective.objective != "causal-lm":
-        problems.append(f"--loss-weighting {weighting}: no effect on --objective {objective.objective}")
     if weighting is not None and objective.label_smoothing:
         problems.append(f"--loss-weighting {weighting}: weighs the target's loss alone: not with --label-smoothing")
     if not o.teacher_weight:
@@ -209,8 +201,6 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
         )
     if not 0 < o.teacher_temperature < math.inf:
         problems.append(f"--teacher-temperature {o.teacher_temperature}: must be above 0, and finite")
-    if objective.objective != "causal-lm":
-        problems.append(f"--teacher-weight: not with --objective {objective.objective}, which learns no next tokens")
     for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
         if value:
             problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
@@ -232,25 +222,6 @@ def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
                         " forward-kl")  # fmt: skip
     if "teacher_scores" in list_changed(o):
         problems.append("--teacher-scores and --teacher-model both say what the teacher is: give one of them")
-    return problems
-
-
-def find_classifier_problems(options: TrainOptions) -> list[str]:
-    """Problems with options only for classifiers, or not for them."""
-    problems, o = [], options.classification
-    if not 0 <= o.label_smoothing < 1:
-        problems.append(f"--label-smoothing {o.label_smoothing}: must be at least 0 and below 1")
-    if o.objective not in CLASSIFIERS:
-        given = list_given(dataclasses.replace(o, label_smoothing=0.0, loss_weighting=None, objective="causal-lm"))
-        if options.validation.write_predictions:
-            given.append("--write-predictions")
-        return [*problems, f"{', '.join(given)}: no effect on --objective {o.objective}"] if given else problems
-    if options.optimization.router_aux_loss:
-        problems.append(f"--router-aux-loss {options.optimization.router_aux_loss}: classifiers have no such loss here")
-    if (options.validation.is_asked or options.rows.validation_share) and not is_installed("sklearn"):
-        problems.append(
-            "validation of classifiers needs scikit-learn, which is not installed: pip install scikit-learn"
-        )
     return problems
 
 
@@ -356,12 +327,10 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
 
 def find_sharing_problems(options: TrainOptions) -> list[str]:
     """Problems with options that do not work with --context-parallel."""
-    num_sharing, objective = options.sharding.context_parallel, options.classification.objective
+    num_sharing = options.sharding.context_parallel
     if num_sharing is None:
         return []
     reasons = []
-    if objective in WITHOUT_TOKEN_LOSS:
-        reasons.append(f"not for --objective {objective}, whose targets are of whole sequences")
     if options.optimization.neftune_alpha is not None:
         reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
     if options.compute.compile:

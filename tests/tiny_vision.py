@@ -109,7 +109,7 @@ def gemma4(**changes: Any) -> Family:
     )  # fmt: skip
 
 
-SEEING = {
+VISION_MODELS = {
     "qwen2-vl": qwen("qwen2_vl", "Qwen2VLProcessor", dict(rope_parameters=MROPE),
                      dict(embed_dim=32, mlp_ratio=2)),
     "qwen2.5-vl": qwen("qwen2_5_vl", "Qwen2_5_VLProcessor", dict(rope_parameters=MROPE),
@@ -263,7 +263,7 @@ def exact_families(always: tuple[str, ...]) -> list:
         *always,
         *(
             pytest.param(name, marks=[pytest.mark.wide, *lacking(NEEDED.get(name))])
-            for name in SEEING
+            for name in VISION_MODELS
             if name not in (*always, *NOT_EXACT)
         ),
     ]
@@ -282,9 +282,9 @@ def name_ids(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict
     }
 
 
-def save_seeing(root: Path, family: str) -> Path:
+def save_vision_model(root: Path, family: str) -> Path:
     """A model of the family, its tokenizer and what prepares its images."""
-    kind, path = SEEING[family], save_tokenizer(root / family)
+    kind, path = VISION_MODELS[family], save_tokenizer(root / family)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": list(kind.tokens)})
     tokenizer.chat_template = TEMPLATE.replace("PLACE", kind.place or kind.tokens[0])

@@ -48,7 +48,7 @@ class Images:
     axis_positions: Tensor | None = None  # (3, 1, T) int64: positions on several axes (Qwen2-VL); None: a single axis
 
 
-class Eyes:
+class VisionInputs:
     """Converts images to the inputs of a model's tower, with its processor and the weightless part of its code."""
 
     def __init__(self, config: PreTrainedConfig, *, trust_remote_code: bool):
@@ -61,7 +61,7 @@ class Eyes:
         """The model without its head, on the meta device."""
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(self.config, trust_remote_code=self.trust_remote_code)
-        return find_seeing_base(model)
+        return find_vision_base(model)
 
     @functools.cached_property
     def taken(self) -> frozenset[str]:
@@ -138,12 +138,12 @@ class Eyes:
 
 
 @dataclass(frozen=True)
-class SeeingFamily(Family):
+class VisionLanguageFamily(Family):
     """Vision-language models."""
 
     text: TextFamily
     freeze: tuple[str, ...] = ()  # frozen parts of the model: vision, projector, language
-    eyes: Eyes | None = None  # set once the model's files are known
+    vision_inputs: VisionInputs | None = None  # set once the model's files are known
     largest_image: tuple[int, int] | None = None  # height and width of the data's largest image; None: no images
     max_patches: int | None = None  # maximum patches of images per micro-batch
 
@@ -175,11 +175,11 @@ class SeeingFamily(Family):
 
     def complete(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
-    ) -> "SeeingFamily":
-        return replace(self, eyes=Eyes(config, trust_remote_code=trust_remote_code))
+    ) -> "VisionLanguageFamily":
+        return replace(self, vision_inputs=VisionInputs(config, trust_remote_code=trust_remote_code))
 
-    def open_reader(self, model: PreTrainedModel) -> "SeeingReader":
-        return SeeingReader(model, router_aux_loss=find_router_loss(model, self.text.router_aux_loss))
+    def open_reader(self, model: PreTrainedModel) -> "VisionLanguageReader":
+        return VisionLanguageReader(model, router_aux_loss=find_router_loss(model, self.text.router_aux_loss))
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
         """Placeholder ids for videos and audio."""
@@ -195,31 +195,33 @@ class SeeingFamily(Family):
         ]
 
     def pack(self, samples: Sequence[Sample]) -> tuple[Row, Images]:
-        eyes, row = self.eyes, pack_row([ids for sample in samples for ids in list_sequences(sample)])
-        pixels = join_pixels([eyes.read_pixels(sample["images"]) for sample in samples if sample.get("images")])
-        if pixels and has_blocks(eyes.config):
-            row = replace(row, blocks=eyes.find_blocks(row))
-        num_tokens = int((row.input_ids == eyes.config.image_token_id).sum())
-        return row, Images(num_tokens, pixels, eyes.find_positions(samples, row, pixels))
+        vision_inputs, row = self.vision_inputs, pack_row([ids for sample in samples for ids in list_sequences(sample)])
+        pixels = join_pixels(
+            [vision_inputs.read_pixels(sample["images"]) for sample in samples if sample.get("images")]
+        )
+        if pixels and has_blocks(vision_inputs.config):
+            row = replace(row, blocks=vision_inputs.find_blocks(row))
+        num_tokens = int((row.input_ids == vision_inputs.config.image_token_id).sum())
+        return row, Images(num_tokens, pixels, vision_inputs.find_positions(samples, row, pixels))
 
     def make_check_sample(self, token_ids: np.ndarray) -> tuple[Sample, np.ndarray]:
         """Inserts one image after the first two tokens, or two for an even number; images depend on the tokens."""
         random, sizes = np.random.default_rng(int(token_ids[0])), CHECK_IMAGES[: 2 - len(token_ids) % 2]
         references = tuple(write_data_url(random.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes)
-        places = self.eyes.write_places([open_image(reference, directory=Path()) for reference in references])
+        places = self.vision_inputs.write_places([open_image(reference, directory=Path()) for reference in references])
         input_ids = np.concatenate([token_ids[:2], places, token_ids[2:]])
-        return {"input_ids": input_ids, "images": references}, input_ids != self.eyes.config.image_token_id
+        return {"input_ids": input_ids, "images": references}, input_ids != self.vision_inputs.config.image_token_id
 
     def make_probes(self, lengths: Sequence[int]) -> list[Sample]:
         """Makes samples with as many of the data's largest images as the lengths and the cap on patches allow."""
         if self.largest_image is None:
             return super().make_probes(lengths)
         reference = write_data_url(np.zeros((*self.largest_image, 3), dtype=np.uint8))
-        places = self.eyes.write_places([open_image(reference, directory=Path())])
+        places = self.vision_inputs.write_places([open_image(reference, directory=Path())])
         shown = np.append(places, 0)  # a text token separates images
         num_left = sum(lengths)
         if self.max_patches is not None:
-            num_left = self.max_patches // math.prod(self.eyes.count_patches(*self.largest_image))
+            num_left = self.max_patches // math.prod(self.vision_inputs.count_patches(*self.largest_image))
         samples = []
         for length in lengths:
             num_images = min(num_left, length // len(shown))
@@ -229,12 +231,12 @@ class SeeingFamily(Family):
         return samples
 
 
-class SeeingReader(TextReader):
+class VisionLanguageReader(TextReader):
     """Reads rows with a vision-language model: the tower encodes images, whose features replace placeholders."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0):
         super().__init__(model, router_aux_loss=router_aux_loss)
-        self.base = find_seeing_base(model)
+        self.base = find_vision_base(model)
         decoder = inspect.signature(type(find_decoder(model)).forward).parameters
         self.feeds_layers = "deepstack_visual_embeds" in decoder  # features of several layers (Qwen3-VL)
         text = text_config(model.config)
@@ -288,7 +290,7 @@ class SeeingReader(TextReader):
         return self.collect_own(hidden, self.model(**given, use_cache=False, **self.routed))
 
 
-def find_seeing_base(model: PreTrainedModel) -> PreTrainedModel:
+def find_vision_base(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its head. ValueError if it cannot compute image features."""
     base = find_base(model)
     if not hasattr(base, "get_image_features"):

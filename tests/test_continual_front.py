@@ -1,0 +1,62 @@
+"""The continual-learning example: its files are settings of the driver, and its tests ask for what was not trained."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from make_continual import DEMONSTRATION, TASKS, ContinualDataOptions, write_data
+from processes import ROOT
+
+from continual.settings import read_settings
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("front")
+    write_data(ContinualDataOptions(output_dir="", num_train=300, num_test=20, num_pretraining=600), directory)
+    return directory
+
+
+def read_chats(path: Path) -> list[tuple[str, str]]:
+    messages = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    return [(question["content"], answer["content"]) for question, answer in messages]
+
+
+@pytest.mark.parametrize("name", ["continual", "continual_small"])
+def test_every_method_is_accepted_and_shows_answers_as_the_start_model_has_seen_them(name):
+    methods = read_settings(ROOT / "recipes" / f"{name}.yaml")
+    assert {task.name for task in methods[0].tasks} == {verb.lower() for verb in TASKS}
+    rounds = [one.self_distillation for one in methods if one.self_distillation is not None]
+    assert all(one.demonstration == DEMONSTRATION for one in rounds)
+
+
+def test_the_small_version_has_methods_of_the_whole_one():
+    whole, small = (read_settings(ROOT / "recipes" / f"{name}.yaml") for name in ("continual", "continual_small"))
+    for one in small:
+        assert one.train in [other.train for other in whole] and one.tasks == whole[0].tasks
+
+
+def test_numbers_of_tests_are_in_no_other_file(directory):
+    numbers = {
+        path.stem: {question.split()[1] for question, _ in read_chats(path) if question.split()[1].isdigit()}
+        for path in directory.glob("*.jsonl")
+    }
+    tests = [name for name in numbers if name.endswith("_test") or name == "digits"]
+    assert len(tests) == 4 and all(numbers[name] for name in tests)
+    for name in tests:
+        assert all(numbers[name].isdisjoint(numbers[other]) for other in numbers if other != name), name
+
+
+@pytest.mark.parametrize(("name", "expected"), [("reverse", "3821"), ("sort", "1238"), ("increase", "2394")])
+def test_answers_are_those_of_the_shell(directory, name, expected):
+    answer = TASKS[name.capitalize()]
+    assert answer("1283") == expected
+    question, found = read_chats(directory / f"{name}_test.jsonl")[0]
+    number = question.split()[1]
+    by_shell = {
+        "reverse": f"printf {number} | rev",
+        "sort": f"printf {number} | fold -w1 | sort | tr -d '\\n'",
+        "increase": f"printf {number} | tr 0-9 1-90",
+    }
+    assert found == subprocess.run(by_shell[name], shell=True, capture_output=True, text=True, check=True).stdout
