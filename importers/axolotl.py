@@ -6,7 +6,7 @@ from importers import axolotl_preferences
 from importers.axolotl_data import FORMAT_RULES, has_images
 from importers.axolotl_preferences import PREFERENCE_RULES
 from importers.batches import PeerBatch, multiply_rows
-from importers.preferences import TOGETHER, say_lengths
+from importers.preferences import TOGETHER, convert_lengths
 from importers.rules import (
     ALL_LINEAR,
     DIFFERS,
@@ -15,6 +15,19 @@ from importers.rules import (
     Conversion,
     Refusal,
     Rule,
+    convert_entropy_weighting,
+    convert_epochs,
+    convert_evals,
+    convert_init,
+    convert_lora,
+    convert_model,
+    convert_optimizer,
+    convert_revision,
+    convert_saves,
+    convert_schedule,
+    convert_sharding,
+    convert_share,
+    convert_targets,
     counts_rows,
     differs,
     missing,
@@ -24,24 +37,11 @@ from importers.rules import (
     read_names,
     read_number,
     refuse,
-    say,
-    say_data,
-    say_entropy_weighting,
-    say_epochs,
-    say_evals,
-    say_if_true,
-    say_init,
-    say_lora,
-    say_model,
-    say_optimizer,
-    say_revision,
-    say_saves,
-    say_schedule,
-    say_sharding,
-    say_share,
-    say_targets,
-    say_tracker,
-    say_unless_zero,
+    set_data_option,
+    set_if_true,
+    set_option,
+    set_tracker,
+    set_unless_zero,
 )
 from importers.training_arguments import ATTENTION, COMMON, OFFLOADING, PACKED, RESUMED, SPEED
 
@@ -81,7 +81,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return defaults | axolotl_preferences.list_defaults(given)
 
 
-def say_default_warmup(to: Conversion, key: str, value: Any) -> str:
+def convert_default_warmup(to: Conversion, key: str, value: Any) -> str:
     """Axolotl's default: min(3 % of the steps, 100), and never a single step."""
     if to.get("lr_scheduler") == "constant":
         return f"{NEEDLESS}: the constant schedule has no warm-up"
@@ -93,12 +93,12 @@ def say_default_warmup(to: Conversion, key: str, value: Any) -> str:
     return f"warmup_ratio: {value}; {DIFFERS}: there at most 100 steps"
 
 
-def say_length(to: Conversion, key: str, value: Any) -> str:
+def convert_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
     length = read_number(key, value)
     rows = to.get_number("micro_batch_size", default=1)
     if not to.reads_texts:
-        return f"{say_lengths(to, length, rows)}; {TOGETHER} if one is longer than {length}"
+        return f"{convert_lengths(to, length, rows)}; {TOGETHER} if one is longer than {length}"
     to.train["max_tokens_per_gpu"] = length * rows
     if to.get("pretraining_dataset"):
         to.data["block_size"] = length
@@ -110,11 +110,11 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
     )
 
 
-def say_overlong(to: Conversion, key: str, value: Any) -> str:
+def convert_overlong(to: Conversion, key: str, value: Any) -> str:
     return NEEDLESS if value == "drop" else f"{DIFFERS}: longer samples are dropped and counted, given {value!r}"
 
 
-def say_all_linear(to: Conversion, key: str, value: Any) -> str:
+def convert_all_linear(to: Conversion, key: str, value: Any) -> str:
     """Every linear layer and those that are named: their union."""
     named = to.get("lora_target_modules", default=[])
     names = [named] if isinstance(named, str) else list(named)
@@ -128,13 +128,13 @@ def say_all_linear(to: Conversion, key: str, value: Any) -> str:
     return f"{NEEDLESS}: every linear layer of the blocks has an adapter"
 
 
-def say_named_targets(to: Conversion, key: str, value: Any) -> str:
+def convert_named_targets(to: Conversion, key: str, value: Any) -> str:
     if to.get("lora_target_linear"):
         return f"{NEEDLESS}: lora_target_linear asks for every linear layer, these among them"
-    return say_targets(to, key, value)
+    return convert_targets(to, key, value)
 
 
-def say_parameters(to: Conversion, key: str, value: Any) -> str:
+def convert_parameters(to: Conversion, key: str, value: Any) -> str:
     """Experts held as one tensor: they are targets like other layers here."""
     names = [value] if isinstance(value, str) else value
     chosen = to.get("lora_target_modules", default=[])
@@ -146,7 +146,7 @@ def say_parameters(to: Conversion, key: str, value: Any) -> str:
     )
 
 
-def say_tokens(to: Conversion, key: str, value: Any) -> str:
+def convert_tokens(to: Conversion, key: str, value: Any) -> str:
     """Tokens by role: padding is never computed, others are the tokenizer's own."""
     if not isinstance(value, dict):
         raise ValueError(f"special_tokens is a mapping, given {value!r}")
@@ -159,7 +159,7 @@ def say_tokens(to: Conversion, key: str, value: Any) -> str:
     return "; ".join(added + changed) or f"{NEEDLESS}: nothing is padded"
 
 
-def say_plugins(to: Conversion, key: str, value: Any) -> str:
+def convert_plugins(to: Conversion, key: str, value: Any) -> str:
     names = value if isinstance(value, list) else [value]
     other = [str(name) for name in names if not any(f"integrations.{part}." in str(name) for part in PLUGINS)]
     if other:
@@ -167,24 +167,24 @@ def say_plugins(to: Conversion, key: str, value: Any) -> str:
     return f"{NEEDLESS}: speed alone; --use-liger-kernels takes Liger's kernels"
 
 
-def say_model_config(to: Conversion, key: str, value: Any) -> str:
+def convert_model_config(to: Conversion, key: str, value: Any) -> str:
     """Changes to the model's config: only the experts' balancing loss has a counterpart."""
     if value == {"output_router_logits": True}:
         return f"{DIFFERS}: --router-aux-loss with a coefficient turns the experts' balancing loss on"
     raise Refusal(f"the model's config is never changed here: {value}")
 
 
-def say_context_parallel(to: Conversion, key: str, value: Any) -> str:
+def convert_context_parallel(to: Conversion, key: str, value: Any) -> str:
     if value in (None, 0, 1):
         return NEEDLESS
-    return say("context_parallel")(to, key, value)
+    return set_option("context_parallel")(to, key, value)
 
 
-def say_order(to: Conversion, key: str, value: Any) -> str:
+def convert_order(to: Conversion, key: str, value: Any) -> str:
     return NEEDLESS if value else f"{DIFFERS}: samples come in a random order, another one in each epoch"
 
 
-def say_input_masking(to: Conversion, key: str, value: Any) -> str:
+def convert_input_masking(to: Conversion, key: str, value: Any) -> str:
     if value and not to.get("pretraining_dataset"):
         raise Refusal("prompts are never trained here, only the assistant's tokens")
     return NEEDLESS
@@ -216,78 +216,78 @@ KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddin
            "ray_num_workers", "flex_attn_compile_kwargs", "expert_parallel_size", "liger_layer_norm",
            "liger_rms_norm_gated", "tokenizer_use_fast", "flash_optimum", "bnb_config_kwargs")  # fmt: skip
 RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
-    "base_model": say_model,
-    "use_eaft": say_entropy_weighting,
+    "base_model": convert_model,
+    "use_eaft": convert_entropy_weighting,
     **dict.fromkeys(("eaft_alpha", "eaft_k"), needless("they are use_eaft's, which needs 1 and 20")),
-    "revision_of_model": say_revision,
-    "lr_scheduler": say_schedule,
-    "optimizer": say_optimizer,
+    "revision_of_model": convert_revision,
+    "lr_scheduler": convert_schedule,
+    "optimizer": convert_optimizer,
     "optim_args": refuse("arguments of an optimizer are not passed on: give adam_beta1, adam_beta2 and adam_epsilon"),
-    "num_epochs": say_epochs,
+    "num_epochs": convert_epochs,
     "micro_batch_size": counts_rows,
     "batch_size": counts_rows,
-    "warmup": say_default_warmup,
-    "saves_per_epoch": say_saves,
-    "evals_per_epoch": say_evals,
+    "warmup": convert_default_warmup,
+    "saves_per_epoch": convert_saves,
+    "evals_per_epoch": convert_evals,
     "eval_batch_size": needless("validation is packed as training is"),
-    "val_set_size": say_share,
-    "dataset_processes": say_data("num_proc"),
-    "dataset_num_proc": say_data("num_proc"),
-    "sequence_len": say_length,
-    "excess_length_strategy": say_overlong,
+    "val_set_size": convert_share,
+    "dataset_processes": set_data_option("num_proc"),
+    "dataset_num_proc": set_data_option("num_proc"),
+    "sequence_len": convert_length,
+    "excess_length_strategy": convert_overlong,
     "min_sample_len": missing("short samples are kept"),
-    "adapter": say_lora,
-    "lora_r": of_new_lora(say("lora_rank")),
-    "lora_target_modules": of_new_lora(say_named_targets),
-    "lora_target_linear": of_new_lora(say_all_linear),
-    "lora_target_parameters": of_new_lora(say_parameters),
-    "lora_modules_to_save": of_new_lora(say("lora_modules_to_save")),
-    "lora_model_dir": of_lora(say("lora_adapter")),
+    "adapter": convert_lora,
+    "lora_r": of_new_lora(set_option("lora_rank")),
+    "lora_target_modules": of_new_lora(convert_named_targets),
+    "lora_target_linear": of_new_lora(convert_all_linear),
+    "lora_target_parameters": of_new_lora(convert_parameters),
+    "lora_modules_to_save": of_new_lora(set_option("lora_modules_to_save")),
+    "lora_model_dir": of_lora(set_option("lora_adapter")),
     "lora_fan_in_fan_out": needless("the layer's own kind says it"),
-    "peft_use_rslora": of_new_lora(say("lora_use_rslora")),
-    "peft_use_dora": of_new_lora(say("lora_use_dora")),
-    "peft_init_lora_weights": of_lora(say_init),
-    "noisy_embedding_alpha": say_unless_zero("neftune_alpha"),
-    "cosine_min_lr_ratio": say("min_lr_ratio"),
+    "peft_use_rslora": of_new_lora(set_option("lora_use_rslora")),
+    "peft_use_dora": of_new_lora(set_option("lora_use_dora")),
+    "peft_init_lora_weights": of_lora(convert_init),
+    "noisy_embedding_alpha": set_unless_zero("neftune_alpha"),
+    "cosine_min_lr_ratio": set_option("min_lr_ratio"),
     "cosine_constant_lr_ratio": differs("the learning rate reaches its lowest at the run's end"),
     "lr_quadratic_warmup": differs("warm-up is linear"),
-    "wandb_project": say_tracker("wandb", option="track_project"),
-    "wandb_name": say_tracker("wandb", option="track_name"),
+    "wandb_project": set_tracker("wandb", option="track_project"),
+    "wandb_name": set_tracker("wandb", option="track_name"),
     "use_wandb": needless("wandb_project asks for it"),
     "wandb_run_id": needless("a resumed run continues in the tracker's run"),
     "wandb_entity": missing("set WANDB_ENTITY"),
     "wandb_watch": missing("gradients are not sent"),
     "wandb_log_model": missing("--push-to-hub uploads exports"),
-    "use_tensorboard": say_tracker("tensorboard"),
-    "mlflow_tracking_uri": say_tracker("mlflow"),
-    "mlflow_experiment_name": say_tracker("mlflow", option="track_project"),
-    "trackio_project_name": say_tracker("trackio", option="track_project"),
-    "trackio_run_name": say_tracker("trackio", option="track_name"),
+    "use_tensorboard": set_tracker("tensorboard"),
+    "mlflow_tracking_uri": set_tracker("mlflow"),
+    "mlflow_experiment_name": set_tracker("mlflow", option="track_project"),
+    "trackio_project_name": set_tracker("trackio", option="track_project"),
+    "trackio_run_name": set_tracker("trackio", option="track_name"),
     "trackio_space_id": missing("set TRACKIO_SPACE_ID"),
     "use_swanlab": missing("trackers are wandb, tensorboard, mlflow, trackio"),
-    "special_tokens": say_tokens,
-    "tokens": say_data("add_special_tokens"),
+    "special_tokens": convert_tokens,
+    "tokens": set_data_option("add_special_tokens"),
     "eot_tokens": differs("turns end with the stop token that the chat template writes"),
     "default_system_message": differs("a system message is the row's own, or the template's"),
-    "train_on_inputs": say_input_masking,
-    "tiled_mlp": say_if_true(tiled_mlp=True),
+    "train_on_inputs": convert_input_masking,
+    "tiled_mlp": set_if_true(tiled_mlp=True),
     "activation_offloading": OFFLOADING,
-    "plugins": say_plugins,
-    "liger_rope": say_if_true(use_liger_kernels=True),
-    "liger_rms_norm": say_if_true(use_liger_kernels=True),
-    "liger_glu_activation": say_if_true(use_liger_kernels=True),
+    "plugins": convert_plugins,
+    "liger_rope": set_if_true(use_liger_kernels=True),
+    "liger_rms_norm": set_if_true(use_liger_kernels=True),
+    "liger_glu_activation": set_if_true(use_liger_kernels=True),
     "liger_fused_linear_cross_entropy": needless("the loss never holds all logits"),
-    "model_config": say_model_config,
+    "model_config": convert_model_config,
     "float16": differs("computed in bfloat16"),
     "bfloat16": needless("on CUDA compute is in bfloat16, with weights in float32"),
     "torch_dtype": needless("on CUDA compute is in bfloat16, with weights in float32"),
-    "freeze_mm_modules": lambda to, key, value: (NEEDLESS if value else say_if_true(freeze=["nothing"])(to, key, True))
+    "freeze_mm_modules": lambda to, key, value: (NEEDLESS if value else set_if_true(freeze=["nothing"])(to, key, True))
     if has_images(to.given) else NEEDLESS,
-    "context_parallel_size": say_context_parallel,
-    "sequence_parallel_degree": say_context_parallel,
+    "context_parallel_size": convert_context_parallel,
+    "sequence_parallel_degree": convert_context_parallel,
     "tensor_parallel_size": lambda to, key, value: NEEDLESS if value in (None, 1)
     else f"{DIFFERS}: weights are sharded, not products; the step has the samples that it had",
-    "shuffle_merged_datasets": say_order,
+    "shuffle_merged_datasets": convert_order,
     "shuffle_before_merging_datasets": needless("samples come in a random order, another one in each epoch"),
     "sample_packing_sequentially": differs("the order is always random"),
     "curriculum_sampling": differs("the order is always random"),
@@ -330,7 +330,7 @@ RULES: dict[str, Rule] = COMMON | FORMAT_RULES | PREFERENCE_RULES | {
     **dict.fromkeys(("model_type", "tokenizer_type", "base_model_config", "cls_model_config", "is_llama_derived_model",
                      "is_mistral_derived_model", "is_falcon_derived_model", "tokenizer_legacy",
                      "base_model_ignore_patterns"), needless("the checkpoint's config says it")),
-    **dict.fromkeys(("dp_shard_size", "dp_replicate_size", "fsdp_version"), say_sharding),
+    **dict.fromkeys(("dp_shard_size", "dp_replicate_size", "fsdp_version"), convert_sharding),
     **dict.fromkeys(("local_rank", "debug", "world_size", "hf_use_auth_token"), WORLD),
     **dict.fromkeys(KERNELS, SPEED),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 from corpus.files import ENDINGS
 from importers import axolotl_preferences
 from importers.rules import DIFFERS, MISSING, NEEDLESS, Conversion, Refusal, Rule, needless, read_number
-from importers.sources import add_sources, describe_sources, is_file, say_template_text
+from importers.sources import add_sources, convert_template_text, describe_sources, is_file
 
 # Types whose rows have Alpaca's columns; their prompts differ in words.
 ALPACA = ("alpaca", "alpaca:chat", "alpaca:phi", "alpaca:chatml", "alpaca_chat.load_qa", "alpaca_w_system.load")
@@ -18,7 +18,7 @@ def has_images(given: dict[str, Any]) -> bool:
     return bool(given.get("processor_type"))
 
 
-def say_datasets(to: Conversion, key: str, value: Any) -> str:
+def convert_datasets(to: Conversion, key: str, value: Any) -> str:
     """The data sets, each with its type."""
     listed = value if isinstance(value, list) else [value]
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
@@ -144,7 +144,7 @@ def read_template(to: Conversion, rest: dict[str, Any], notes: list[str]) -> dic
     """The data set's own chat template, if it has one."""
     template, said = rest.pop("chat_template", None), {}
     if template is not None and template != to.get("chat_template"):
-        notes.append(say_template(to, "chat_template", template, into=said))
+        notes.append(convert_template(to, "chat_template", template, into=said))
     return said
 
 
@@ -175,7 +175,7 @@ def is_so_anyway(name: str, value: Any) -> bool:
     return name in always or (name, value) in (("trust_remote_code", False), ("split", "train"))
 
 
-def say_template(to: Conversion, key: str, value: Any, *, into: dict[str, Any] | None = None) -> str:
+def convert_template(to: Conversion, key: str, value: Any, *, into: dict[str, Any] | None = None) -> str:
     """The chat template by its name, or its text."""
     if value in (None, "tokenizer_default", "jinja"):
         return f"{NEEDLESS}: the model's own template, or chat_template_jinja, is used"
@@ -189,7 +189,7 @@ def say_template(to: Conversion, key: str, value: Any, *, into: dict[str, Any] |
     )
 
 
-def say_images(to: Conversion, key: str, value: Any) -> str:
+def convert_images(to: Conversion, key: str, value: Any) -> str:
     if not value:
         return NEEDLESS
     if not to.is_lora and to.get("freeze_mm_modules") is None:
@@ -200,12 +200,12 @@ def say_images(to: Conversion, key: str, value: Any) -> str:
 
 
 FORMAT_RULES: dict[str, Rule] = {
-    "datasets": say_datasets,
-    "pretraining_dataset": say_datasets,
-    "chat_template": say_template,
-    "chat_template_jinja": say_template_text,
+    "datasets": convert_datasets,
+    "pretraining_dataset": convert_datasets,
+    "chat_template": convert_template,
+    "chat_template_jinja": convert_template_text,
     "chat_template_kwargs": lambda to, key, value: f"{DIFFERS}: templates get no arguments" if value else NEEDLESS,
-    "processor_type": say_images,
+    "processor_type": convert_images,
     "skip_prepare_dataset": needless("rows are tokenized by process_data.py"),
     "image_size": lambda to, key, value: f"{MISSING}: the model's own processor sizes images",
     "num_labels": needless("language is learned"),

@@ -5,11 +5,11 @@ from typing import Any
 from importers.preferences import (
     POINT,
     PROMPT_LIKELIHOOD,
+    convert_loss_smoothing,
+    convert_losses,
     name_columns,
     of_objective,
-    say_above_zero,
-    say_loss_smoothing,
-    say_losses,
+    set_above_zero,
     set_loss,
 )
 from importers.rules import (
@@ -20,9 +20,9 @@ from importers.rules import (
     Rule,
     needless,
     refuse,
-    say,
-    say_if_true,
-    say_unless_zero,
+    set_if_true,
+    set_option,
+    set_unless_zero,
 )
 
 OBJECTIVES = {"dpo": "preference", "ipo": "preference", "orpo": "preference", "simpo": "preference", "kto": "kto"}
@@ -48,7 +48,7 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return defaults | ({"cpo_alpha": 1.0} if given.get("rl") == "simpo" else {})
 
 
-def say_rl(to: Conversion, key: str, value: Any) -> str:
+def convert_rl(to: Conversion, key: str, value: Any) -> str:
     """The objective, and the loss that it implies."""
     if not value:
         return NEEDLESS
@@ -134,24 +134,24 @@ def of_rl(*names: str, rule: Rule) -> Rule:
 
 OTHER_LOSS = "changes the loss, and has no counterpart"
 PREFERENCE_RULES: dict[str, Rule] = {
-    "rl": say_rl,
-    "rl_beta": of_rl(*OBJECTIVES, rule=say("preference_beta")),
+    "rl": convert_rl,
+    "rl_beta": of_rl(*OBJECTIVES, rule=set_option("preference_beta")),
     "dpo_beta": needless("it is written as rl_beta, unless that is there"),
     "orpo_alpha": needless("it is written as rl_beta, unless that is there"),
-    "simpo_gamma": of_rl("simpo", rule=say("preference_gamma")),
-    "cpo_alpha": of_rl("simpo", rule=say_above_zero("preference_nll_weight")),
-    "rpo_alpha": of_rl("dpo", rule=say_above_zero("preference_nll_weight")),
-    "kto_desirable_weight": of_rl("kto", rule=say_unless_zero("desirable_weight")),
-    "kto_undesirable_weight": of_rl("kto", rule=say_unless_zero("undesirable_weight")),
-    "dpo_loss_type": of_rl("dpo", rule=say_losses("dpo_loss_weights")),
+    "simpo_gamma": of_rl("simpo", rule=set_option("preference_gamma")),
+    "cpo_alpha": of_rl("simpo", rule=set_above_zero("preference_nll_weight")),
+    "rpo_alpha": of_rl("dpo", rule=set_above_zero("preference_nll_weight")),
+    "kto_desirable_weight": of_rl("kto", rule=set_unless_zero("desirable_weight")),
+    "kto_undesirable_weight": of_rl("kto", rule=set_unless_zero("undesirable_weight")),
+    "dpo_loss_type": of_rl("dpo", rule=convert_losses("dpo_loss_weights")),
     "dpo_loss_weights": needless("they are written with dpo_loss_type"),
-    "dpo_label_smoothing": of_rl("dpo", rule=say_loss_smoothing("dpo_loss_type")),
+    "dpo_label_smoothing": of_rl("dpo", rule=convert_loss_smoothing("dpo_loss_type")),
     "dpo_use_weighting": of_rl("dpo", "ipo", rule=refuse(OTHER_LOSS)),
     "dpo_norm_loss": refuse(OTHER_LOSS),
     "dpo_padding_free": needless("samples are always packed, and never see each other"),
-    "dpo_use_liger_kernel": say_if_true(use_liger_kernels=True),
+    "dpo_use_liger_kernel": set_if_true(use_liger_kernels=True),
     "precompute_ref_log_probs": needless("the reference is always computed once, before the first step"),
     "reward_model": needless("it is written as the objective"),
-    "center_rewards_coefficient": of_objective("reward", rule=say("reward_centering")),
+    "center_rewards_coefficient": of_objective("reward", rule=set_option("reward_centering")),
     "max_prompt_len": needless("only reinforcement learning reads it"),
 }

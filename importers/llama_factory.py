@@ -6,8 +6,8 @@ from typing import Any
 
 from importers import llama_factory_preferences
 from importers.batches import PeerBatch, describe_device_batch
-from importers.llama_factory_preferences import PREFERENCE_RULES, say_adapter, say_adapter_dropout
-from importers.preferences import TOGETHER, say_lengths
+from importers.llama_factory_preferences import PREFERENCE_RULES, convert_adapter, convert_adapter_dropout
+from importers.preferences import TOGETHER, convert_lengths
 from importers.rules import (
     DIFFERS,
     MISSING,
@@ -16,6 +16,14 @@ from importers.rules import (
     Refusal,
     Rule,
     allow,
+    convert_bits,
+    convert_entropy_weighting,
+    convert_epochs,
+    convert_lora,
+    convert_model,
+    convert_revision,
+    convert_share,
+    convert_targets,
     differs,
     missing,
     needless,
@@ -24,18 +32,10 @@ from importers.rules import (
     read_names,
     read_number,
     refuse,
-    say,
-    say_bits,
-    say_data,
-    say_entropy_weighting,
-    say_epochs,
-    say_if_true,
-    say_listed,
-    say_lora,
-    say_model,
-    say_revision,
-    say_share,
-    say_targets,
+    set_data_option,
+    set_if_true,
+    set_list,
+    set_option,
 )
 from importers.sources import add_sources, describe_sources
 from importers.training_arguments import ATTENTION, PACKED, SPEED, TRAINING_ARGUMENTS
@@ -68,10 +68,10 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return defaults | ({"lora_rank": 8} if trains_adapter(given) else {})
 
 
-def say_stage(to: Conversion, key: str, value: Any) -> str:
+def convert_stage(to: Conversion, key: str, value: Any) -> str:
     """Supervised fine-tuning, documents, or preferences."""
     if not to.reads_texts:
-        return llama_factory_preferences.say_stage(to, value)
+        return llama_factory_preferences.convert_stage(to, value)
     if value == "pt":
         to.data["format"] = "document"
         return f"format: document (of process_data.py); {DIFFERS}: texts are trained whole, without a chat template"
@@ -84,11 +84,11 @@ def is_pretraining(to: Conversion) -> bool:
     return to.get("stage") == "pt"
 
 
-def say_length(to: Conversion, key: str, value: Any) -> str:
+def convert_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, or a document's block; and the tokens of one GPU's micro-batch."""
     length, rows = read_number(key, value), to.get_number("per_device_train_batch_size", default=8)
     if not to.reads_texts:
-        return f"{say_lengths(to, length, rows)}; {TOGETHER} each is cut to {length}"
+        return f"{convert_lengths(to, length, rows)}; {TOGETHER} each is cut to {length}"
     to.train["max_tokens_per_gpu"] = length * rows
     tokens = f"max_tokens_per_gpu: {to.train['max_tokens_per_gpu']}"
     if is_pretraining(to):
@@ -100,7 +100,7 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
     )
 
 
-def say_datasets(to: Conversion, key: str, value: Any) -> str:
+def convert_datasets(to: Conversion, key: str, value: Any) -> str:
     """Data sets by name, from the list that lies beside their files."""
     info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
     listed = read_list(info)
@@ -146,7 +146,7 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path, not
         if "input_dataset" in source:
             raise Refusal(f"images of {name}: are read beside files of rows; download it, and name its files")
         source["images"] = True
-        say_freezing(to, "freeze_vision_tower", True)
+        convert_freezing(to, "freeze_vision_tower", True)
         if columns["images"] != "images":
             notes.append(f"{DIFFERS}: images are read from the column images, {name} has them in {columns['images']}")
     if entry.get("num_samples"):
@@ -207,7 +207,7 @@ def check_message_keys(name: str, kind: str, tags: dict[str, Any]) -> tuple[str,
     return formats[pair]
 
 
-def say_masking(to: Conversion, key: str, value: Any) -> str:
+def convert_masking(to: Conversion, key: str, value: Any) -> str:
     if not value:
         return NEEDLESS
     raise Refusal(
@@ -216,7 +216,7 @@ def say_masking(to: Conversion, key: str, value: Any) -> str:
     )  # fmt: skip
 
 
-def say_subset(to: Conversion, key: str, value: Any) -> str:
+def convert_subset(to: Conversion, key: str, value: Any) -> str:
     """The first rows of each data set there; as many rows drawn at random here."""
     to.train["subset"] = str(read_number(key, value))
     return (
@@ -224,13 +224,13 @@ def say_subset(to: Conversion, key: str, value: Any) -> str:
     )
 
 
-def say_quantization(to: Conversion, key: str, value: Any) -> str:
+def convert_quantization(to: Conversion, key: str, value: Any) -> str:
     if value in ("bnb", "bitsandbytes"):
         return NEEDLESS
     raise Refusal(f"the base is quantized by bitsandbytes (nf4), given {value!r}")
 
 
-def say_freezing(to: Conversion, key: str, value: Any) -> str:
+def convert_freezing(to: Conversion, key: str, value: Any) -> str:
     """Parts of a vision-language model: by default vision and projector are frozen, and the language part trains."""
     defaults = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
     parts = {
@@ -273,50 +273,50 @@ BESIDE = ("apollo_layerwise", "apollo_target", "apollo_rank", "apollo_scale", "a
           "oft_target", "pissa_iter", "pissa_convert", "eaft_alpha", "kt_config", "kt_cpu_activation", "kt_weight_path",
           "kt_non_expert_weight_path", "fp8_backend", "fp8_enable_fsdp_float8_all_gather")  # fmt: skip
 RULES: dict[str, Rule] = TRAINING_ARGUMENTS | PREFERENCE_RULES | {
-    "model_name_or_path": say_model,
-    "model_revision": say_revision,
-    "num_train_epochs": say_epochs,
-    "stage": say_stage,
-    "finetuning_type": say_lora,
-    "lora_rank": of_new_lora(say("lora_rank")),
-    "lora_dropout": of_new_lora(say_adapter_dropout),
-    "lora_target": of_new_lora(lambda to, key, value: say_targets(to, key, read_names(key, value))),
-    "additional_target": of_new_lora(say_listed("lora_modules_to_save")),
-    "adapter_name_or_path": of_lora(say_adapter),
-    "quantization_bit": of_lora(say_bits),
-    "quantization_method": of_lora(say_quantization),
+    "model_name_or_path": convert_model,
+    "model_revision": convert_revision,
+    "num_train_epochs": convert_epochs,
+    "stage": convert_stage,
+    "finetuning_type": convert_lora,
+    "lora_rank": of_new_lora(set_option("lora_rank")),
+    "lora_dropout": of_new_lora(convert_adapter_dropout),
+    "lora_target": of_new_lora(lambda to, key, value: convert_targets(to, key, read_names(key, value))),
+    "additional_target": of_new_lora(set_list("lora_modules_to_save")),
+    "adapter_name_or_path": of_lora(convert_adapter),
+    "quantization_bit": of_lora(convert_bits),
+    "quantization_method": of_lora(convert_quantization),
     "quantization_type": of_lora(allow("nf4", reason="the base is held in nf4")),
     "double_quantization": of_lora(needless("the base is held in nf4")),
-    "dataset": say_datasets,
+    "dataset": convert_datasets,
     "dataset_dir": needless("input_file is a path"),
     "eval_dataset": missing("tokenize it, and give validation_data_path"),
-    "val_size": say_share,
+    "val_size": convert_share,
     "template": lambda to, key, value: NEEDLESS if value in ("empty",) else TEMPLATE,
-    "cutoff_len": say_length,
-    "max_samples": say_subset,
-    "preprocessing_num_workers": say_data("num_proc"),
+    "cutoff_len": convert_length,
+    "max_samples": convert_subset,
+    "preprocessing_num_workers": set_data_option("num_proc"),
     "overwrite_cache": needless("process_data.py writes to the file of output_file"),
     "tokenized_path": needless("process_data.py writes to the file of output_file"),
     "packing": PACKED,
     "neat_packing": PACKED,
-    "train_on_prompt": say_masking,
-    "mask_history": say_masking,
+    "train_on_prompt": convert_masking,
+    "mask_history": convert_masking,
     "default_system": differs("a system message is the row's own, or the template's"),
     "enable_thinking": differs("prompts with and without thinking are the template's and the rows' own"),
     "tool_format": differs("tools are written by the model's own template"),
     "image_max_pixels": differs("the model's own processor sizes images"),
     "image_min_pixels": differs("the model's own processor sizes images"),
     **dict.fromkeys(("video_max_pixels", "video_fps", "video_maxlen"), needless("rows with videos are refused")),
-    **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), say_freezing),
+    **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), convert_freezing),
     "flash_attn": ATTENTION,
-    "enable_liger_kernel": say_if_true(use_liger_kernels=True),
-    "disable_gradient_checkpointing": say_if_true(activation_checkpointing="none"),
+    "enable_liger_kernel": set_if_true(use_liger_kernels=True),
+    "disable_gradient_checkpointing": set_if_true(activation_checkpointing="none"),
     "pure_bf16": needless("weights stay in float32; --master-weights bfloat16 holds them in 16 bits"),
-    "use_dft_loss": say_if_true(loss_weighting="dft"),
-    "use_eaft_loss": say_entropy_weighting,
+    "use_dft_loss": set_if_true(loss_weighting="dft"),
+    "use_eaft_loss": convert_entropy_weighting,
     "plot_loss": needless("tools/plot_metrics.py draws every metric"),
     "compute_accuracy": needless("validations report token accuracy"),
-    "interleave_probs": lambda to, key, value: say("data_weights")(to, key, read_names(key, value)),
+    "interleave_probs": lambda to, key, value: set_option("data_weights")(to, key, read_names(key, value)),
     "mix_strategy": lambda to, key, value: NEEDLESS if value == "concat"
     else f"{DIFFERS}: data_weights draw samples; a data set that runs out starts over",
     "disable_shuffling": differs("the order is always random"),
@@ -326,8 +326,8 @@ RULES: dict[str, Rule] = TRAINING_ARGUMENTS | PREFERENCE_RULES | {
     "use_unsloth": SPEED,
     "ray_num_workers": SPEED,
     "resize_vocab": needless("the vocabulary grows as tokens are added"),
-    "add_special_tokens": lambda to, key, value: say_data("add_special_tokens")(to, key, read_names(key, value)),
-    "add_tokens": lambda to, key, value: say_data("add_special_tokens")(to, key, read_names(key, value)),
+    "add_special_tokens": lambda to, key, value: set_data_option("add_special_tokens")(to, key, read_names(key, value)),
+    "add_tokens": lambda to, key, value: set_data_option("add_special_tokens")(to, key, read_names(key, value)),
     "new_special_tokens_config": refuse("descriptions of tokens are not read: add_special_tokens names them"),
     "init_special_tokens": refuse("new tokens begin as the mean of the others"),
     **dict.fromkeys(OTHER_TRAINING, refuse("changes how or what is trained, and has no counterpart")),

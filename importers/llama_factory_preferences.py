@@ -8,10 +8,21 @@ from importers.preferences import (
     POINT,
     name_columns,
     of_objective,
-    say_above_zero,
+    set_above_zero,
     set_loss,
 )
-from importers.rules import DIFFERS, NEEDLESS, Conversion, Refusal, Rule, allow, needless, read_number, refuse, say
+from importers.rules import (
+    DIFFERS,
+    NEEDLESS,
+    Conversion,
+    Refusal,
+    Rule,
+    allow,
+    needless,
+    read_number,
+    refuse,
+    set_option,
+)
 
 OBJECTIVES = {"dpo": "preference", "kto": "kto", "rm": "reward"}
 HEAD = f"{DIFFERS}: the head has no bias and no dropout, and is exported with the model; there it is a file beside it"
@@ -29,12 +40,12 @@ def list_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return defaults | ({"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {})
 
 
-def say_stage(to: Conversion, value: str) -> str:
+def convert_stage(to: Conversion, value: str) -> str:
     return {"dpo": f"{NEEDLESS}: pref_loss says the loss", "kto": f"objective: kto; {POINT}",
             "rm": f"objective: reward; {HEAD}"}[value]  # fmt: skip
 
 
-def say_loss(to: Conversion, key: str, value: Any) -> str:
+def convert_loss(to: Conversion, key: str, value: Any) -> str:
     """The loss; with orpo and pref_ftx, the likelihood's weight."""
     known = {name: LOSSES[name] for name in ("sigmoid", "hinge", "ipo")} | {"orpo": "orpo", "simpo": "simpo"}
     if not isinstance(value, str) or value not in known:
@@ -43,7 +54,7 @@ def say_loss(to: Conversion, key: str, value: Any) -> str:
     return f"{told}; {MEANS_OF_MEANS}" if value == "orpo" else told
 
 
-def say_likelihood(to: Conversion, key: str, value: Any) -> str:
+def convert_likelihood(to: Conversion, key: str, value: Any) -> str:
     """The weight of the chosen answers' negative log-likelihood, to which ORPO's own 1 is added."""
     weight = read_number(key, value)
     if weight == 0:
@@ -51,24 +62,24 @@ def say_likelihood(to: Conversion, key: str, value: Any) -> str:
     if to.objective == "kto":
         raise Refusal("a likelihood beside KTO's loss is not here")
     weight += 1 if to.get("pref_loss") == "orpo" else 0
-    return f"{say('preference_nll_weight')(to, key, weight)}; {MEANS_OF_MEANS}"
+    return f"{set_option('preference_nll_weight')(to, key, weight)}; {MEANS_OF_MEANS}"
 
 
-def say_adapter_dropout(to: Conversion, key: str, value: Any) -> str:
+def convert_adapter_dropout(to: Conversion, key: str, value: Any) -> str:
     if to.objective in ("preference", "kto"):
         return f"{NEEDLESS}: no dropout, as there where preferences are learned"
-    return say("lora_dropout")(to, key, value)
+    return set_option("lora_dropout")(to, key, value)
 
 
-def say_adapter(to: Conversion, key: str, value: Any) -> str:
+def convert_adapter(to: Conversion, key: str, value: Any) -> str:
     """The adapter to continue from, which is part of the reference here."""
-    told = say("lora_adapter")(to, key, value)
+    told = set_option("lora_adapter")(to, key, value)
     if to.objective in ("causal-lm", "reward") or to.get("ref_model") or to.get("pref_loss") in ("orpo", "simpo"):
         return told
     return f"{told}; {DIFFERS}: the reference is the model with this adapter, there without it"
 
 
-def say_reference_bits(to: Conversion, key: str, value: Any) -> str:
+def convert_reference_bits(to: Conversion, key: str, value: Any) -> str:
     return f"{DIFFERS}: the reference stays unquantized" if value else NEEDLESS
 
 
@@ -122,19 +133,19 @@ def read_chat_prompt(to: Conversion, name: str, columns: dict[str, str], notes: 
 
 OTHER_LOSS = "changes the loss, and has no counterpart"
 PREFERENCE_RULES: dict[str, Rule] = {
-    "pref_loss": of_objective("preference", rule=say_loss),
-    "pref_beta": of_objective("preference", "kto", rule=say("preference_beta")),
-    "pref_ftx": of_objective("preference", "kto", rule=say_likelihood),
+    "pref_loss": of_objective("preference", rule=convert_loss),
+    "pref_beta": of_objective("preference", "kto", rule=set_option("preference_beta")),
+    "pref_ftx": of_objective("preference", "kto", rule=convert_likelihood),
     "pref_bco_weight": of_objective("preference", rule=refuse(OTHER_LOSS)),
-    "dpo_label_smoothing": of_objective("preference", rule=say_above_zero("preference_label_smoothing")),
-    "simpo_gamma": of_objective("preference", rule=lambda to, key, value: say("preference_gamma")(to, key, value)
+    "dpo_label_smoothing": of_objective("preference", rule=set_above_zero("preference_label_smoothing")),
+    "simpo_gamma": of_objective("preference", rule=lambda to, key, value: set_option("preference_gamma")(to, key, value)
                                 if to.get("pref_loss") == "simpo" else NEEDLESS),
-    "kto_chosen_weight": of_objective("kto", rule=say("desirable_weight")),
-    "kto_rejected_weight": of_objective("kto", rule=say("undesirable_weight")),
-    "ref_model": of_objective("preference", "kto", rule=say("reference_model")),
+    "kto_chosen_weight": of_objective("kto", rule=set_option("desirable_weight")),
+    "kto_rejected_weight": of_objective("kto", rule=set_option("undesirable_weight")),
+    "ref_model": of_objective("preference", "kto", rule=set_option("reference_model")),
     "ref_model_adapters": of_objective("preference", "kto", rule=refuse("merge the reference's adapter into it:"
                                                                         " tools/merge_adapter.py")),
-    "ref_model_quantization_bit": of_objective("preference", "kto", rule=say_reference_bits),
+    "ref_model_quantization_bit": of_objective("preference", "kto", rule=convert_reference_bits),
     "ld_alpha": of_objective("preference", rule=allow(1, reason=OTHER_LOSS)),
     **dict.fromkeys(("reward_model", "ppo_buffer_size", "ppo_score_norm", "ppo_target", "ppo_whiten_rewards",
                      "reward_model_adapters", "reward_model_quantization_bit", "reward_model_type"),

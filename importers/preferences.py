@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from importers.rules import DIFFERS, NEEDLESS, Conversion, Refusal, Rule, read_names, read_number, say
+from importers.rules import DIFFERS, NEEDLESS, Conversion, Refusal, Rule, read_names, read_number, set_option
 
 # Losses with a reference by TRL's names. "sft" beside one of them is the chosen answers' negative log-likelihood.
 LOSSES = {"sigmoid": "dpo", "robust": "robust", "ipo": "ipo", "hinge": "hinge", "apo_zero": "apo-zero",
@@ -24,7 +24,7 @@ def of_objective(*objectives: str, rule: Rule) -> Rule:
     )
 
 
-def say_losses(weights_key: str) -> Rule:
+def convert_losses(weights_key: str) -> Rule:
     """Losses by TRL's names: one with a reference, alone or with "sft"; `weights_key` has their weights."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
@@ -53,7 +53,7 @@ def set_loss(to: Conversion, loss: str, *, nll_weight: int | float | None = None
     return f"preference_loss: {loss}, preference_nll_weight: {nll_weight}"
 
 
-def say_loss_smoothing(losses_key: str) -> Rule:
+def convert_loss_smoothing(losses_key: str) -> Rule:
     """Smoothed labels: TRL's loss "robust" uses them, "sigmoid" no longer does."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
@@ -61,7 +61,7 @@ def say_loss_smoothing(losses_key: str) -> Rule:
             return NEEDLESS
         losses = read_names(losses_key, to.get(losses_key, default="sigmoid"))
         if "robust" in losses:
-            return say("preference_label_smoothing")(to, key, value)
+            return set_option("preference_label_smoothing")(to, key, value)
         return (
             f"{DIFFERS}: this loss ignores it in today's TRL; earlier versions trained conservative DPO, which is"
             f" --preference-label-smoothing {value}"
@@ -70,12 +70,12 @@ def say_loss_smoothing(losses_key: str) -> Rule:
     return rule
 
 
-def say_above_zero(name: str) -> Rule:
+def set_above_zero(name: str) -> Rule:
     """A weight that is added only if it is above 0."""
-    return lambda to, key, value: say(name)(to, key, value) if read_number(key, value) > 0 else NEEDLESS
+    return lambda to, key, value: set_option(name)(to, key, value) if read_number(key, value) > 0 else NEEDLESS
 
 
-def say_lengths(to: Conversion, length: int | float, rows: int | float) -> str:
+def convert_lengths(to: Conversion, length: int | float, rows: int | float) -> str:
     """The longest sample, and the tokens of one GPU's micro-batch, of which each sample has two sequences."""
     to.data["max_sample_num_tokens"] = to.num_sequences * length
     to.train["max_tokens_per_gpu"] = to.num_sequences * length * rows

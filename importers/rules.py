@@ -90,7 +90,7 @@ def read_names(key: str, value: Any) -> list[str]:
     return names
 
 
-def say(name: str) -> Rule:
+def set_option(name: str) -> Rule:
     """Rule for a key that is train.py's option `name`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
@@ -100,12 +100,12 @@ def say(name: str) -> Rule:
     return rule
 
 
-def say_unless_zero(name: str) -> Rule:
+def set_unless_zero(name: str) -> Rule:
     """Rule for a key that is train.py's option `name`, where 0 turns it off in the other trainer."""
-    return lambda to, key, value: say(name)(to, key, value) if value else NEEDLESS
+    return lambda to, key, value: set_option(name)(to, key, value) if value else NEEDLESS
 
 
-def say_data(name: str) -> Rule:
+def set_data_option(name: str) -> Rule:
     """Rule for a key that is process_data.py's option `name`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
@@ -115,7 +115,7 @@ def say_data(name: str) -> Rule:
     return rule
 
 
-def say_if_true(**values: Any) -> Rule:
+def set_if_true(**values: Any) -> Rule:
     """Rule for a switch that sets the options `values`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
@@ -127,7 +127,7 @@ def say_if_true(**values: Any) -> Rule:
     return rule
 
 
-def say_entropy_weighting(to: Conversion, key: str, value: Any) -> str:
+def convert_entropy_weighting(to: Conversion, key: str, value: Any) -> str:
     """EAFT; other powers or numbers of tokens than the paper's are refused."""
     if not value:
         return NEEDLESS
@@ -195,12 +195,12 @@ def choose(name: str, choices: dict[Any, Any]) -> Rule:
     return rule
 
 
-def say_model(to: Conversion, key: str, value: Any) -> str:
+def convert_model(to: Conversion, key: str, value: Any) -> str:
     to.train["model_name_or_path"] = to.data["model_name_or_path"] = value
     return f"model_name_or_path: {value}"
 
 
-def say_revision(to: Conversion, key: str, value: Any) -> str:
+def convert_revision(to: Conversion, key: str, value: Any) -> str:
     to.train["model_revision"] = to.data["model_revision"] = value
     return f"model_revision: {value}"
 
@@ -218,7 +218,7 @@ OPTIMIZERS = (
 )
 
 
-def say_optimizer(to: Conversion, key: str, value: Any) -> str:
+def convert_optimizer(to: Conversion, key: str, value: Any) -> str:
     """Sets AdamW in 32 or 8 bits; refuses other optimizers."""
     if value in ("adamw_torch_4bit", "ao_adamw_4bit"):
         to.train["optimizer"] = "adamw8bit"
@@ -235,7 +235,7 @@ SCHEDULES = {
 } | {"cosine_with_restarts": "cosine_with_restarts", "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine"}
 
 
-def say_schedule(to: Conversion, key: str, value: Any) -> str:
+def convert_schedule(to: Conversion, key: str, value: Any) -> str:
     if not isinstance(value, str) or value not in SCHEDULES:
         raise Refusal(f"schedule {value!r}: must be one of {', '.join(SCHEDULES)}")
     to.train["lr_scheduler"] = SCHEDULES[value]
@@ -246,7 +246,7 @@ def has_no_warmup(to: Conversion) -> bool:
     return to.get("lr_scheduler", "lr_scheduler_type") == "constant"
 
 
-def say_warmup(to: Conversion, key: str, value: Any) -> str:
+def convert_warmup(to: Conversion, key: str, value: Any) -> str:
     """Sets warm-up steps, or the warm-up ratio, which in transformers can also be steps below 1; steps override it."""
     value = read_number(key, value)
     if has_no_warmup(to):
@@ -260,7 +260,7 @@ def say_warmup(to: Conversion, key: str, value: Any) -> str:
     return f"num_warmup_steps: {value}"
 
 
-def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
+def convert_schedule_details(to: Conversion, key: str, value: Any) -> str:
     """Sets the minimum learning rate, given as a ratio or as a rate, and the schedule's shape."""
     if not isinstance(value, dict):
         return f"{MISSING}: unknown here"
@@ -285,14 +285,14 @@ def say_schedule_details(to: Conversion, key: str, value: Any) -> str:
     return "; ".join([*said, *([f"{MISSING}: {', '.join(map(str, given))}"] if given else [])]) or NEEDLESS
 
 
-def say_clip(to: Conversion, key: str, value: Any) -> str:
+def convert_clip(to: Conversion, key: str, value: Any) -> str:
     """Sets the maximum gradient norm; in transformers, 0 turns clipping off."""
     value = read_number(key, value)
     to.train["max_grad_norm"] = value if value > 0 else None
     return f"max_grad_norm: {to.train['max_grad_norm']}"
 
 
-def say_epochs(to: Conversion, key: str, value: Any) -> str:
+def convert_epochs(to: Conversion, key: str, value: Any) -> str:
     value = read_number(key, value)
     if to.get_number("max_steps", default=-1) > 0:
         return f"{NEEDLESS}: max_steps ends the run"
@@ -302,7 +302,7 @@ def say_epochs(to: Conversion, key: str, value: Any) -> str:
     return f"max_epochs: {value}" if value == int(value) else "becomes max_samples or max_epochs, below"
 
 
-def say_steps(to: Conversion, key: str, value: Any) -> str:
+def convert_steps(to: Conversion, key: str, value: Any) -> str:
     value = read_number(key, value)
     if value <= 0:
         return NEEDLESS
@@ -310,7 +310,7 @@ def say_steps(to: Conversion, key: str, value: Any) -> str:
     return f"max_steps: {value}"
 
 
-def say_saves(to: Conversion, key: str, value: Any) -> str:
+def convert_saves(to: Conversion, key: str, value: Any) -> str:
     """Sets how often checkpoints are saved; they are also saved at regular times."""
     if value == "epoch" or (key == "saves_per_epoch" and value == 1):
         to.train["checkpoint_at_epoch"] = True
@@ -330,7 +330,7 @@ def has_validation(to: Conversion) -> bool:
         return False
 
 
-def say_evals(to: Conversion, key: str, value: Any) -> str:
+def convert_evals(to: Conversion, key: str, value: Any) -> str:
     if value in ("no", "none", False, 0):
         return NEEDLESS
     if not has_validation(to):
@@ -346,13 +346,13 @@ def say_evals(to: Conversion, key: str, value: Any) -> str:
     return f"{MISSING}: validate_every_steps counts steps"
 
 
-def say_patience(to: Conversion, key: str, value: Any) -> str:
+def convert_patience(to: Conversion, key: str, value: Any) -> str:
     if not has_validation(to):
         return f"{MISSING}: tokenize data for validation, and give validation_data_path"
-    return say("early_stopping_patience")(to, key, value)
+    return set_option("early_stopping_patience")(to, key, value)
 
 
-def say_share(to: Conversion, key: str, value: Any) -> str:
+def convert_share(to: Conversion, key: str, value: Any) -> str:
     value = read_number(key, value)
     if value == 0:
         return NEEDLESS
@@ -362,7 +362,7 @@ def say_share(to: Conversion, key: str, value: Any) -> str:
     return f"validation_share: {value} (of process_data.py)"
 
 
-def say_lora(to: Conversion, key: str, value: Any) -> str:
+def convert_lora(to: Conversion, key: str, value: Any) -> str:
     """Sets LoRA or QLoRA from Axolotl's and LLaMA-Factory's names."""
     if value in (None, "", "full"):
         return NEEDLESS
@@ -374,7 +374,7 @@ def say_lora(to: Conversion, key: str, value: Any) -> str:
     return "lora: true" + (", base_quantization: nf4" if value == "qlora" else "")
 
 
-def say_bits(to: Conversion, key: str, value: Any) -> str:
+def convert_bits(to: Conversion, key: str, value: Any) -> str:
     if not value:
         return NEEDLESS
     if key == "load_in_8bit" or value == 8:
@@ -388,7 +388,7 @@ def say_bits(to: Conversion, key: str, value: Any) -> str:
     return "base_quantization: nf4"
 
 
-def say_init(to: Conversion, key: str, value: Any) -> str:
+def convert_init(to: Conversion, key: str, value: Any) -> str:
     """Rule for adapter initialization: only that of the LoRA paper is supported."""
     if value in (True, "kaiming"):
         return NEEDLESS
@@ -399,7 +399,7 @@ ALL_LINEAR = (["all"], ["all-linear"], [])
 OUTSIDE = {"lm_head", "embed_tokens", "embed_out", "wte"}  # not linear layers of the blocks
 
 
-def say_targets(to: Conversion, key: str, value: Any) -> str:
+def convert_targets(to: Conversion, key: str, value: Any) -> str:
     """Sets the target layers: names, or one regular expression; empty means every linear layer of the blocks."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -410,12 +410,12 @@ def say_targets(to: Conversion, key: str, value: Any) -> str:
     return f"lora_target_modules: {names}"
 
 
-def say_listed(name: str) -> Rule:
+def set_list(name: str) -> Rule:
     """Rule that sets the list option `name` from a list or a comma-separated string."""
-    return lambda to, key, value: say(name)(to, key, read_names(key, value)) if value else NEEDLESS
+    return lambda to, key, value: set_option(name)(to, key, read_names(key, value)) if value else NEEDLESS
 
 
-def say_trackers(to: Conversion, key: str, value: Any) -> str:
+def convert_trackers(to: Conversion, key: str, value: Any) -> str:
     names = [str(name) for name in (value if isinstance(value, list) else [value] if value else [])]
     known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     if known:
@@ -427,7 +427,7 @@ def say_trackers(to: Conversion, key: str, value: Any) -> str:
     )
 
 
-def say_tracker(name: str, *, option: str | None = None) -> Rule:
+def set_tracker(name: str, *, option: str | None = None) -> Rule:
     """Rule for a key that enables tracker `name`."""
 
     def rule(to: Conversion, key: str, value: Any) -> str:
@@ -452,7 +452,7 @@ def offloads(value: Any) -> bool:
     return False
 
 
-def say_sharding(to: Conversion, key: str, value: Any) -> str:
+def convert_sharding(to: Conversion, key: str, value: Any) -> str:
     """Rule for DeepSpeed's and FSDP's settings: FSDP2 shards everything here."""
     if offloads(value):
         to.train["cpu_offload"] = True

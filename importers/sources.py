@@ -38,7 +38,7 @@ def describe(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def say_template_text(to: Conversion, key: str, value: Any) -> str:
+def convert_template_text(to: Conversion, key: str, value: Any) -> str:
     """Sets the chat template, given as a file, or as text, which is written to a file."""
     if not isinstance(value, str):
         raise ValueError(f"{key} must be a file or a text, given {value!r}")

@@ -10,20 +10,20 @@ from importers.rules import (
     Refusal,
     Rule,
     allow,
+    convert_model,
+    convert_revision,
+    convert_targets,
     differs,
     missing,
     needless,
     of_lora,
     read_number,
-    say,
-    say_data,
-    say_if_true,
-    say_model,
-    say_revision,
-    say_targets,
-    say_tracker,
+    set_data_option,
+    set_if_true,
+    set_option,
+    set_tracker,
 )
-from importers.sources import add_sources, describe_sources, say_template_text
+from importers.sources import add_sources, convert_template_text, describe_sources
 from importers.training_arguments import IN_BF16, OFFLOADING, PACKED, TRAINING_ARGUMENTS
 
 WHOLE = f"{DIFFERS}: chats are trained whole there, here the assistant's tokens alone"
@@ -58,7 +58,7 @@ def list_shared_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return defaults | (lora if trains_adapter(given) else {})
 
 
-def say_length(to: Conversion, key: str, value: Any) -> str:
+def convert_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sample, and the tokens of one GPU's micro-batch."""
     length = read_number(key, value)
     to.data["max_sample_num_tokens"] = length
@@ -69,7 +69,7 @@ def say_length(to: Conversion, key: str, value: Any) -> str:
     )
 
 
-def say_dataset(to: Conversion, key: str, value: Any) -> str:
+def convert_dataset(to: Conversion, key: str, value: Any) -> str:
     """A data set of the hub, with its configuration and its split."""
     if not isinstance(value, str):
         raise ValueError(f"{key} is a name, given {value!r}")
@@ -82,7 +82,7 @@ def say_dataset(to: Conversion, key: str, value: Any) -> str:
     return describe_sources([source], [])
 
 
-def say_mixture(to: Conversion, key: str, value: Any) -> str:
+def convert_mixture(to: Conversion, key: str, value: Any) -> str:
     """Several data sets of the hub, each with its split and the share of its rows."""
     listed = value.get("datasets") if isinstance(value, dict) else None
     entries = listed if isinstance(listed, list) else []
@@ -118,16 +118,16 @@ def take_share(entry: dict[str, Any], split: str, notes: list[str]) -> dict[str,
     return {"split": f"{split}[:{round(weight * 100)}%]"}
 
 
-def say_mixer(to: Conversion, key: str, value: Any) -> str:
+def convert_mixer(to: Conversion, key: str, value: Any) -> str:
     """The older mixture: names with shares, and a list of splits for training and testing."""
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{key} maps names to shares, given {value!r}")
     splits = [split for split in to.get("dataset_splits", default=["train"]) if "train" in str(split)] or ["train"]
     entries = [{"id": str(name), "weight": share, "split": split} for name, share in value.items() for split in splits]
-    return say_mixture(to, key, {"datasets": entries})
+    return convert_mixture(to, key, {"datasets": entries})
 
 
-def say_loss(to: Conversion, key: str, value: Any) -> str:
+def convert_loss(to: Conversion, key: str, value: Any) -> str:
     if value in ("nll", "chunked_nll"):
         return NEEDLESS
     if value == "dft":
@@ -136,28 +136,28 @@ def say_loss(to: Conversion, key: str, value: Any) -> str:
     raise Refusal(f"the loss {value!r} has no objective here")
 
 
-def say_assistant_only(to: Conversion, key: str, value: Any) -> str:
+def convert_assistant_only(to: Conversion, key: str, value: Any) -> str:
     return NEEDLESS if value else f"{WHOLE}; of prompts with completions both train the completion"
 
 
-def say_text_field(to: Conversion, key: str, value: Any) -> str:
-    return NEEDLESS if value == "text" else say_data("text_field")(to, key, value)
+def convert_text_field(to: Conversion, key: str, value: Any) -> str:
+    return NEEDLESS if value == "text" else set_data_option("text_field")(to, key, value)
 
 
-def say_completion_only(to: Conversion, key: str, value: Any) -> str:
+def convert_completion_only(to: Conversion, key: str, value: Any) -> str:
     if value is False:
         raise Refusal("prompts are never trained here, only completions")
     return NEEDLESS
 
 
-def say_strategy(to: Conversion, key: str, value: Any) -> str:
+def convert_strategy(to: Conversion, key: str, value: Any) -> str:
     if value == "bfd" or not to.get("packing"):
         return NEEDLESS
     return f"{DIFFERS}: samples are packed whole, and never see each other"
 
 
-def say_peft_targets(to: Conversion, key: str, value: Any) -> str:
-    told = say_targets(to, key, value)
+def convert_peft_targets(to: Conversion, key: str, value: Any) -> str:
+    told = convert_targets(to, key, value)
     is_default = value == ["q_proj", "v_proj"]
     return f"{told}; {DIFFERS}: peft chooses by the architecture, for most of them these" if is_default else told
 
@@ -170,37 +170,37 @@ def describe_batch(to: Conversion) -> PeerBatch:
 
 # Keys of all of its trainers.
 SHARED: dict[str, Rule] = TRAINING_ARGUMENTS | {
-    "model_name_or_path": say_model,
-    "model_revision": say_revision,
-    "dataset_name": say_dataset,
+    "model_name_or_path": convert_model,
+    "model_revision": convert_revision,
+    "dataset_name": convert_dataset,
     "dataset_config": needless("it is written into input_dataset"),
     "dataset_train_split": needless("it is written as split"),
     "dataset_test_split": missing("tokenize it, and give validation_data_path"),
-    "dataset_mixture": say_mixture,
-    "datasets": say_mixture,
-    "dataset_mixer": say_mixer,
+    "dataset_mixture": convert_mixture,
+    "datasets": convert_mixture,
+    "dataset_mixer": convert_mixer,
     "dataset_splits": needless("those for training are written as split"),
     "dataset_streaming": needless("rows are read as they come"),
     "truncation_mode": needless("longer samples are dropped"),
-    "chat_template": say_template_text,
-    "chat_template_path": say_template_text,
-    "dataset_num_proc": say_data("num_proc"),
-    "preprocessing_num_workers": say_data("num_proc"),
-    "use_peft": say_if_true(lora=True),
-    "lora_target_modules": of_lora(say_peft_targets),
+    "chat_template": convert_template_text,
+    "chat_template_path": convert_template_text,
+    "dataset_num_proc": set_data_option("num_proc"),
+    "preprocessing_num_workers": set_data_option("num_proc"),
+    "use_peft": set_if_true(lora=True),
+    "lora_target_modules": of_lora(convert_peft_targets),
     "lora_target_parameters": of_lora(differs("experts have adapters where lora_target_modules is left out")),
-    "lora_modules_to_save": of_lora(say("lora_modules_to_save")),
+    "lora_modules_to_save": of_lora(set_option("lora_modules_to_save")),
     "lora_task_type": of_lora(allow("CAUSAL_LM", reason="files that learn language are read")),
     "bnb_4bit_quant_type": of_lora(allow("nf4", reason="the base is held in nf4")),
     "use_bnb_nested_quant": of_lora(needless("the base is held in nf4")),
-    "router_aux_loss_coef": say("router_aux_loss"),
+    "router_aux_loss_coef": set_option("router_aux_loss"),
     "eos_token": differs("turns end with the stop token that the chat template writes"),
     "shuffle_dataset": needless("the order is always random"),
     "activation_offloading": OFFLOADING,
-    "use_liger": say_if_true(use_liger_kernels=True),
+    "use_liger": set_if_true(use_liger_kernels=True),
     **dict.fromkeys(("padding_free", "pad_to_multiple_of"), PACKED),
     **dict.fromkeys(("dtype", "torch_dtype"), IN_BF16),
-    "wandb_project": say_tracker("wandb", option="track_project"),
+    "wandb_project": set_tracker("wandb", option="track_project"),
     "wandb_entity": missing("set WANDB_ENTITY"),
     "hub_model_revision": differs("exports are uploaded to the repository's main branch"),
     **dict.fromkeys(("callbacks", "benchmarks"), missing("evaluate_model.py measures models")),
@@ -208,14 +208,14 @@ SHARED: dict[str, Rule] = TRAINING_ARGUMENTS | {
     "dataset_prompt_column": needless("rows show their columns; prompt_field names another"),
 }  # fmt: skip
 RULES: dict[str, Rule] = SHARED | {
-    "max_length": say_length,
+    "max_length": convert_length,
     "max_seq_length": needless("it is max_length"),
-    "dataset_text_field": say_text_field,
+    "dataset_text_field": convert_text_field,
     "dataset_kwargs": differs("rows are tokenized by process_data.py"),
-    "assistant_only_loss": say_assistant_only,
-    "completion_only_loss": say_completion_only,
-    "loss_type": say_loss,
+    "assistant_only_loss": convert_assistant_only,
+    "completion_only_loss": convert_completion_only,
+    "loss_type": convert_loss,
     "packing": PACKED,
-    "packing_strategy": say_strategy,
+    "packing_strategy": convert_strategy,
     "eval_packing": PACKED,
 }

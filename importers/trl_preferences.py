@@ -13,10 +13,10 @@ from importers.preferences import (
     POINT,
     PROMPT_LIKELIHOOD,
     TOGETHER,
-    say_above_zero,
-    say_lengths,
-    say_loss_smoothing,
-    say_losses,
+    convert_lengths,
+    convert_loss_smoothing,
+    convert_losses,
+    set_above_zero,
     set_loss,
 )
 from importers.rules import (
@@ -31,7 +31,7 @@ from importers.rules import (
     of_lora,
     read_number,
     refuse,
-    say,
+    set_option,
 )
 
 
@@ -57,29 +57,29 @@ class Peer:
         return describe_device_batch(to, pack_length=None)
 
 
-def say_length(to: Conversion, key: str, value: Any) -> str:
+def convert_length(to: Conversion, key: str, value: Any) -> str:
     """The longest sequence; pairs of the reward trainer that are longer are dropped there, all others cut."""
     length = read_number(key, value)
-    told = say_lengths(to, length, to.get_number("per_device_train_batch_size", default=8))
+    told = convert_lengths(to, length, to.get_number("per_device_train_batch_size", default=8))
     there = f"if one is longer than {length}" if to.objective == "reward" else f"each is cut to {length}"
     return f"{told}; {TOGETHER} {there}"
 
 
-def say_kto_loss(to: Conversion, key: str, value: Any) -> str:
+def convert_kto_loss(to: Conversion, key: str, value: Any) -> str:
     if value != "kto":
         raise Refusal(f"the loss {value!r} on single answers is not here: kto is")
     return f"{NEEDLESS}: objective kto; pairs need format: preference and feedback_from_pairs: true; {POINT}"
 
 
-def say_orpo(to: Conversion, key: str, value: Any) -> str:
+def convert_orpo(to: Conversion, key: str, value: Any) -> str:
     return f"{set_loss(to, 'orpo')}; {PROMPT_LIKELIHOOD}"
 
 
-def say_sampling(to: Conversion, key: str, value: Any) -> str:
+def convert_sampling(to: Conversion, key: str, value: Any) -> str:
     return NEEDLESS if value == "random" else f"{DIFFERS}: samples come in a random order, there {value}"
 
 
-def say_task(to: Conversion, key: str, value: Any) -> str:
+def convert_task(to: Conversion, key: str, value: Any) -> str:
     return NEEDLESS if value == "SEQ_CLS" else f"{DIFFERS}: the new head trains beside the adapters, there it stays"
 
 
@@ -99,7 +99,7 @@ def list_cpo_keys(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def say_cpo_loss(to: Conversion, key: str, value: Any) -> str:
+def convert_cpo_loss(to: Conversion, key: str, value: Any) -> str:
     if value != "simpo":
         raise Refusal(f"CPO's loss {value!r}, without a reference, is not here: simpo is")
     return set_loss(to, "simpo")
@@ -107,7 +107,7 @@ def say_cpo_loss(to: Conversion, key: str, value: Any) -> str:
 
 OTHER_LOSS = "changes the loss, and has no counterpart"
 BASE: dict[str, Rule] = trl.SHARED | {
-    "max_length": say_length,
+    "max_length": convert_length,
     "max_prompt_length": missing("prompts are not cut"),
     "disable_dropout": needless("adapters have no dropout then; a model's own is that of its config"),
     "generate_during_eval": missing("generate.py writes answers"),
@@ -116,7 +116,7 @@ BASE: dict[str, Rule] = trl.SHARED | {
                     needless("nothing is padded, and the loss never holds all logits")),
 }  # fmt: skip
 WITH_REFERENCE: dict[str, Rule] = BASE | {
-    "beta": say("preference_beta"),
+    "beta": set_option("preference_beta"),
     "precompute_ref_log_probs": needless("the reference is always computed once, before the first step"),
     "precompute_ref_batch_size": needless("max_tokens_per_gpu says it"),
     "sync_ref_model": refuse("the reference stays what it is (TR-DPO moves it)"),
@@ -127,10 +127,10 @@ WITH_REFERENCE: dict[str, Rule] = BASE | {
                     needless("the reference is the model that the run starts with, or --reference-model")),
 }  # fmt: skip
 DPO_RULES: dict[str, Rule] = WITH_REFERENCE | {
-    "loss_type": say_losses("loss_weights"),
+    "loss_type": convert_losses("loss_weights"),
     "loss_weights": needless("they are written with the loss"),
-    "label_smoothing": say_loss_smoothing("loss_type"),
-    "rpo_alpha": say_above_zero("preference_nll_weight"),
+    "label_smoothing": convert_loss_smoothing("loss_type"),
+    "rpo_alpha": set_above_zero("preference_nll_weight"),
     "ld_alpha": allow(1, reason=OTHER_LOSS),
     "f_divergence_type": allow("reverse_kl", reason=OTHER_LOSS),
     "f_alpha_divergence_coef": needless("it is an argument of f_divergence_type"),
@@ -139,21 +139,21 @@ DPO_RULES: dict[str, Rule] = WITH_REFERENCE | {
     "reference_free": refuse("sums of log-probabilities without a reference are not here: simpo and orpo are"),
 }
 KTO_RULES: dict[str, Rule] = WITH_REFERENCE | {
-    "loss_type": say_kto_loss,
-    "desirable_weight": say("desirable_weight"),
-    "undesirable_weight": say("undesirable_weight"),
-    "train_sampling_strategy": say_sampling,
+    "loss_type": convert_kto_loss,
+    "desirable_weight": set_option("desirable_weight"),
+    "undesirable_weight": set_option("undesirable_weight"),
+    "train_sampling_strategy": convert_sampling,
 }
 ORPO_RULES: dict[str, Rule] = BASE | {
-    "loss": say_orpo,
-    "beta": say("preference_beta"),
+    "loss": convert_orpo,
+    "beta": set_option("preference_beta"),
     "max_completion_length": needless("it is for encoder-decoders"),
 }
 CPO_RULES: dict[str, Rule] = BASE | {
-    "loss_type": say_cpo_loss,
-    "beta": say("preference_beta"),
-    "simpo_gamma": say("preference_gamma"),
-    "cpo_alpha": say_above_zero("preference_nll_weight"),
+    "loss_type": convert_cpo_loss,
+    "beta": set_option("preference_beta"),
+    "simpo_gamma": set_option("preference_gamma"),
+    "cpo_alpha": set_above_zero("preference_nll_weight"),
     "gamma_beta_ratio": needless("it is written as simpo_gamma, times beta"),
     "sft_weight": needless("it is written as cpo_alpha"),
     "label_smoothing": allow(0, reason=OTHER_LOSS),
@@ -161,8 +161,8 @@ CPO_RULES: dict[str, Rule] = BASE | {
     "max_completion_length": needless("it is for encoder-decoders"),
 }
 REWARD_RULES: dict[str, Rule] = BASE | {
-    "center_rewards_coefficient": say("reward_centering"),
-    "lora_task_type": of_lora(say_task),
+    "center_rewards_coefficient": set_option("reward_centering"),
+    "lora_task_type": of_lora(convert_task),
 }
 WITH_LOSS = {"learning_rate": 1e-6, "beta": 0.1}
 PEERS = {
