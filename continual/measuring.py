@@ -15,6 +15,7 @@ from continual.stages import Runner, Stage
 from evaluation.kept import read_lines
 
 SCORE, LOSS = "score", "loss"  # kinds of a row
+OF_TESTS = ("format", "engine", "base_url", "api_key_env", "concurrency")
 FEW_RESAMPLES = {"num_resamples": 100}  # of evaluate's own intervals, which nothing here reads
 
 
@@ -50,16 +51,19 @@ def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: Sett
     for own in group_tests(sets, settings):
         metrics = sorted({one.metric for one in own} - {None, *CHOICE_METRICS})
         options = settings.evaluate | own[0].evaluate | {"task": [str(prepared[one.name].test) for one in own]}
-        options |= ({"metrics": metrics} if metrics else {}) | losses
+        options |= {"metrics": metrics} if metrics else {}
+        measured = tuple((SCORE, one) for one in own)
+        if options.get("engine", "hf") == "hf":  # the first start measures the losses as well
+            options, measured = options | losses, measured + with_losses
+            losses, with_losses = {}, ()
         name = "answers" if not found else f"answers_{len(found) + 1}"
-        found.append(Measuring(name=name, measured=(*((SCORE, one) for one in own), *with_losses), options=options))
-        losses, with_losses = {}, ()  # the first start measures the losses, too
+        found.append(Measuring(name=name, measured=measured, options=options))
     if losses:
-        options = drop_format(settings.evaluate) | losses
+        options = keep_common(settings.evaluate) | losses
         found.append(Measuring(name="losses", measured=with_losses, options=options))
     for one in sets:
         if one.lm_eval is not None:
-            options = drop_format(settings.evaluate | one.evaluate) | {"lm_eval": [one.lm_eval]}
+            options = keep_common(settings.evaluate | one.evaluate) | {"lm_eval": [one.lm_eval]}
             found.append(Measuring(name=f"harness_{one.name}", measured=((SCORE, one),), options=options))
     return found
 
@@ -74,9 +78,9 @@ def group_tests(sets: list[SetSettings], settings: Settings) -> list[list[SetSet
     return list(found.values())
 
 
-def drop_format(options: Values) -> Values:
-    """The options without that of rows, which only files of prompts have."""
-    return {name: value for name, value in options.items() if name != "format"}
+def keep_common(options: Values) -> Values:
+    """The options without those of prompts' rows and of other engines, which losses and the harness do not use."""
+    return {name: value for name, value in options.items() if name not in OF_TESTS}
 
 
 def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
