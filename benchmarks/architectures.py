@@ -38,11 +38,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from harness import build, describe_versions, make_options, pack_sequences
 
+from families.text import choose_auto_class
 from methods.full import Full
 from model.check import check_model
 from model.config import check_rope
 from model.flops import count_flops
-from objectives.next_tokens import CausalLM, choose_auto_class
+from objectives.next_tokens import CausalLM
 from ranks.world import init_world
 
 LENGTHS = (45, 1, 70, 7)
