@@ -17,10 +17,11 @@ from typing import Any
 from continual.context import Context, Model
 from continual.data import as_row, read_questions, write_rows
 from continual.replay import find_reference, replace_answer, tokenize_own
-from continual.settings import SelfDistillation, Settings, Task, Values
+from continual.settings import SelfDistillation, Task, Values
 from continual.stages import Stage
 from disk import hash_file, remove, written_aside
 from evaluation.kept import read_lines
+from inference.prompts import join_content
 from options import DataOptions, OptimizationOptions
 
 EXPORT = Path("hf_format/last")
@@ -98,7 +99,8 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
     runner.run(Stage(program="generate", folder=folder, options=options))
     rows = {"student": folder / "student.jsonl", "teacher": folder / "teacher.jsonl"}
     if not rows["teacher"].is_file():
-        pairs = [pair for pair in map(lambda line: pair_rows(part, line, settings), read_lines(answers)) if pair]
+        template = settings.self_distillation.demonstration
+        pairs = [pair for pair in (pair_rows(part, line, template) for line in read_lines(answers)) if pair]
         if not pairs:
             raise ValueError(f"{answers}: every answer is empty, so there is nothing to learn from")
         if len(pairs) < len(part):
@@ -113,18 +115,20 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
     return data["student"]
 
 
-def pair_rows(part: list[dict[str, Any]], line: dict[str, Any], settings: Settings) -> tuple[dict, dict] | None:
+def pair_rows(part: list[dict[str, Any]], line: dict[str, Any], template: str) -> tuple[dict, dict] | None:
     """The student's row, and the teacher's, whose prompt shows the row's own answer; None for an empty answer."""
     if not line["answer"].strip():
         return None
-    row, template = part[line["index"]], settings.self_distillation.demonstration
+    row = part[line["index"]]
     student = replace_answer(row, line["answer"])
     reference = find_reference(row)
     if "completion" in row:
         return student, student | {"prompt": fill(template, row["prompt"], reference)}
     messages = [dict(message) for message in student["messages"]]
-    asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    messages[asked]["content"] = fill(template, messages[asked]["content"], reference)
+    asked = [message for message in messages if message["role"] == "user"]
+    if not asked:
+        raise ValueError("self_distillation: a chat without a user's message has no place for a demonstration")
+    asked[-1]["content"] = fill(template, join_content(asked[-1]), reference)
     return student, student | {"messages": messages}
 
 

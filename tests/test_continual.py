@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from continual.data import as_question, as_row
 from continual.matrix import read_experiment
 from continual.replay import keep_passing
-from continual.rounds import cut, fill
+from continual.rounds import cut, fill, pair_rows
 from continual.settings import Replay, Task, draw_orders
 from corpus.formats import read_example
 from corpus.reader import TokenizedData
@@ -166,7 +166,7 @@ def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
 
 @pytest.mark.parametrize("basis", ["weights", pytest.param("activations", marks=pytest.mark.wide)])
 def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
-    """By singular values of the start's weights, and of all exports, computed here."""
+    """Checks all exports against the bases that each run has left."""
     settings = make_inputs(tmp_path)
     settings["train"] |= {"osft": True, "osft_unfreeze_rank_ratio": 0.5}
     if basis == "activations":
@@ -222,6 +222,17 @@ def test_rows_keep_their_prompts():
     assert as_row(completion, "own") == {"prompt": "p", "completion": "own"}
     with pytest.raises(ValueError, match="x:1: has no answer at its end"):
         as_question(read_example({"text": "t"}, "document", is_given=True), place="x:1")
+
+
+def test_the_teacher_reads_the_last_question_with_its_answer():
+    parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "right"}]}
+    student, teacher = pair_rows([row], {"index": 0, "answer": "own"}, "{prompt}: {demonstration}?")
+    assert student["messages"] == [row["messages"][0], {"role": "assistant", "content": "own"}]
+    assert teacher["messages"] == [{"role": "user", "content": "two parts: right?"}, student["messages"][1]]
+    assert pair_rows([row], {"index": 0, "answer": " "}, "{prompt}: {demonstration}?") is None
+    with pytest.raises(ValueError, match="a chat without a user's message"):
+        pair_rows([{"messages": row["messages"][1:]}], {"index": 0, "answer": "own"}, "")
 
 
 def test_demonstrations_may_contain_the_words_of_the_template():

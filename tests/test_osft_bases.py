@@ -1,4 +1,4 @@
-"""OSFT over tasks in a row: all that earlier tasks kept is kept, whatever the last one learnt."""
+"""OSFT over tasks in a row: all that earlier tasks kept stays kept."""
 
 import hashlib
 import json
