@@ -16,6 +16,7 @@ from inference import choice
 from lifecycle.choosing import IMPLEMENTED
 from lifecycle.start import open_inputs
 from options import (
+    ContinualOptions,
     EvaluateOptions,
     GenerateOptions,
     ImportConfigOptions,
@@ -46,7 +47,7 @@ PROGRAMS: dict[type, Callable[[Any], Any]] = {
     ImportConfigOptions: import_config,
     ScoreDataOptions: lambda options: score(options, None),
 }
-WITHOUT_CHOICES = {MergeModelsOptions, PlotOptions}
+WITHOUT_CHOICES = {ContinualOptions, MergeModelsOptions, PlotOptions}
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
 
 

@@ -158,9 +158,9 @@ def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
     answer = prompts[1][0]["messages"][1]["content"]
     assert f"One good answer to this is:\n\n{answer}\n" in shown
     scoring = read_options(folder / "round_2", "score-data")
-    assert scoring["model_name_or_path"] == f"{folder}/round_1/teacher"
+    assert scoring["model_name_or_path"] == f"{folder}/round_1/average"
     start, last = load_weights(settings["model"]), load_weights(folder / "round_1/run/hf_format/last")
-    mean = load_weights(folder / "round_1/teacher")
+    mean = load_weights(folder / "round_1/average")
     torch.testing.assert_close(mean, {name: (start[name].float() + last[name]) / 2 for name in mean})
 
 

@@ -24,7 +24,6 @@ from mini_trainer import (
     TorchrunArgs,
     TrainingArgs,
 )
-from mini_trainer.api import launch
 from mini_trainer.api.commands import (
     make_data_args,
     make_data_words,
@@ -33,6 +32,7 @@ from mini_trainer.api.commands import (
     make_train_words,
 )
 from mini_trainer.api.errors import ERRORS, BadInputError
+from mini_trainer.ranks import children
 from mini_trainer.ranks.children import find_last_words
 from processes import ENV, is_alive, list_children
 from tiny_data import make_samples, write_counting_chats, write_samples
@@ -250,8 +250,8 @@ def test_every_exit_code_of_a_failure_has_a_class_and_last_words_are_found():
 def test_a_child_that_is_killed_is_said_to_be_with_its_last_words(tmp_path, monkeypatch):
     script = tmp_path / "child.py"
     script.write_text("import os, signal\nprint('step 7', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    monkeypatch.setattr(launch, "PROGRAM", script)
-    assert launch.run_child([]) == (137, "killed by SIGKILL; last output:\nstep 7")
+    monkeypatch.setattr(children, "PROGRAM", script)
+    assert children.run_child([]) == (137, "killed by SIGKILL; last output:\nstep 7")
 
 
 SCRIPT = """
