@@ -57,7 +57,8 @@ def run_experiment(settings: Settings, orders: list[list[str]], prepared: dict[s
 
     def report(sequence: Sequence) -> None:
         done[sequence.order, sequence.seed] = sequence
-        write_results(settings, list(done.values()))
+        if runner.has_run:  # until then, an earlier start's results say more
+            write_results(settings, list(done.values()))
 
     start = measure_start(settings, prepared, runner)
     for i, names in enumerate(orders):
@@ -66,6 +67,7 @@ def run_experiment(settings: Settings, orders: list[list[str]], prepared: dict[s
             context = Context(settings=settings, runner=runner, prepared=prepared, folder=folder, seed=seed)
             tasks = [settings.find_task(name) for name in names]
             run_sequence(context, tasks, order=i + 1, start=start, report=report)
+    write_results(settings, list(done.values()))
     say(f"results: {settings.root / FILE}\nresults page: {(settings.root / PAGE).as_uri()}")
 
 

@@ -69,6 +69,7 @@ class Runner:
     def __init__(self, root: Path, *, num_processes: int):
         """Locks the directory; RunError if another process uses it."""
         self.root, self.num_processes, self.lock = root, num_processes, wait_for_lock(root)
+        self.has_run = False  # whether a stage has been run, and not only found done
         signal.signal(signal.SIGTERM, self.stop)
 
     def stop(self, *_: object) -> None:
@@ -92,7 +93,7 @@ class Runner:
         words = [stage.program, "--config", str(stage.file("yaml"))]
         if self.num_processes > 1 and is_parallel(stage):
             words += ["--nproc-per-node", str(self.num_processes)]
-        start = time.monotonic()
+        start, self.has_run = time.monotonic(), True
         self.say(stage.folder, f"mini-trainer {' '.join(words)}")
         code, last_words = self.start(words, stage.file("log"))
         if code != ExitCode.DONE:
