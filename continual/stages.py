@@ -63,6 +63,10 @@ class Stage:
         return self.file("yaml").read_text(encoding="utf-8") == self.text and bool(read_object(record)["finished"])
 
 
+class Stopped(BaseException):
+    """SIGTERM. No Exception, which a reader of files could take for an error of its own."""
+
+
 class Runner:
     """Runs stages, one after the other, in a locked directory."""
 
@@ -75,7 +79,7 @@ class Runner:
     def stop(self, *_: object) -> None:
         """Ends as a scheduler asks; the running program saves first (`run_child`)."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the wait for that
-        raise RunError(ExitCode.SAVED_AND_REQUEUE, "stopped (SIGTERM); start the same command again to continue")
+        raise Stopped
 
     def say(self, folder: Path, text: str) -> None:
         """Prints what happens in a folder of the directory."""

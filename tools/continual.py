@@ -24,7 +24,7 @@ from continual.experiment import find_root, run_experiments
 from continual.matrix import read_experiment
 from continual.page import write_page
 from continual.settings import read_settings
-from continual.stages import Runner
+from continual.stages import Runner, Stopped
 from ranks.ending import ExitCode, RunError, exit_with_message
 from ranks.messages import say
 
@@ -51,6 +51,9 @@ def main(options: ContinualOptions) -> None:
         exit_with_message(str(error))
     except OSError as error:
         exit_with_message(str(error), code=ExitCode.IO)
+    except Stopped:
+        message = "stopped (SIGTERM); start the same command again to continue"
+        exit_with_message(message, code=ExitCode.SAVED_AND_REQUEUE)
     except KeyboardInterrupt:
         exit_with_message("interrupted; start the same command again to continue", code=ExitCode.INTERRUPTED)
 
