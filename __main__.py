@@ -32,7 +32,13 @@ SCRIPTS = {
     "continual": ("tools/continual.py", "tasks in, a model trained on one after the other out: what is forgotten"),
     "plot-metrics": ("tools/plot_metrics.py", "runs in, their curves out: a page for a browser, or a picture"),
 }
-PARALLEL = ("train", "generate", "evaluate", "score-data")  # words that can be given several processes
+# Words that can be given several processes, and their options.
+PARALLEL = {
+    "train": "TrainOptions",
+    "generate": "GenerateOptions",
+    "evaluate": "EvaluateOptions",
+    "score-data": "ScoreDataOptions",
+}
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
 
@@ -78,9 +84,9 @@ def main() -> None:
     if {"-h", "--help"} & set(argv):
         print(describe_torchrun_options(), flush=True)
         become_script(word, ["--help"])
-    num_processes = torchrun_options.pop("nproc-per-node", None) or (
-        str(max(1, count_gpus())) if word == "train" else "1"
-    )
+    num_processes = torchrun_options.pop("nproc-per-node", None)
+    if num_processes is None:
+        num_processes = str(max(1, count_gpus())) if word == "train" else "1"
     check_num_processes(num_processes)
     if num_processes == "1" and not torchrun_options:
         become_script(word, argv)
@@ -167,13 +173,9 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
 
     raise_open_file_limit()  # on the first machine torchrun holds a connection to every rank
     sys.argv = [str(FOLDER / SCRIPTS[word][0]), *argv]
-    classes = {
-        "train": groups.TrainOptions,
-        "generate": groups.GenerateOptions,
-        "evaluate": groups.EvaluateOptions,
-        "score-data": groups.ScoreDataOptions,
-    }
-    options = parse_options(classes[word])  # what cannot be used is refused once, and not by every rank
+    options = parse_options(
+        getattr(groups, PARALLEL[word])
+    )  # what cannot be used is refused once, and not by every rank
     exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
     before = exit_file and identify_file(exit_file)
     try:
