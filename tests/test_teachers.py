@@ -325,12 +325,16 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(divergence, temperature, on
     rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
     terms = Terms(0.6, divergence, temperature)
     expected = measure_plainly(student, teacher, data, rows, terms, None if online else 5)
+    check_step(metrics, student, expected, tolerance=1e-5 if online else 1e-3)  # files are in half precision
+    assert metrics["teacher_tail"] == 0 if online else metrics["teacher_tail"] > 0
+
+
+def check_step(metrics: dict, student: torch.nn.Module, expected: torch.Tensor, *, tolerance: float) -> None:
+    """The step's loss and gradient norm are those of `expected`, a loss of `student`."""
     expected.backward()
     norm = torch.stack([param.grad.norm() for param in student.parameters()]).norm()
-    tolerance = 1e-5 if online else 1e-3  # files are in half precision
     assert metrics["loss"] == pytest.approx(expected.item(), rel=tolerance)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=tolerance)
-    assert metrics["teacher_tail"] == 0 if online else metrics["teacher_tail"] > 0
 
 
 WEIGHTS = (0.0, 0.7, 0.2)  # of three data sets
@@ -361,11 +365,7 @@ def test_each_data_set_has_its_own_weight(divergence, online, models, world, tmp
     rows = draw_samples(data, seed=42, start=0, count=12).tolist()
     terms = Terms(0.7, divergence, 2.0 if online else 1.0, WEIGHTS)
     expected = measure_plainly(student, teacher, data, rows, terms, None if online else 5)
-    expected.backward()
-    norm = torch.stack([param.grad.norm() for param in student.parameters()]).norm()
-    tolerance = 1e-5 if online else 1e-3  # files are in half precision
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=tolerance)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=tolerance)
+    check_step(metrics, student, expected, tolerance=1e-5 if online else 1e-3)  # files are in half precision
     untaught, *taught = metrics["sources"].values()
     assert untaught["loss"] == pytest.approx(untaught["cross_entropy"], rel=1e-6)
     assert (untaught["teacher_kl"], untaught["teacher_tail"], untaught["teacher_agreement"]) == (None, None, None)
