@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from continual.matrix import Derived, Experiment, summarise
+from continual.matrix import Derived, Experiment
 
 Summary = dict[str, dict[str, Derived]]  # kind -> name -> derived number
 Point = tuple[float, float]  # forgotten, learnt
@@ -74,7 +74,7 @@ def join(names: Sequence[str]) -> str:
 def describe_comparison(experiments: Sequence[Experiment]) -> str:
     """A table for the terminal of each kind; ValueError if the experiments cannot be compared."""
     check_comparable(experiments)
-    summaries = [summarise(experiment) for experiment in experiments]
+    summaries = [experiment.summary for experiment in experiments]
     kinds = dict.fromkeys(kind for experiment in experiments for kind in experiment.kinds)
     return "\n\n".join(describe_kind(kind, experiments, summaries) for kind in kinds)
 

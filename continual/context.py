@@ -1,10 +1,10 @@
 """What the stages of one sequence of tasks share, and what a task hands on to the next."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from continual.data import Prepared
+from continual.held_out import HeldOut
 from continual.settings import Settings
 from continual.stages import Runner
 
@@ -16,14 +16,9 @@ class Context:
     settings: Settings
     runner: Runner
     prepared: dict[str, Prepared]  # by task or probe
+    held_out: HeldOut  # of all sequences
     folder: Path
     seed: int
-
-    @cached_property
-    def held_out(self):  # HeldOut, whose imports take seconds and only replay needs
-        from continual.held_out import HeldOut
-
-        return HeldOut(self.prepared.values(), self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 from continual.compare import describe_comparison
 from continual.context import Context
 from continual.data import Prepared, prepare
+from continual.held_out import HeldOut
 from continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
 from continual.measuring import describe_row, measure
 from continual.page import write_page
@@ -16,6 +17,7 @@ from continual.sequence import run_sequence
 from continual.settings import OF_METHODS, SHARED_FOLDERS, SetSettings, Settings, Task, check_statistics, draw_orders
 from continual.stages import Runner
 from disk import hash_file, read_object, written_aside
+from lifecycle.file_names import PARAMS_FILE
 from ranks.messages import say
 
 RECORD, PAGE = "continual.json", "results.html"
@@ -42,8 +44,9 @@ def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
     orders = settle_all(several, root)
     sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
     prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
+    held_out = HeldOut(prepared.values(), several[0])
     for settings, own in zip(several, orders, strict=True):
-        run_experiment(settings, own, prepared, runner)
+        run_experiment(settings, own, prepared, held_out, runner)
     if len(several) > 1:
         directories = [settings.root for settings in several]
         experiments = [read_experiment(directory) for directory in directories]
@@ -51,7 +54,9 @@ def run_methods(several: list[Settings], root: Path, runner: Runner) -> None:
         say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
 
 
-def run_experiment(settings: Settings, orders: list[list[str]], prepared: dict[str, Prepared], runner: Runner) -> None:
+def run_experiment(
+    settings: Settings, orders: list[list[str]], prepared: dict[str, Prepared], held_out: HeldOut, runner: Runner
+) -> None:
     """Trains on all orders with all seeds."""
     done: dict[tuple[int, int], Sequence] = {}
 
@@ -63,8 +68,14 @@ def run_experiment(settings: Settings, orders: list[list[str]], prepared: dict[s
     start = measure_start(settings, prepared, runner)
     for i, names in enumerate(orders):
         for seed in settings.seeds:
-            folder = settings.root / f"order_{i + 1}_seed_{seed}"
-            context = Context(settings=settings, runner=runner, prepared=prepared, folder=folder, seed=seed)
+            context = Context(
+                settings=settings,
+                runner=runner,
+                prepared=prepared,
+                held_out=held_out,
+                folder=settings.root / f"order_{i + 1}_seed_{seed}",
+                seed=seed,
+            )
             tasks = [settings.find_task(name) for name in names]
             run_sequence(context, tasks, order=i + 1, start=start, report=report)
     write_results(settings, list(done.values()))
@@ -129,7 +140,7 @@ def settle_all(several: list[Settings], root: Path) -> list[list[list[str]]]:
 
 def refuse_foreign(root: Path, experiments: list[Path]) -> None:
     """ValueError if a directory without a record has files where an experiment would write its own."""
-    names = ("training_params.json", FILE, PAGE, *SHARED_FOLDERS, "order_1_seed_*")
+    names = (PARAMS_FILE, FILE, PAGE, *SHARED_FOLDERS, "order_1_seed_*")
     found = [path for one in {root, *experiments} for name in names for path in one.glob(name)]
     if found:
         raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")

@@ -19,10 +19,11 @@ from pretrained.files import find_model
 
 
 class HeldOut:
-    """The prompts of all tests and held-out sets."""
+    """The prompts of all tests and held-out sets, which are read when they are first needed."""
 
     def __init__(self, prepared: Iterable[Prepared], settings: Settings):
         self.prepared, self.settings = list(prepared), settings
+        self.counts: dict[Path, int] = {}  # of `count_rows`
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -50,7 +51,9 @@ class HeldOut:
 
     def count_rows(self, data: Path) -> int:
         """Rows of a data set that contain one of the prompts."""
-        return sum(not self.digests.isdisjoint(row) for row in iterate_digests(data))
+        if data not in self.counts:
+            self.counts[data] = sum(not self.digests.isdisjoint(row) for row in iterate_digests(data))
+        return self.counts[data]
 
 
 def iterate_digests(data: Path) -> Iterator[list[bytes]]:

@@ -30,6 +30,7 @@ C cells, n questions, R resamples, D = 1 + R draws: the measured value, then its
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,11 @@ class Experiment:
     @property
     def kinds(self) -> list[str]:
         return sorted({kind for sequence in self.sequences for row in sequence.rows for kind in row}, reverse=True)
+
+    @cached_property
+    def summary(self) -> "dict[str, dict[str, Derived]]":
+        """kind -> name -> derived number, by `summarise`."""
+        return summarise(self)
 
     def find_cells(self, kind: str) -> dict[str, dict[tuple[int, int], Cell]]:
         """The cells of each set, by the sequence's index and the number of trained tasks."""
@@ -236,17 +242,16 @@ def combine(own: list[np.ndarray | None], random: np.random.Generator) -> Derive
     )
 
 
-def write_experiment(experiment: Experiment, path: Path, *, num_resamples: int = NUM_RESAMPLES) -> None:
+def write_experiment(experiment: Experiment, path: Path) -> None:
     """Writes `path`, results.json in the experiment's directory: a line for each key, the derived numbers first."""
-    derived = summarise(experiment, num_resamples=num_resamples)
     content = {
         "name": experiment.name,
         "method": experiment.method,
         "tasks": experiment.tasks,
         "probes": experiment.probes,
         "measure": experiment.measure,
-        "bootstrap": {"level": LEVEL, "num_resamples": num_resamples, "seed": SEED, "losses_are_negated": True},
-        "derived": {kind: {name: asdict(one) for name, one in own.items()} for kind, own in derived.items()},
+        "bootstrap": {"level": LEVEL, "num_resamples": NUM_RESAMPLES, "seed": SEED, "losses_are_negated": True},
+        "derived": {kind: {name: asdict(one) for name, one in own.items()} for kind, own in experiment.summary.items()},
         "sequences": [describe_sequence(sequence) for sequence in experiment.sequences],
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]

@@ -19,7 +19,7 @@ from continual.compare import (
     find_front,
 )
 from continual.lost import KIND, LostTask, find_lost
-from continual.matrix import Derived, Experiment, summarise
+from continual.matrix import Derived, Experiment
 from continual.matrix import Sequence as TaskSequence
 from disk import written_aside
 from pages.page import escape_json, fold, make_page
@@ -51,7 +51,7 @@ def make_experiments_page(experiments: Sequence[Experiment], directories: Sequen
 
 
 def describe_page(experiments: Sequence[Experiment], directories: Sequence[Path]) -> Shown:
-    summaries = [summarise(experiment) for experiment in experiments]
+    summaries = [experiment.summary for experiment in experiments]
     kinds = dict.fromkeys(kind for experiment in experiments for kind in experiment.kinds)
     names = [experiment.name for experiment in experiments]
     return {

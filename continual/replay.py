@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from continual.context import Context, Model
-from continual.data import OF_ROWS, as_row, count_samples, read_questions, tokenize, write_rows
+from continual.data import as_row, count_samples, read_questions, write_rows
+from continual.own_answers import ANSWERS, PROMPTS, DataRow, answer_prompts, replace_answer, tokenize_own
 from continual.settings import Replay, Task, Values
-from continual.stages import Stage
 from evaluation.kept import read_lines
 from evaluation.metrics import score_answer
 from inference.prompts import Prompt, read_prompts
+
+ROWS, REPLAYED = "rows.jsonl", "replayed"  # in the folder of an earlier task: its rows to replay, and their data set
 
 
 def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder: Path) -> list[Path]:
@@ -45,29 +47,31 @@ def choose_rows(context: Context, task: Task, folder: Path) -> Path:
             f" input_file for task {task.name}, whose rows can be left out"
         )
     context.runner.say(folder, f"{num_held_out:,} rows with held-out questions are not replayed")
-    questions = [prompt for prompt in read_questions(task, context.settings) if not context.held_out.has(prompt)]
-    rows = folder / "rows.jsonl"
-    write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in questions])
-    return tokenize_own(context, task, rows, folder)
+    rows = folder / ROWS
+    if not rows.is_file():
+        write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in list_free(context, task)])
+    return tokenize_own(context, task, rows, folder, name=REPLAYED)
 
 
 def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | None:
     """A data set of the model's own answers that pass the task's metric; None if none does."""
-    replay, settings = context.settings.replay, context.settings
-    prompts, answers, rows = folder / "prompts.jsonl", folder / "answers.jsonl", folder / "rows.jsonl"
-    if not prompts.is_file():
-        questions = [prompt for prompt in read_questions(task, settings) if not context.held_out.has(prompt)]
-        write_rows(prompts, [as_row(one, one.references[0]) for one in draw(questions, replay, seed=context.seed)])
-    options = settings.generate | {"model": model.path, "prompts": [str(prompts)], "output": str(answers)}
-    if options.get("temperature", 0) != 0:
-        options["seed"] = context.seed
-    stage = Stage(program="generate", folder=folder, options=options)
-    context.runner.run(stage)
+    replay, settings, rows = context.settings.replay, context.settings, folder / ROWS
+
+    def draw_rows() -> list[DataRow]:
+        return [as_row(one, one.references[0]) for one in draw(list_free(context, task), replay, seed=context.seed)]
+
+    answer_prompts(context, model.path, folder, draw_rows, sampling=settings.generate, seed=context.seed)
+    prompts = folder / PROMPTS
     if not rows.is_file():
-        write_rows(rows, keep_passing(prompts, answers, task, replay))
+        write_rows(rows, keep_passing(prompts, folder / ANSWERS, task, replay))
     num_kept, num_asked = len(read_lines(rows)), len(read_lines(prompts))
     context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}")
-    return tokenize_own(context, task, rows, folder) if num_kept else None
+    return tokenize_own(context, task, rows, folder, name=REPLAYED) if num_kept else None
+
+
+def list_free(context: Context, task: Task) -> list[Prompt]:
+    """The task's questions that no test or held-out set has."""
+    return [prompt for prompt in read_questions(task, context.settings) if not context.held_out.has(prompt)]
 
 
 def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:
@@ -77,34 +81,16 @@ def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:
     return [questions[i] for i in chosen]
 
 
-def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> list[dict]:
+def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> list[DataRow]:
     """Rows of the answers that are not empty, ended by themselves, and score enough."""
     rows, asked, kept = read_lines(prompts), read_prompts([str(prompts)], None), []
-    labels = sorted({find_reference(row) for row in rows})
+    labels = sorted({reference for prompt in asked for reference in prompt.references})
     for line in read_lines(answers):
         prompt, answer = asked[line["index"]], line["answer"]
         score = score_answer(task.metric, answer, prompt.references, labels=labels, source=prompt.rewritten)
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
             kept.append(replace_answer(rows[line["index"]], answer))
     return kept
-
-
-def find_reference(row: dict) -> str:
-    return row["completion"] if "completion" in row else row["messages"][-1]["content"]
-
-
-def replace_answer(row: dict, answer: str) -> dict:
-    """The row of `as_row` with another answer."""
-    if "completion" in row:
-        return row | {"completion": answer}
-    return row | {"messages": [*row["messages"][:-1], row["messages"][-1] | {"content": answer}]}
-
-
-def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name: str = "replayed") -> Path:
-    """Tokenizes rows written by `as_row` with the task's options."""
-    options = context.settings.process_data | task.process_data
-    options = {key: value for key, value in options.items() if key not in OF_ROWS}
-    return tokenize([str(rows)], options, context.settings, folder / name, name=name, runner=context.runner)
 
 
 def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | None) -> Values:

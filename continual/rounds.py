@@ -16,15 +16,16 @@ from typing import Any
 
 from continual.context import Context, Model
 from continual.data import as_row, read_questions, write_rows
-from continual.replay import find_reference, replace_answer, tokenize_own
+from continual.own_answers import ANSWERS, answer_prompts, find_reference, replace_answer, tokenize_own
 from continual.settings import SelfDistillation, Task, Values
 from continual.stages import Stage
 from disk import hash_file, remove, written_aside
 from evaluation.kept import read_lines
+from evaluation.models import EXPORTS
 from inference.prompts import join_content
 from options import DataOptions, OptimizationOptions
 
-EXPORT = Path("hf_format/last")
+EXPORT = Path(EXPORTS, "last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +90,9 @@ def cut(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]
 def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any]]) -> Path:
     """The round's data: the student's answers with the teacher's scores of their tokens."""
     settings, runner, folder = context.settings, context.runner, one.folder
-    prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
-    if not prompts.is_file():
-        write_rows(prompts, part)
     sampling = {"temperature": 1.0} | settings.generate
-    options = sampling | {"model": one.student, "prompts": [str(prompts)], "output": str(answers)}
-    if options["temperature"] != 0:
-        options["seed"] = context.seed + one.number
-    runner.run(Stage(program="generate", folder=folder, options=options))
+    answer_prompts(context, one.student, folder, lambda: part, sampling=sampling, seed=context.seed + one.number)
+    answers = folder / ANSWERS
     rows = {"student": folder / "student.jsonl", "teacher": folder / "teacher.jsonl"}
     if not rows["teacher"].is_file():
         template = settings.self_distillation.demonstration

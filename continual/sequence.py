@@ -12,6 +12,7 @@ from continual.rounds import learn_in_rounds
 from continual.settings import SetSettings, Task, Values
 from continual.stages import Stage
 from disk import written_aside
+from evaluation.models import EXPORTS
 from options.problems.methods import LORA_ADAPTER_SAYS
 
 STATISTICS = "osft_statistics.safetensors"
@@ -73,7 +74,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
         options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
         run = folder / "run"
         context.runner.run(Stage(program="train", folder=folder, options=options))
-    export = run / "hf_format" / settings.export
+    export = run / EXPORTS / settings.export
     if settings.adapters == "merged":
         bases = export / BASES if "osft_bases" in options else model.bases
         return Model(path=str(export), start=str(export), statistics=statistics, bases=bases)

@@ -1,0 +1,44 @@
+"""The model's own answers to a task's prompts, as rows to learn from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from continual.context import Context
+from continual.data import OF_ROWS, tokenize, write_rows
+from continual.settings import Task, Values
+from continual.stages import Stage
+
+PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
+
+DataRow = dict[str, Any]  # as `data.as_row` makes it
+
+
+def answer_prompts(
+    context: Context, model: str, folder: Path, make_rows: Callable[[], list[DataRow]], *, sampling: Values, seed: int
+) -> None:
+    """Writes the model's answers to the prompts of rows, which are made once, to files of the folder."""
+    prompts = folder / PROMPTS
+    if not prompts.is_file():
+        write_rows(prompts, make_rows())
+    options = sampling | {"model": model, "prompts": [str(prompts)], "output": str(folder / ANSWERS)}
+    if options.get("temperature", 0) != 0:
+        options["seed"] = seed
+    context.runner.run(Stage(program="generate", folder=folder, options=options))
+
+
+def find_reference(row: DataRow) -> str:
+    return row["completion"] if "completion" in row else row["messages"][-1]["content"]
+
+
+def replace_answer(row: DataRow, answer: str) -> DataRow:
+    if "completion" in row:
+        return row | {"completion": answer}
+    return row | {"messages": [*row["messages"][:-1], row["messages"][-1] | {"content": answer}]}
+
+
+def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name: str) -> Path:
+    """Tokenizes a file of rows with the task's options."""
+    options = context.settings.process_data | task.process_data
+    options = {key: value for key, value in options.items() if key not in OF_ROWS}
+    return tokenize([str(rows)], options, context.settings, folder / name, name=name, runner=context.runner)
