@@ -161,7 +161,7 @@ def iterate_batches(
     while num_steps is None or step < num_steps:
         sample_ids = draw_samples(data, seed=options.seed, start=num_drawn, count=options.batch_size)
         lengths = data.lengths[sample_ids]
-        table = pack_batch(lengths, cap, num_rows, attention_cost, data.load_of(sample_ids))
+        table = pack_batch(data.sizes[sample_ids], cap, num_rows, attention_cost, data.load_of(sample_ids))
         micro_batches = []
         for row in table:
             draws = [num_drawn + i for i in row[own]]

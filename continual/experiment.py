@@ -119,7 +119,7 @@ def describe_method(settings: Settings) -> str:
     if settings.replay is not None:
         words.append(f"{settings.replay.share:.0%} {settings.replay.kind.replace('-', ' ')} replayed")
     if settings.self_distillation is not None:
-        words.append("self-distillation")
+        words.append(f"self-distillation ({settings.self_distillation.divergence})")
     return ", ".join(words)
 
 

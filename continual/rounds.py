@@ -1,8 +1,8 @@
-"""Self-distillation in rounds: the model answers prompts, a teacher that sees a good answer scores its tokens, and the
-model learns from the scores.
+"""Self-distillation in rounds: the model answers prompts, a teacher that sees a good answer reads its tokens, and the
+model learns from the teacher's distributions.
 
-SDFT: Shenfeld et al. 2026, arXiv 2601.19897. Here the teacher's distribution is written to files, of its most probable
-tokens and one bucket, and the divergence is KL(teacher || model).
+SDFT: Shenfeld et al. 2026, arXiv 2601.19897. For KL(teacher || model) they are written to files, of the most probable
+tokens and one bucket; for other divergences the teacher is a second model in training.
 """
 
 import dataclasses
@@ -50,10 +50,10 @@ def learn_in_rounds(context: Context, task: Task, model: Model, folder: Path, op
     for i, part in enumerate(parts):
         place = folder / f"round_{i + 1}"
         one = Round(folder=place, number=i, student=student, teacher=teacher, checkpoint=checkpoint)
-        data = make_data(context, task, one, part)
+        learnt_from = make_data(context, task, one, part)
         own = options | {"max_steps": steps[i], "checkpoint_every_steps": steps[i]}
         own |= {"schedule_steps": sum(steps)} if needs_end(options) else {}
-        own |= {"data_path": [str(data)], "teacher_weight": 1.0, "output_dir": str(place / "run")}
+        own |= learnt_from | {"teacher_weight": 1.0, "output_dir": str(place / "run")}
         if checkpoint is not None:
             own["continue_from"] = str(checkpoint)
         context.runner.run(Stage(program="train", folder=place, options=own))
@@ -87,8 +87,8 @@ def cut(rows: list[dict[str, Any]], num_parts: int) -> list[list[dict[str, Any]]
     return [rows[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any]]) -> Path:
-    """The round's data: the student's answers with the teacher's scores of their tokens."""
+def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any]]) -> Values:
+    """The options of train for the round's data: the student's answers, and what the teacher says of their tokens."""
     settings, runner, folder = context.settings, context.runner, one.folder
     sampling = {"temperature": 1.0} | settings.generate
     answer_prompts(context, one.student, folder, lambda: part, sampling=sampling, seed=context.seed + one.number)
@@ -104,11 +104,14 @@ def make_data(context: Context, task: Task, one: Round, part: list[dict[str, Any
         for path, own in zip(rows.values(), zip(*pairs, strict=True), strict=True):
             write_rows(path, list(own))
     data = {name: tokenize_own(context, task, path, folder, name=name) for name, path in rows.items()}
-    scoring = settings.score_data | {"model_name_or_path": one.teacher, "top_k": settings.self_distillation.top_k}
-    scoring |= {"data_path": [str(data["student"])], "teacher_data": [str(data["teacher"])]}
-    runner.run(Stage(program="score-data", folder=folder, options=scoring))
     record(folder, [*rows.values(), *data.values()])
-    return data["student"]
+    own, beside = {"data_path": [str(data["student"])]}, {"teacher_data": [str(data["teacher"])]}
+    if settings.self_distillation.is_online:
+        divergence = settings.self_distillation.divergence
+        return own | beside | {"teacher_model": one.teacher, "teacher_divergence": divergence}
+    scoring = settings.score_data | {"model_name_or_path": one.teacher, "top_k": settings.self_distillation.top_k}
+    runner.run(Stage(program="score-data", folder=folder, options=scoring | own | beside))
+    return own
 
 
 def pair_rows(part: list[dict[str, Any]], line: dict[str, Any], template: str) -> tuple[dict, dict] | None:

@@ -134,10 +134,18 @@ class SelfDistillation:
     """start: the model before the task; average: a moving average of the models after each round."""
     average_decay: float = 0.5
     """average: share of the previous average that is kept at each round."""
+    divergence: Literal["forward-kl", "reverse-kl", "jsd"] = "forward-kl"
+    """forward-kl: KL(teacher || model), from files of the teacher's most probable tokens; reverse-kl (KL(model ||
+    teacher)) and jsd: from a teacher that reads in every step of train, over all tokens."""
     top_k: int = 32
-    """Number of the teacher's most probable tokens, as in score-data."""
+    """forward-kl: number of the teacher's most probable tokens, as in score-data."""
     demonstration: str = "{prompt}\n\nOne good answer to this is:\n\n{demonstration}\n\nNow give your own answer."
     """The teacher's prompt: the last user message, from that of the row and its answer."""
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the teacher reads in train; else it scores the data before."""
+        return self.divergence != "forward-kl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,6 +474,8 @@ def check_rounds(settings: Settings) -> None:
         raise ValueError(f"self_distillation: rounds: given {rounds.rounds}, allowed: at least 1")
     if rounds.teacher != "average" and rounds.average_decay != SelfDistillation.average_decay:
         raise ValueError("self_distillation: average_decay: no effect without teacher: average")
+    if rounds.is_online and rounds.top_k != SelfDistillation.top_k:
+        raise ValueError(f"self_distillation: top_k: no effect with divergence: {rounds.divergence}")
     if not 1 <= rounds.top_k <= MOST_TOP_K:
         raise ValueError(f"self_distillation: top_k: given {rounds.top_k}, allowed: 1 to {MOST_TOP_K}")
     if not 0 < rounds.average_decay < 1:

@@ -56,7 +56,7 @@ def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[n
 class Mixture:
     """Tokenized data sets from which samples are drawn by their `shares`.
 
-    `lengths`, `num_loss_tokens` and `kept` are concatenated; `source_of` returns the data set of a row.
+    `lengths`, `sizes`, `num_loss_tokens` and `kept` are concatenated; `source_of` returns the data set of a row.
     """
 
     def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
@@ -71,11 +71,12 @@ class Mixture:
         assert by in WEIGHED_BY, by
         self.weights, self.by = weights, by
         self._first_rows = np.cumsum([0] + [len(source.lengths) for source in sources])
-        self.lengths = join([source.lengths for source in sources])
+        self.lengths = self.sizes = join([source.lengths for source in sources])
         has_sequences = sources[0].sequences is not None  # as all have, which are for one task
         self.sequences = join_sequences([source.sequences for source in sources]) if has_sequences else None
         self.num_loss_tokens = join([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by `count_images`
+        self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by corpus.pairs.pair
         self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
         self._find_kept()
 
@@ -91,8 +92,8 @@ class Mixture:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest kept sample."""
-        return int(self.lengths[self.kept].max())
+        """Number of tokens of the longest kept sample, as it counts in micro-batches."""
+        return int(self.sizes[self.kept].max())
 
     @property
     def longest_sequence(self) -> int:
@@ -156,7 +157,9 @@ class Mixture:
         if self.sequences is not None:
             sequences = self.list_sequences(rows)
             load = load._replace(squares=sequences.sum_by_row(sequences.lengths.astype(float) ** 2))
-        return None if images is None and self.sequences is None else load
+        if self.seen is not None:
+            load = load._replace(squares=sum(part.lengths[rows].astype(float) ** 2 for part in (self, self.seen)))
+        return None if images is None and self.sequences is None and self.seen is None else load
 
     def list_sequences(self, rows: np.ndarray) -> RowSequences:
         """The sequences of some rows."""
@@ -197,7 +200,8 @@ class Mixture:
 
     def read(self, row: int) -> Sample:
         """A row's columns, including the optional columns of any set: samples packed into one row must agree."""
-        source, own_row = self._find(row)
+        number, own_row = self.find(row)
+        source = self.sources[number]
         sample = source.read(own_row)
         return (
             sample
@@ -233,13 +237,13 @@ class Mixture:
 
     def locate(self, row: int) -> tuple[Path, int]:
         """A row's file, and its number there, from 1."""
-        source, own_row = self._find(row)
-        return source.path, own_row + 1
+        source, own_row = self.find(row)
+        return self.sources[source].path, own_row + 1
 
-    def _find(self, row: int) -> tuple[TokenizedData, int]:
-        """A row's data set, and its number there, from 0."""
+    def find(self, row: int) -> tuple[int, int]:
+        """The number of a row's data set, and the row's number there, from 0."""
         source = int(self.source_of(np.array(row)))
-        return self.sources[source], row - int(self._first_rows[source])
+        return source, row - int(self._first_rows[source])
 
     def name_rows(self, rows: Sequence[int], *, most: int = 20) -> str:
         """Rows as shown in messages: by file, numbered from 1, the first `most` of each."""

@@ -40,6 +40,7 @@ class TokenizedData:
         self.kind = COLUMNS[self.task.objective]
         table, self._maps = open_table(self.path, self.kind, named=f"{option} {path}")
         self.lengths = read_column(table, "len")
+        self.sizes = self.lengths  # tokens of each row in a micro-batch, with those that a teacher reads beside it
         self.num_loss_tokens = read_column(table, "num_loss_counted_tokens")
         self.kept = np.arange(len(self.lengths), dtype=np.int32)  # the stream draws from these rows
         self._columns = {
@@ -132,14 +133,15 @@ class TokenizedData:
     def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
         """Drops samples longer than `max_tokens_per_gpu` on each of the `num_sharing` ranks that share one, and returns
         their number. ValueError for such samples unless `drop_overlong`."""
-        overlong = self.lengths > max_tokens_per_gpu * num_sharing
+        overlong = self.sizes > max_tokens_per_gpu * num_sharing
         cap = f"{max_tokens_per_gpu}" + (f" x --context-parallel {num_sharing}" if num_sharing > 1 else "")
         num_overlong = int(np.count_nonzero(overlong))
         if num_overlong and not drop_overlong:
-            row = int(np.argmax(self.lengths))
+            row = int(np.argmax(self.sizes))
+            beside = "" if self.sizes is self.lengths else ", with those that the teacher reads"
             raise ValueError(
                 f"{self.path}: {num_overlong:,} of {len(overlong):,} samples are longer than --max-tokens-per-gpu"
-                f" {cap}; the longest, row {row + 1}, has {self.lengths[row]} tokens. Raise"
+                f" {cap}; the longest, row {row + 1}, has {self.sizes[row]} tokens{beside}. Raise"
                 " --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong"
             )
         if num_overlong == len(overlong):

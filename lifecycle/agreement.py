@@ -42,7 +42,8 @@ def describe_inputs(inputs: RunInputs, options: TrainOptions) -> Groups:
     models |= {flag: other.directory for flag, other in inputs.other_models.items()}
     return {
         "data": describe_sets(inputs.data, "--data-path")
-        | (describe_sets(inputs.validation_data, "--validation-data-path") if inputs.validation_data else {}),
+        | (describe_sets(inputs.validation_data, "--validation-data-path") if inputs.validation_data else {})
+        | (describe_sets(inputs.teacher_data, "--teacher-data") if inputs.teacher_data else {}),
         "model": {
             "tokenizer": fingerprint_tokenizer_state(inputs.tokenizer)[:DIGITS],
             **{

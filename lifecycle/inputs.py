@@ -13,7 +13,7 @@ from families.family import Family
 from lifecycle.checkpointing import Checkpoint
 from lifecycle.record import OF_METHOD, ORIGIN, REFERENCE, TEACHER, identify_run
 from model.config import ModelSource
-from model.fingerprints import fingerprint_model
+from model.fingerprints import fingerprint_data, fingerprint_model
 from model.method import Method
 from objectives.objective import SELF, Objective
 from options import DataOptions, ModelOptions, TrainOptions
@@ -58,6 +58,7 @@ class RunInputs:
     data: Mixture | None = None
     sidecars: list[dict[str, Any] | None] = field(default_factory=list)  # of each data set, if it has one
     validation_data: Mixture | None = None  # None also if no validation is requested
+    teacher_data: Mixture | None = None  # what a teacher reads beside the data; None: the data itself
     model_dir: str | None = None
     config: PreTrainedConfig | None = None
     generation_config: GenerationConfig | None = None
@@ -87,6 +88,12 @@ class RunInputs:
         """Tokens of the longest training or validation sequence."""
         return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
 
+    @property
+    def longest_taught(self) -> int:
+        """Tokens of the longest training sequence that a teacher reads."""
+        data = self.data if self.teacher_data is None else self.teacher_data
+        return int(data.lengths[self.data.kept].max())
+
     def source(self, options: ModelOptions) -> ModelSource:
         return ModelSource(self.model_dir, self.config, options.trust_remote_code, name=options.model_name_or_path)
 
@@ -112,9 +119,16 @@ class RunInputs:
         return hash_reference(other.directory, [], "none", self.compute_dtype)  # without the method's layers
 
     def identify_teacher(self) -> str | None:
-        """A hash of the teacher's scores, or of its weights; None if the objective has no teacher."""
+        """A hash of the teacher's scores, or of its weights and what it reads; None if the objective has no teacher."""
         other = self.other_models.get(TEACHER_MODEL)
-        return self.teacher if other is None else fingerprint_model(other.directory)
+        teacher = self.teacher if other is None else fingerprint_model(other.directory)
+        if self.teacher_data is None:
+            return teacher
+        read = [
+            fingerprint_data(source.path, source=None, lengths=source.lengths, kept=source.kept)
+            for source in self.teacher_data.sources
+        ]
+        return hash_json([teacher, *read])
 
     def identify(self, options: TrainOptions) -> dict[str, Any]:
         """Everything that determines the run's numbers (see lifecycle.record)."""

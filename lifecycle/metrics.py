@@ -63,8 +63,8 @@ class StepMeter:
         """Returns the metrics, by name, of one step that took `seconds` and ended at `position`."""
         batch_tokens = int(batch.lengths.sum())
         num_micro_batches, world_size = len(batch.table), len(batch.table[0]) * batch.num_sharing
-        load = batch.data.load_of(batch.sample_ids)
-        sample_costs = cost_samples(batch.lengths, self.flops.attention_cost, load)
+        sizes, load = batch.data.sizes[batch.sample_ids], batch.data.load_of(batch.sample_ids)
+        sample_costs = cost_samples(sizes, self.flops.attention_cost, load)
         # (K, ranks, or groups of those that share rows)
         costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
         total_seconds = seconds + sums.data_wait_seconds
@@ -86,7 +86,7 @@ class StepMeter:
             total_samples_accumulated=position.num_samples,
             total_tokens_accumulated=position.num_tokens,
             peak_memory_usage_GB=sums.peak_memory_bytes / 1e9,
-            packing_efficiency=batch_tokens / (num_micro_batches * world_size * self.max_tokens_per_gpu),
+            packing_efficiency=int(sizes.sum()) / (num_micro_batches * world_size * self.max_tokens_per_gpu),
             rank_balance=float(costs.mean(axis=1).sum() / costs.max(axis=1).sum()),
             data_wait_seconds=sums.data_wait_seconds,
             mfu=None if peak is None else batch_flops / total_seconds / (peak * world_size),

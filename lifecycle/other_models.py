@@ -3,7 +3,7 @@
 from chat.fingerprints import fingerprint_tokenizer
 from chat.templates import load_tokenizer
 from lifecycle.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
-from model.config import ModelSource, load_config
+from model.config import ModelSource, check_rope, load_config
 from objectives.objective import SELF
 from options import TrainOptions
 from pretrained.files import find_model
@@ -16,6 +16,10 @@ def open_other_models(options: TrainOptions, inputs: RunInputs) -> None:
         if name not in (None, SELF):
             found = inputs.errors.attempt(lambda flag=flag, name=name: open_other_model(flag, name, options, inputs))
             inputs.other_models |= {} if found is None else {flag: found}
+    if options.teacher.teacher_model is not None and inputs.data is not None:
+        teacher = inputs.other_models.get(TEACHER_MODEL)
+        config = inputs.config if teacher is None else teacher.config
+        inputs.errors.attempt(lambda: check_rope(config, longest=inputs.longest_taught))
 
 
 def open_other_model(flag: str, name: str, options: TrainOptions, inputs: RunInputs) -> ModelSource:

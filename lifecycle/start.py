@@ -18,7 +18,7 @@ from lifecycle.inputs import RunInputs
 from lifecycle.other_models import open_other_models
 from lifecycle.start_checks import check_placeholders, check_schedule, check_validation, find_oddities
 from lifecycle.start_report import describe_data, describe_schedule
-from lifecycle.teacher import open_scores
+from lifecycle.teacher import open_scores, open_teacher_data
 from model.build import choose_compute_dtype
 from model.config import check_rope, choose_tokenizer, load_config, load_generation_config
 from model.offloading import check_offloading
@@ -66,7 +66,7 @@ def open_inputs(
     open_model_config(inputs, options)
     if inputs.config is not None and inputs.data is not None:
         inputs.errors.attempt(lambda: check_rope(inputs.config, longest=inputs.longest))
-        for data in filter(None, (inputs.data, inputs.validation_data)):
+        for data in filter(None, (inputs.data, inputs.validation_data, inputs.teacher_data)):
             inputs.errors.attempt(lambda data=data: check_placeholders(inputs, data))
         open_tokenizer(inputs, options)
     if inputs.tokenizer is not None and inputs.data.has_images:
@@ -97,8 +97,10 @@ def open_data(inputs: RunInputs, options: TrainOptions, *, num_sharing: int) -> 
     )
     if data is None:
         return None
+    if options.teacher.teacher_data:
+        inputs.errors.attempt(lambda: open_teacher_data(inputs, options.teacher.teacher_data))
     if cap == "auto":  # a provisional value until the model is loaded
-        cap = -(-int(data.lengths.max()) // num_sharing)
+        cap = -(-int(data.sizes.max()) // num_sharing)
     inputs.data_options = replace(o, max_tokens_per_gpu=cap)
     num_dropped = inputs.errors.attempt(
         lambda: data.fit_to(cap, num_sharing=num_sharing, drop_overlong=o.drop_overlong)
@@ -144,10 +146,10 @@ def open_model_config(inputs: RunInputs, options: TrainOptions) -> None:
 
 def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     """Opens the tokenizer that made the data; sets the number of embeddings and the stop token in the config."""
-    config, text, validation_data = inputs.config, text_config(inputs.config), inputs.validation_data
+    config, text = inputs.config, text_config(inputs.config)
+    others = [data for data in (inputs.validation_data, inputs.teacher_data) if data is not None]
     known = {source.path: sidecar for source, sidecar in zip(inputs.data.sources, inputs.sidecars, strict=True)}
-    if validation_data is not None:
-        known |= {source.path: source.sidecar for source in validation_data.sources}
+    known |= {source.path: source.sidecar for data in others for source in data.sources}
     found = inputs.errors.attempt(
         lambda: choose_tokenizer(
             inputs.model_dir,
@@ -163,9 +165,8 @@ def open_tokenizer(inputs: RunInputs, options: TrainOptions) -> None:
     if inputs.tokenizer is not None:
         trust = options.model.trust_remote_code
         inputs.family = inputs.family.complete(config, inputs.tokenizer, trust_remote_code=trust)
-    for data in (inputs.data, validation_data):
-        if data is not None:
-            data.vocab_size = vocab_size
+    for data in (inputs.data, *others):
+        data.vocab_size = vocab_size
     for sidecar in filter(None, reversed(inputs.sidecars)):  # reversed, so that the first sidecar's token ends up first
         if inputs.tokenizer is not None and sidecar.get("stop_token_id") is not None:
             replaces = sidecar.get("tokenizer_dir") is not None  # the data's chat template replaces the model's

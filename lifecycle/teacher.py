@@ -3,17 +3,31 @@
 from collections.abc import Callable, Sequence
 
 from corpus.mixture import Mixture
+from corpus.pairs import pair
 from corpus.reader import TokenizedData
 from disk import hash_json
+from families.packed_row import check_positions
 from lifecycle.inputs import TEACHER_MODEL, RunInputs
 from model.config import ModelSource
 from model.teaching import OtherModel, StartWeights
+from objectives.data_kinds import describe_task
 from objectives.objective import SELF, Objective
 from objectives.packed_model import PackedModel
 from objectives.soft_targets import SOFT_COLUMN
+from objectives.teachers import SEEN_COLUMN
 from pretrained.files import name_model
 from ranks.ending import log
 from scoring.score_files import NoScores, ScoreColumn, ScoreFile, locate_scores
+
+
+def open_teacher_data(inputs: RunInputs, paths: Sequence[str]) -> None:
+    """Opens the data sets that a teacher reads beside the run's; ValueError if their rows do not fit."""
+    seen = Mixture([TokenizedData(path, option="--teacher-data") for path in paths])
+    if seen.task != inputs.data.task:
+        raise ValueError(f"--teacher-data is for {describe_task(seen.task)}, --data-path for"
+                         f" {describe_task(inputs.data.task)}")  # fmt: skip
+    pair(inputs.data, seen, column=SEEN_COLUMN)
+    inputs.teacher_data = seen
 
 
 def open_scores(inputs: RunInputs, objective: Objective) -> Objective:
@@ -62,11 +76,13 @@ def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSou
     `model`: as the run starts, before a checkpoint is restored; `build` makes another one.
     """
     if inputs.objective.teacher_model == SELF:
+        check_positions(model.model, longest=inputs.longest_taught)
         model.reader.teacher = teacher = StartWeights(model)
         log.info(f"teacher: the model as the run starts, {teacher.num_bytes / 1e9:.2f} GB of copies on each rank")
     elif inputs.objective.teacher_model is not None:
         source = inputs.other_models[TEACHER_MODEL]
         other = build(source).requires_grad_(False).eval()
+        check_positions(other.model, longest=inputs.longest_taught)
         model.reader.teacher = OtherModel(other)
         num_parameters = sum(param.numel() for param in other.parameters())
         log.info(f"teacher: {name_model(source.name)}, {num_parameters:,} parameters, in {other.compute_dtype}")

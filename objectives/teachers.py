@@ -1,7 +1,8 @@
 """Learning from a teacher: cross-entropy and a divergence from the teacher's next-token distributions.
 
 (1 - w) * cross-entropy + w * T^2 * D(q, p), with w --teacher-weight and p and q at temperature T (arXiv 1503.02531).
-q is read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row.
+q is read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row, or one
+with the same trained tokens after other prompts.
 N trained tokens, K tokens that a file names of each, V vocabulary size.
 """
 
@@ -30,6 +31,7 @@ from pretrained.files import name_model
 from ranks.row_group import RowGroup
 
 TAUGHT = "taught"  # among objectives
+SEEN_COLUMN = "seen"  # of samples: the row, itself a sample, that a teacher reads instead
 DEFAULT_TOP_K = 32
 VALUES = ("loss", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")  # of a token
 NUM_VALUES = len(VALUES) + 1  # and 1 if the token has a teacher, which the last three are means over
@@ -59,7 +61,8 @@ class TaughtTargets(NextTokens):
     """Next tokens, and what the teacher says of them."""
 
     soft: SoftTargets | None = None  # from a file
-    teacher: TrainedTokens | None = None  # of a teacher that reads the row: what its logits are computed from
+    seen: MicroBatch | None = None  # what a teacher reads instead: the same trained tokens after other prompts
+    teacher: TrainedTokens | None = None  # of a teacher that reads: what its logits are computed from
 
     def take_part(self, part: slice) -> "TaughtTargets":
         first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
@@ -190,8 +193,11 @@ class TaughtLoss(TokenLoss):
     def prepare(self, reader: TextReader, micro_batch: MicroBatch) -> MicroBatch:
         if not self.is_online:
             return micro_batch
-        targets = replace(micro_batch.targets, teacher=reader.teacher.read(micro_batch, self.predict))
-        return micro_batch.with_targets(targets)
+        targets = micro_batch.targets
+        tokens = reader.teacher.read(micro_batch if targets.seen is None else targets.seen, self.predict)
+        if len(tokens.targets) < len(targets.index):  # validation data, of which the teacher has no rows
+            return micro_batch
+        return micro_batch.with_targets(replace(targets, teacher=tokens))
 
     def sum(self, reader: TextReader, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Tensor:
         targets = micro_batch.targets
@@ -238,6 +244,7 @@ class Taught(CausalLM):
     top_k: int | None = None  # tokens that the files name of each; None: the teacher reads the row
     scores_name: str | None = None
     teacher_model: str | None = None
+    reads_beside: bool = False  # the teacher reads other rows: SEEN_COLUMN of the samples
     teacher_title: str = "a teacher"
 
     metrics = CausalLM.metrics | {"teacher_kl": False}
@@ -252,11 +259,23 @@ class Taught(CausalLM):
         )
 
     def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+        """Of a teacher that reads other rows the same one."""
         sample = super().give_targets(sample, trainable, num_trained=num_trained)
+        if self.reads_beside:
+            return sample | {SEEN_COLUMN: sample}
         return sample if self.top_k is None else sample | {SOFT_COLUMN: self.make_even_records(sample["labels"])}
 
     def make_even_records(self, labels: np.ndarray) -> np.ndarray:
         return make_even_records(int(np.count_nonzero(labels[1:] != IGNORED)), self.top_k)
+
+    def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
+        """With a second row of what a teacher reads beside the samples: idle for validation data, which has nothing."""
+        micro_batch = super().pack(samples, **options)
+        if self.reads_beside:
+            idle = self.make_idle_sample()
+            seen = super().pack([sample.get(SEEN_COLUMN, idle) for sample in samples])
+            micro_batch.targets = replace(micro_batch.targets, seen=seen)
+        return micro_batch
 
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> TaughtTargets:
         """Validation data need not have records."""
@@ -318,5 +337,6 @@ def make_taught(options: TeacherOptions, family: Family, noise: EmbeddingNoise |
     if options.teacher_model is not None:
         name = options.teacher_model
         title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
-        return Taught(family, noise, terms=terms, teacher_model=name, teacher_title=title)
+        reads_beside = len(options.teacher_data) > 0
+        return Taught(family, noise, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
     return Taught(family, noise, terms=terms, top_k=DEFAULT_TOP_K, scores_name=options.teacher_scores)

@@ -83,6 +83,9 @@ class TeacherOptions:
     """Name of the teacher's files next to the data sets, as given to score-data --name."""
     teacher_model: str | None = None
     """Directory or hub name of a teacher that reads each batch, instead of files; self: the model as the run starts."""
+    teacher_data: tuple[str, ...] = ()
+    """Data sets that the teacher of --teacher-model reads instead, one for each --data-path: the same trained tokens in
+    the same rows after other prompts, as in score-data. Their tokens count in --max-tokens-per-gpu."""
 
 
 @dataclass(frozen=True, kw_only=True)

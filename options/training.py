@@ -92,7 +92,7 @@ IDENTIFYING_GROUPS = (
 # Options of these groups that are places of files, whose content identifies the run instead.
 PATH_OPTIONS = (
     *("osft_cache_dir", "osft_calibration_data", "osft_statistics", "osft_bases", "lora_adapter"),
-    *("reference_model", "teacher_model", "teacher_scores"),
+    *("reference_model", "teacher_model", "teacher_scores", "teacher_data"),
 )
 
 # Options of these groups that decide no numbers.

@@ -122,7 +122,7 @@ def count_useful_tokens(data: Mixture, options: DataOptions, *, start: RunPositi
     """
     batch_size = options.batch_size
     drawn = draw_samples(data, seed=options.seed, start=start.num_samples, count=NUM_BATCHES * batch_size)
-    largest = int(data.lengths[drawn].reshape(-1, batch_size).sum(axis=1).max())
+    largest = int(data.sizes[drawn].reshape(-1, batch_size).sum(axis=1).max())
     longest = data.longest
     return longest, min(largest, -(-largest // world_size) + longest)
 
@@ -130,7 +130,7 @@ def count_useful_tokens(data: Mixture, options: DataOptions, *, start: RunPositi
 def refuse_longest(data: Mixture, room: Room) -> str:
     """Why not even the longest sample can be trained, and what to change."""
     longest = data.longest
-    path, row = data.locate(int(data.kept[data.lengths[data.kept].argmax()]))
+    path, row = data.locate(int(data.kept[data.sizes[data.kept].argmax()]))
     needed = extrapolate(room.probes, "bytes", longest)
     limit = int(needed - extrapolate(room.probes, "excess_bytes", longest))
     return (

@@ -164,7 +164,13 @@ def simulate_packing(options: TrainOptions, target: Target, run: PlannedRun, pac
         options,
         target,
         run,
-        Load(packing.num_tokens, packing.num_trained, run.inputs.data.longest_sequence, accumulates),
+        Load(
+            packing.num_tokens,
+            packing.num_trained,
+            run.inputs.data.longest_sequence,
+            accumulates,
+            num_seen=packing.num_seen,
+        ),
     )
 
 
@@ -179,7 +185,7 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
     base, lines = target.base, findings.lines
     lines.append(
         f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
-        f" {packing.num_trained:,} of them trained{describe_sharing(target.ranks)}"
+        f" {packing.num_trained:,} of them trained{describe_seen(packing)}{describe_sharing(target.ranks)}"
     )
     items = {words: memory.peak[kind] for kind, words in KINDS.items()}
     items["interpreter and libraries"] = base
@@ -192,6 +198,10 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
         lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
     if target.keeps_freed:
         lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
+
+
+def describe_seen(packing: Packing) -> str:
+    return f"; a teacher reads {packing.num_seen:,} beside one" if packing.num_seen else ""
 
 
 def describe_sharing(ranks: Ranks) -> str:

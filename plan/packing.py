@@ -24,6 +24,7 @@ class Packing:
     flops: np.ndarray
     num_tokens: int  # of the largest row that trains, without what is read ahead
     num_trained: int  # most in one micro-batch
+    num_seen: int  # most that a teacher reads beside one, in a row of its own
 
     def describe(self) -> str:
         counts = self.num_micro_batches
@@ -51,25 +52,26 @@ def pack_next_batches(
     for i in range(max(1, min(NUM_BATCHES, num_left))):
         first = start.num_samples + i * options.batch_size
         ids = draw_samples(data, seed=options.seed, start=first, count=options.batch_size)
-        lengths, trained = data.lengths[ids], data.num_loss_tokens[ids]
+        sizes, trained = data.sizes[ids], data.num_loss_tokens[ids]
         load = data.load_of(ids)
-        table = pack_batch(lengths, cap, world_size, flops.attention_cost, load)
-        costs = cost_samples(lengths, flops.attention_cost, load)
+        table = pack_batch(sizes, cap, world_size, flops.attention_cost, load)
+        costs = cost_samples(sizes, flops.attention_cost, load)
         in_row = count_row_tokens(data, ids, objective)
         loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
         cells = [indices for row in table for indices in row]
         rows.append(
             (
                 len(table),
-                lengths.sum() / (len(cells) * cap),
+                sizes.sum() / (len(cells) * cap),
                 1 - loads.mean(axis=1).sum() / loads.max(axis=1).sum(),
                 flops.of_rows(ids, data, objective),
                 max(in_row[indices].sum() for indices in cells),
                 max(trained[indices].sum() for indices in cells),
+                max((sizes - data.lengths[ids])[indices].sum() for indices in cells),
             )
         )
-    num_micro_batches, fill, idle, batch_flops, num_tokens, num_trained = map(np.array, zip(*rows, strict=True))
-    return Packing(cap, num_micro_batches, fill, idle, batch_flops, int(num_tokens.max()), int(num_trained.max()))
+    *measured, num_tokens, num_trained, num_seen = map(np.array, zip(*rows, strict=True))
+    return Packing(cap, *measured, int(num_tokens.max()), int(num_trained.max()), int(num_seen.max()))
 
 
 def count_row_tokens(data: Mixture, rows: np.ndarray, objective: Objective) -> np.ndarray:  # (rows,)

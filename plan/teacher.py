@@ -32,4 +32,5 @@ def plan_teacher(
         num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
     rows = draw_samples(data, seed=o.seed, start=0, count=NUM_BATCHES * o.batch_size)
     on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
-    return PlannedTeacher(flops.of_scores(rows, data, objective) / NUM_BATCHES, on_rank)
+    read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers
+    return PlannedTeacher(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)

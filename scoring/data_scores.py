@@ -83,7 +83,7 @@ def plan_batches(data: Mixture, cap: int, *, attention_cost: float, world: World
     for start in range(0, len(data.kept), NUM_PACKED):
         rows = data.kept[start : start + NUM_PACKED]
         num_rows, load = world.world_size // num_sharing, data.load_of(rows)
-        for cell in pack_batch(data.lengths[rows], cap, num_rows, attention_cost, load):
+        for cell in pack_batch(data.sizes[rows], cap, num_rows, attention_cost, load):
             yield rows[cell[world.rank // num_sharing]]
 
 

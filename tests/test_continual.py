@@ -164,6 +164,22 @@ def test_rounds_learn_from_a_teacher_that_sees_the_answer(tmp_path: Path):
     torch.testing.assert_close(mean, {name: (start[name].float() + last[name]) / 2 for name in mean})
 
 
+def test_rounds_learn_from_a_teacher_that_reads_in_training(tmp_path: Path):
+    settings = make_inputs(tmp_path) | {"measure": "seen"}
+    settings["self_distillation"] = {"rounds": 2, "teacher": "average", "divergence": "reverse-kl"}
+    settings |= {"tasks": [{name: value for name, value in settings["tasks"][0].items() if name != "held_out"}]}
+    folder = run(settings, tmp_path) / "order_1_seed_42" / "1_twice"
+    for i, teacher in ((1, settings["model"]), (2, f"{folder}/round_1/average")):
+        place = folder / f"round_{i}"
+        options = read_options(place)
+        assert options["teacher_data"] == [f"{place}/teacher/teacher.arrow"]
+        assert (options["teacher_model"], options["teacher_divergence"]) == (teacher, "reverse-kl")
+        assert not list(place.glob("score-data*")) and not list(place.rglob("*.scores"))
+        metrics = read_lines(place / "run/training_metrics_0.jsonl")
+        assert all(row["loss"] == pytest.approx(row["teacher_kl"], rel=1e-5) and row["loss"] > 0 for row in metrics)
+        assert (place / "data.json").is_file()
+
+
 @pytest.mark.parametrize("basis", ["weights", pytest.param("activations", marks=pytest.mark.wide)])
 def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
     """Checks all exports against the bases that each run has left."""

@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from chat.fingerprints import fingerprint_chat_template, fingerprint_tokenizer
-from chat.labels import IGNORED
 from corpus.mixture import Mixture
+from corpus.pairs import check_rows, mark_trained, read_pair
 from corpus.reader import TokenizedData
 from evaluation.data_sets import build_scorer
 from families.packed_row import check_positions
@@ -221,11 +221,6 @@ OPENERS: dict[str, Callable[[ScoreDataOptions, Sequence[Mixture], World], Scorer
 }
 
 
-def mark_trained(labels: np.ndarray) -> np.ndarray:  # (L,) bool
-    """Which tokens are trained: never the first, which nothing predicts."""
-    return (labels != IGNORED) & (np.arange(len(labels)) > 0)
-
-
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:
     """A data set with trained tokens; ValueError for one that cannot be scored, or not as the options say."""
     data = Mixture([TokenizedData(path)])
@@ -260,13 +255,9 @@ def check_aligned(data: Mixture, seen: Mixture) -> None:
     if seen is data:
         return
     ours, theirs = data.sources[0], seen.sources[0]
-    if len(ours.lengths) != len(theirs.lengths):
-        raise ValueError(f"{theirs.path}: has {len(theirs.lengths):,} rows, {ours.path} {len(ours.lengths):,}")
+    check_rows(ours, theirs)
     for row in range(len(ours.lengths)):
-        samples = [source.read(row) for source in (ours, theirs)]
-        own, other = (sample["labels"][mark_trained(sample["labels"])] for sample in samples)
-        if not np.array_equal(own, other):
-            raise ValueError(f"{theirs.path}: row {row + 1}: trains other tokens than the row of {ours.path}")
+        read_pair(ours, theirs, row)
 
 
 def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreDataOptions) -> ScoreWriter:

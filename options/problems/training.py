@@ -204,19 +204,27 @@ def find_teacher_problems(options: TrainOptions) -> list[str]:
     for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
         if value:
             problems.append(f"{flag_name(name)}: not with --teacher-weight, which says what the loss is")
+    if o.teacher_data and len(o.teacher_data) != num_sets:
+        problems.append(f"--teacher-data: {len(o.teacher_data)} for {num_sets} data sets of --data-path")
+    if o.teacher_data and options.sharding.context_parallel is not None:
+        problems.append("--teacher-data: not with --context-parallel: score the data with score-data --teacher-data")
     return problems + find_teacher_source_problems(o)
 
 
 def find_teacher_source_problems(o: TeacherOptions) -> list[str]:
     """Divergences that the teacher's kind does not have."""
+    problems = []
     if o.teacher_model is None:
         if o.teacher_divergence in ("reverse-kl", "jsd"):
-            return [
+            problems.append(
                 f"--teacher-divergence {o.teacher_divergence} needs the teacher's probability of each token that the"
                 " model prefers, which files do not have: give --teacher-model"
-            ]
-        return []
-    problems = []
+            )
+        if o.teacher_data:
+            problems.append(
+                "--teacher-data is read by --teacher-model: give it, or score the data with score-data --teacher-data"
+            )
+        return problems
     if o.teacher_divergence == "top-k-kl":
         problems.append("--teacher-divergence top-k-kl: --teacher-model computes the whole distribution: give"
                         " forward-kl")  # fmt: skip
