@@ -259,7 +259,7 @@ class Taught(CausalLM):
         )
 
     def give_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
-        """Of a teacher that reads other rows the same one."""
+        """A teacher that reads other rows gets the same one."""
         sample = super().give_targets(sample, trainable, num_trained=num_trained)
         if self.reads_beside:
             return sample | {SEEN_COLUMN: sample}

@@ -97,7 +97,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         GOOD | {"self_distillation": {"divergence": "jsd", "top_k": 8}},
         "self_distillation: top_k: no effect with divergence: jsd",
     ),
-    (GOOD | {"self_distillation": {"divergence": "masked-kl"}}, "allowed: forward-kl, reverse-kl, jsd"),
+    (GOOD | {"self_distillation": {"divergence": "masked-kl"}}, "divergence cannot be 'masked-kl'"),
     (GOOD | {"self_distillation": {"average_decay": 0.9}}, "average_decay: no effect without teacher: average"),
     (GOOD | {"self_distillation": {"demonstration": "x"}}, "must contain {prompt} and {demonstration}"),
     (GOOD | {"self_distillation": {}, "train": {"max_steps": 3}}, "a: the end of train must be given by max_epochs"),
