@@ -24,6 +24,7 @@ METHODS = {
         "replay": {"kind": "own-answers", "num_prompts": 8, "min_score": 0.0, "share": 0.3, "teacher_weight": 0.5},
     },
     "rounds": {"train": OSFT, "self_distillation": {"rounds": 2, "teacher": "average", "top_k": 4}},
+    "rounds, online": {"train": {}, "self_distillation": {"rounds": 2, "teacher": "average", "divergence": "jsd"}},
     "statistics": {"train": OSFT | {"osft_basis": "activations"}, "replay": {"kind": "rows", "share": 0.3}},
 }
 
