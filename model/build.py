@@ -11,7 +11,16 @@ from transformers import PreTrainedModel
 from families.family import Family
 from families.packed_row import find_pad_position
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from model.attention import BACKENDS, OWN, choose_backend, list_heads, mark_chunked, register_backends, registered_name
+from model.attention import (
+    BACKENDS,
+    OWN,
+    activate_kernels,
+    choose_backend,
+    list_heads,
+    mark_chunked,
+    register_backends,
+    registered_name,
+)
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
 from model.liger import apply_liger_kernels, restored
@@ -158,6 +167,8 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     register_backends()
     mark_chunked(model, config)
     backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
+    if device.type == "cuda":
+        activate_kernels(backend)
     set_attention(model, registered_name(backend))
     is_replaced = find_decoder(model).config._attn_implementation == registered_name(backend)
     return backend if is_replaced else keep_own_attention(model, requested)
