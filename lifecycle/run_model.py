@@ -47,7 +47,16 @@ def build_run_model(
         progress=progress,
     )
     build = functools.partial(build_from, inputs.source(options.model))
-    plain = replace(compute, compile=False, activation_checkpointing="none", tiled_mlp=False, offload_activations=False)
+    # Without liger-kernel: its rotary embeddings would become those of the run's model as well, which may have to keep
+    # outputs that they rotate in place.
+    plain = replace(
+        compute,
+        compile=False,
+        activation_checkpointing="none",
+        tiled_mlp=False,
+        offload_activations=False,
+        use_liger_kernels=False,
+    )
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)

@@ -21,9 +21,11 @@ from model.context_parallel import choose_own, give_heads_back, take_heads
 BACKENDS: dict[str, set[str]] = {
     "flash_attn": {"dropout", "softcap"},  # CUDA, bfloat16, package flash-attn
     "varlen": set(),  # CUDA, bfloat16, ships with torch
+    "varlen_fa3": set(),  # Hopper, bfloat16, varlen by the kernels of FlashAttention 3, package flash_attn_interface
     "sdpa": {"dropout", "blocks"},  # any device, one sequence at a time
     "eager": {"dropout", "softcap", "sinks", "blocks"},  # any device, one sequence at a time, stores its score matrix
 }
+BY_NAME = frozenset({"varlen_fa3"})  # not chosen by "auto", since no GPU has measured them yet
 OWN = "own"  # the model's own attention, one sequence at a time, if no backend supports its features
 UNCOMPILED = frozenset({"sdpa", "eager", OWN, "padded"})  # torch.compile skips their loop over sequences
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in configs
@@ -61,7 +63,8 @@ def registered_name(backend: str) -> str:
 
 def register_backends() -> None:
     """Registers every backend with transformers as an attention implementation."""
-    for name, attend in zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_sdpa, attend_eager), strict=True):
+    functions = (attend_flash_attn, attend_varlen, attend_varlen, attend_sdpa, attend_eager)
+    for name, attend in zip(BACKENDS, functions, strict=True):
         AttentionInterface.register(registered_name(name), make_interface(name, attend))
 
 
@@ -154,14 +157,37 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rul
     from torch.nn.attention.varlen import varlen_attn
 
     cu_seqlens, longest = row.cu_seqlens, row.max_seqlen
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    if not grouped:  # torch < 2.12
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    grouped = {"enable_gqa": True} if has_group_option() else {}
     query, key, value = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, heads, D)
     return varlen_attn(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest,
         scale=rule.scaling, window_size=rule.reach, **grouped,
     )[None]  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def has_group_option() -> bool:
+    """Whether torch's varlen_attn takes groups of query heads only with an option.
+
+    torch 2.11's does not: it passes any heads on, and its kernel takes groups. If not, the start-up check would fail.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def activate_kernels(backend: str) -> None:
+    """Makes torch's varlen compute with the kernels of FlashAttention 3 for varlen_fa3, otherwise with torch's own."""
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    if backend == "varlen_fa3":
+        activate_flash_attention_impl("FA3")
+    elif current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
 
 
 @torch.compiler.disable  # a loop over lengths that differ in every micro-batch would recompile each time
@@ -234,7 +260,7 @@ def choose_backend(
     ValueError, with the reason for each candidate, if none can be used.
     """
     needed = find_features(model, config)
-    candidates = list(BACKENDS) if requested == "auto" else [requested]
+    candidates = [name for name in BACKENDS if name not in BY_NAME] if requested == "auto" else [requested]
     reasons = {name: find_obstacle(name, needed, config=config, device=device, dtype=dtype) for name in candidates}
     usable = [name for name, obstacle in reasons.items() if obstacle is None]
     if not usable:
@@ -277,15 +303,23 @@ def find_obstacle(
         return f"needs a CUDA device, not {device.type}"
     if dtype != torch.bfloat16:
         return f"needs --compute-dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
         return f"needs an Ampere GPU or newer, not {torch.cuda.get_device_name(device)}"
+    if name == "varlen_fa3" and capability[0] != 9:
+        return f"FlashAttention 3 needs a Hopper GPU, not {torch.cuda.get_device_name(device)}"
     if getattr(config, "v_head_dim", None) is not None:
         return "needs the same head size for queries, keys and values"
     head_sizes = [size for _, size in list_heads(config)]
     if (largest := max([*head_sizes, getattr(config, "global_head_dim", None) or 0])) > MAX_HEAD_SIZE:
         return f"needs a head size of at most {MAX_HEAD_SIZE}, this model has {largest}"
-    if name == "varlen" and any(size % 8 != 0 for size in head_sizes):
+    if name != "flash_attn" and any(size % 8 != 0 for size in head_sizes):
         return f"needs head sizes that are multiples of 8, this model has {', '.join(map(str, head_sizes))}"
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
+    if name == "varlen_fa3" and importlib.util.find_spec("flash_attn_interface") is None:
+        return (
+            "the module flash_attn_interface, FlashAttention 3 from the folder hopper of flash-attention's repository,"
+            " is not installed"
+        )
     return None

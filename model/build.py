@@ -1,5 +1,6 @@
 """Builds a sharded, trainable model from a model directory: on the meta device, then `apply_*` in a fixed order."""
 
+import functools
 import importlib.util
 from collections.abc import Callable
 
@@ -10,9 +11,19 @@ from transformers import PreTrainedModel
 from families.family import Family
 from families.packed_row import find_pad_position
 from model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from model.attention import BACKENDS, OWN, choose_backend, list_heads, mark_chunked, register_backends, registered_name
+from model.attention import (
+    BACKENDS,
+    OWN,
+    activate_kernels,
+    choose_backend,
+    list_heads,
+    mark_chunked,
+    register_backends,
+    registered_name,
+)
 from model.blocks import find_blocks, hand_micro_batch_on
 from model.config import ModelSource
+from model.liger import apply_liger_kernels, restored
 from model.method import MetaModel, Method
 from model.mixers import find_mixers, needs_own_attention, split_layers, use_kernels
 from model.offloading import apply_offloading
@@ -23,7 +34,7 @@ from model.weights import Reader, read_weights
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
 from options import ComputeOptions, ShardingOptions
-from pretrained.text_tower import find_decoder, is_multimodal, set_attention, text_config
+from pretrained.text_tower import find_decoder, set_attention, text_config
 from ranks.devices import DTYPES, describe_device
 from ranks.ending import log
 from ranks.world import World, call_on_rank0
@@ -61,6 +72,7 @@ def build_model(
     packed_model = PackedModel(
         meta.model, objective, backend=meta.backend, compute_dtype=meta.compute_dtype, is_fused=compute.compile
     )
+    packed_model.own_code = functools.partial(restored, meta.replaced)
     apply_fsdp(
         packed_model,
         meta.blocks,
@@ -82,8 +94,9 @@ def make_meta_model(
     model.to("meta")  # for parameters created in a way that ignores the default device (DiffLlama)
     left_out = family.leave_out(model)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
+    replaced = ()
     if compute.use_liger_kernels:
-        apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
+        replaced = apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
     held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == OWN)
     split_layers(blocks, held, has_own_attention=backend == OWN)
@@ -101,7 +114,7 @@ def make_meta_model(
         apply_activation_checkpointing(blocks)
     if compute.offload_activations:
         apply_offloading(blocks, device)
-    return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled)
+    return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced)
 
 
 def check_divisible(meta: MetaModel, num_sharing: int) -> None:
@@ -154,6 +167,8 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     register_backends()
     mark_chunked(model, config)
     backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
+    if device.type == "cuda":
+        activate_kernels(backend)
     set_attention(model, registered_name(backend))
     is_replaced = find_decoder(model).config._attn_implementation == registered_name(backend)
     return backend if is_replaced else keep_own_attention(model, requested)
@@ -168,31 +183,6 @@ def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
         )
     set_attention(model, "eager")
     return OWN
-
-
-def apply_liger_kernels(model: PreTrainedModel, device: torch.device, *, keeps_products: bool) -> None:
-    """Replaces norms, rotary embeddings and MLPs with liger-kernel's.
-
-    The loss is not replaced: its kernel syncs with the GPU and cannot weight tokens. With `keeps_products`, rotary
-    embeddings are not replaced either: liger-kernel's work in place, and would rotate kept outputs twice.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
-        raise ValueError(
-            "--use-liger-kernels needs a CUDA device and the package liger-kernel (pip install liger-kernel);"
-            f" the device is {device.type}, liger-kernel is"
-            f" {'not ' if importlib.util.find_spec('liger_kernel') is None else ''}installed"
-        )
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
-
-    if is_multimodal(model.config):
-        raise ValueError(f"--use-liger-kernels: not supported for multimodal models ({model.config.model_type!r})")
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(f"--use-liger-kernels: liger-kernel does not support model type {model.config.model_type!r}")
-    if getattr(model.config, "mlp_bias", False):
-        raise ValueError("--use-liger-kernels: liger-kernel's MLPs have no biases, but this model's do (mlp_bias)")
-    _apply_liger_kernel_to_instance(
-        model, rope=not keeps_products, cross_entropy=False, fused_linear_cross_entropy=False
-    )
 
 
 def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:

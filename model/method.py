@@ -13,6 +13,7 @@ from families.family import Family
 from families.micro_batch import MicroBatch
 from model.config import ModelSource
 from model.gathering import WeightGroup, gather_parameters
+from model.liger import Replaced
 from model.weights import Reader
 from objectives.objective import Objective
 from objectives.packed_model import PackedModel
@@ -33,6 +34,7 @@ class MetaModel:
     family: Family
     left_out: LeftOut = field(default_factory=LeftOut)  # parts of a multimodal model other than its text tower
     tiled: tuple[str, ...] = ()  # names of the modules to run on a tile of the row at a time
+    replaced: tuple[Replaced, ...] = ()  # by liger-kernel
 
 
 class Method:

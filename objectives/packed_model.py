@@ -1,6 +1,8 @@
 """A model that maps a packed micro-batch to its summed loss: a family reads the row, an objective knows the targets."""
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model, self.backend, self.compute_dtype = model, backend, compute_dtype
         self.reader, self.loss = objective.family.open_reader(model), objective.make_loss(is_fused=is_fused)
+        # A context in which the model runs transformers' own code, without kernels that replace parts of it.
+        self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if objective.noise is not None:
             objective.noise.attach(self)
 
@@ -73,7 +77,9 @@ class PackedModel(nn.Module):
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The model's own answer for the row's one sequence: hidden states (1, L, H), and the summed loss, with all
         that counts in it."""
-        own, row = self.reader.run_own(micro_batch), micro_batch.row
+        with self.own_code():
+            own = self.reader.run_own(micro_batch)
+        row = micro_batch.row
         targets = micro_batch.targets
         if row.row_group is not None:
             targets = targets.gather(row.row_group, num_tokens=row.seq_lengths[0])

@@ -108,9 +108,10 @@ class ComputeOptions:
     compute_dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights. float16 is
     refused: it needs loss scaling."""
-    attention: Literal["auto", "flash_attn", "varlen", "sdpa", "eager"] = "auto"
-    """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), or SDPA or plain matrix products,
-    one sequence at a time. auto: the fastest one that the machine and the model support."""
+    attention: Literal["auto", "flash_attn", "varlen", "varlen_fa3", "sdpa", "eager"] = "auto"
+    """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), varlen by the kernels of
+    FlashAttention 3 (Hopper), or SDPA or plain matrix products, one sequence at a time. auto: the fastest one that the
+    machine and the model support, except varlen_fa3."""
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "full"
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
     selective: also keep the outputs of matrix products and attention. auto: the mode with the least recomputation that

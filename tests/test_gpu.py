@@ -21,7 +21,16 @@ from transformers import LlamaConfig
 
 from families.micro_batch import MicroBatch
 from model import tiling
-from model.attention import BACKENDS, Rule, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, find_obstacle
+from model.attention import (
+    BACKENDS,
+    Rule,
+    activate_kernels,
+    attend_eager,
+    attend_flash_attn,
+    attend_sdpa,
+    attend_varlen,
+    find_obstacle,
+)
 from ranks.world import World
 
 HAS_GPU = torch.cuda.is_available()
@@ -30,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_GPU and "GPU_TESTS_ON_CPU" not in os.environ, reason="needs a CUDA device"),
 ]
 
-ATTEND = dict(zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_sdpa, attend_eager), strict=True))
+ATTEND = dict(zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_varlen, attend_sdpa, attend_eager), strict=True))
 SEQUENCES = (17, 64, 1, 129, 5)
 HALF_BIT = 2**-9  # of bfloat16
 
@@ -57,6 +66,7 @@ def test_every_backend_is_attention_to_the_rounding_of_bf16(
     obstacle = find_obstacle(backend, needed, config=config, device=world.device, dtype=torch.bfloat16)
     if obstacle is not None:
         pytest.skip(obstacle)
+    activate_kernels(backend)
     torch.manual_seed(0)
     micro_batch = make_micro_batch(SEQUENCES, seed=0)
     inputs = [
@@ -109,9 +119,10 @@ CASES = {
     "osft": (dict(osft=True, osft_unfreeze_rank_ratio=0.5), {}),
     "osft, compiled": (dict(osft=True, osft_unfreeze_rank_ratio=0.5), dict(compile=True)),
 }
-PACKAGES = {"attention flash_attn": "flash_attn", "liger": "liger_kernel", "float8": "torchao", "nf4": "bitsandbytes",
-            "lora": "peft"}  # fmt: skip
-ONLY_ON_CUDA = ("attention flash_attn", "attention varlen", "liger", "float8", "compiled", "inputs offloaded")
+PACKAGES = {"attention flash_attn": "flash_attn", "attention varlen_fa3": "flash_attn_interface",
+            "liger": "liger_kernel", "float8": "torchao", "nf4": "bitsandbytes", "lora": "peft"}  # fmt: skip
+ONLY_ON_CUDA = ("attention flash_attn", "attention varlen", "attention varlen_fa3", "liger", "float8", "compiled",
+                "inputs offloaded")  # fmt: skip
 NUM_STEPS = 6
 TILE = 8  # tokens, so that rows of 64 have several
 
@@ -179,8 +190,9 @@ def check_losses(rows: list[dict], expected: list[dict], *, within: float) -> No
 def test_two_that_share_rows_train_to_the_cpus_losses_within_bf16(attention, inputs, on_cpu, tmp_path: Path):
     if HAS_GPU and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    if attention == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("flash_attn is not installed")
+    package = PACKAGES.get(f"attention {attention}", "torch")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     if not HAS_GPU and f"attention {attention}" in ONLY_ON_CUDA:
         pytest.skip("needs a CUDA device")
     output_dir = tmp_path / "run"

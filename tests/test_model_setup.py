@@ -1,9 +1,5 @@
 """Packed sequences of every model family: same loss and gradients as one by one, and no sequence sees another."""
 
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
@@ -45,7 +41,6 @@ from families.micro_batch import Targets
 from families.sample import Sample
 from families.text import TextFamily
 from model import attention as packed_attention
-from model.build import apply_liger_kernels
 from model.config import check_rope
 from model.sharding import choose_dim
 from objectives.next_tokens import TokenLoss
@@ -350,21 +345,3 @@ def test_weights_of_tokens_are_not_rounded_to_the_compute_type(world, tmp_path, 
     ids = np.arange(3, 12)
     model(pack_samples([(ids, ids, np.full(len(ids), 0.3, dtype=np.float32))]))
     assert seen[0].dtype == torch.float32 and torch.equal(seen[0], torch.full((len(ids) - 1,), 0.3))
-
-
-@pytest.mark.parametrize("keeps_products", [False, True])
-def test_liger_kernels_turn_nothing_in_place_that_is_kept(keeps_products, monkeypatch):
-    given = {}
-    module = ModuleType("liger_kernel.transformers.monkey_patch")
-    module.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
-    module._apply_liger_kernel_to_instance = lambda model, **kwargs: given.update(kwargs)
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["liger_kernel"].__spec__ = ModuleSpec("liger_kernel", None)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    with torch.device("meta"):
-        model, with_bias = (AutoModelForCausalLM.from_config(FAMILIES[name]) for name in ("llama", "llama_tied_bias"))
-    apply_liger_kernels(model, torch.device("cuda"), keeps_products=keeps_products)
-    assert given == dict(rope=not keeps_products, cross_entropy=False, fused_linear_cross_entropy=False)
-    with pytest.raises(ValueError, match="MLPs have no biases"):
-        apply_liger_kernels(with_bias, torch.device("cuda"), keeps_products=keeps_products)

@@ -1,104 +1,202 @@
-"""What the kernels for CUDA are asked for is what SDPA computes one sequence at a time.
+"""The kernels for CUDA are asked for what SDPA computes one sequence at a time, by every release that is supported.
 
-The kernels do not run here: in their place stands their documentation, written out, behind their own signatures.
+The kernels do not run here: in their place stands their documentation, written out, behind the recorded signatures.
 """
 
+import importlib
 import importlib.util
-import inspect
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hand_made import pack_samples
+from in_process import train_here
+from kernel_standins import FLASH, VARLEN, FlashOperators, Kernels
+from recorded import RECORDED, RELEASES, list_names
+from small_runs import OPTIONS, make_inputs, make_micro_batch, read_rows
+from tiny_models import FAMILIES, build, check, compile_by, save_model
+from torch import Tensor
 from torch.nn.attention import varlen
 
+from families.micro_batch import Row
+from model import attention as packed_attention
+from model.activation_checkpointing import ATTENTION
 from model.attention import Rule, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
 
 LENGTHS = (7, 1, 12, 3)
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 8
+# One release for each signature.
+DISTINCT = [
+    (package, entry["releases"][0])
+    for package, name in (("torch", VARLEN), ("flash-attn", FLASH))
+    for entry in RECORDED["signatures"][package][name]
+]
+OPTION = {"torch": "varlen", "flash-attn": "flash_attn"}
 
 
-def attend_as_documented(query, key, value, cu_seqlens, *, scale, left, right, softcap=0.0):
-    """(T, heads, D): query i of each sequence sees its keys i - left to i + right; a negative number is no limit."""
-    outputs = []
-    repeats = query.shape[1] // key.shape[1]
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        q, k, v = (t[start:end].transpose(0, 1) for t in (query, key, value))
-        k, v = (t.repeat_interleave(repeats, dim=0) for t in (k, v))
-        scores = q @ k.transpose(1, 2) * scale
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)  # back from the query
-        is_seen = torch.ones_like(distance, dtype=torch.bool)
-        is_seen &= distance <= left if left >= 0 else True
-        is_seen &= -distance <= right if right >= 0 else True
-        outputs.append((scores.masked_fill(~is_seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs)
+@pytest.fixture(params=DISTINCT, ids="-".join)
+def kernels(request, monkeypatch) -> Kernels:
+    """One release's kernels, on a machine where nothing stands in their way."""
+    kernels = Kernels(*request.param)
+    kernels.install(monkeypatch)
+    monkeypatch.setattr(packed_attention, "find_obstacle", lambda *args, **kwargs: None)
+    return kernels
 
 
-SIGNATURE = inspect.signature(varlen.varlen_attn)
+def make_row() -> Row:
+    return pack_samples([(np.arange(length), np.arange(length), None) for length in LENGTHS]).row
 
 
-def varlen_attn(*args, **kwargs):
-    given = SIGNATURE.bind(*args, **kwargs).arguments
-    query, key = given["query"], given["key"]
-    assert query.shape[1] == key.shape[1] or given["enable_gqa"]
-    assert given["cu_seq_q"] is given["cu_seq_k"] and given["cu_seq_q"].dtype == torch.int32
-    assert given["max_q"] == given["max_k"] == max(LENGTHS)
-    left, right = given["window_size"]
-    return attend_as_documented(
-        query, key, given["value"], given["cu_seq_q"], scale=given["scale"], left=left, right=right
-    )
-
-
-varlen_attn.__signature__ = SIGNATURE  # which differs between versions of torch
-
-
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    block_table=None,
-):  # fmt: skip
-    assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == max(LENGTHS) and dropout_p == 0.0
-    left, right = window_size[0], 0 if causal else window_size[1]
-    return attend_as_documented(q, k, v, cu_seqlens_q, scale=softmax_scale, left=left, right=right, softcap=softcap)
+def make_tensors() -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(1, heads, sum(LENGTHS), HEAD_SIZE) for heads in (NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_KEY_VALUE_HEADS)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-@pytest.mark.parametrize(
-    ("attend", "reference", "extras"),
-    [
-        (attend_varlen, attend_sdpa, {}),
-        (attend_flash_attn, attend_sdpa, {}),
-        (attend_flash_attn, attend_eager, dict(softcap=1.5)),
-    ],
-)
-def test_kernels_are_asked_for_what_sdpa_computes(attend, reference, extras, window, monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    module = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    samples = [(np.arange(length), np.arange(length), None) for length in LENGTHS]
-    row = pack_samples(samples).row
-    torch.manual_seed(0)
-    shapes = [(1, heads, sum(LENGTHS), HEAD_SIZE) for heads in (NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_KEY_VALUE_HEADS)]
-    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    results = []
+@pytest.mark.parametrize("extras", [{}, dict(is_two_sided=True), dict(softcap=1.5)])
+def test_kernels_are_asked_for_what_sdpa_computes(kernels, extras, window):
+    if kernels.package == "torch" and "softcap" in extras:
+        pytest.skip("varlen has no softcap")
+    attend = attend_varlen if kernels.package == "torch" else attend_flash_attn
+    reference = attend_eager if "softcap" in extras else attend_sdpa
+    row, tensors, results = make_row(), make_tensors(), []
     for function in (attend, reference):
         output = function(*tensors, row, Rule(scaling=0.3, window=window, **extras))
         assert output.shape == (1, sum(LENGTHS), NUM_HEADS, HEAD_SIZE)
         results.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
+    assert kernels.num_calls == 1
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma2_softcaps"])
+def test_a_run_trains_to_the_same_numbers(kernels, family, world, tmp_path):
+    """The whole way: the start-up check, and two steps with recomputation."""
+    if kernels.package == "torch" and family == "gemma2_softcaps":
+        pytest.skip("varlen has no softcap")
+    options = OPTIONS | make_inputs(tmp_path, family)
+    options |= dict(max_steps=2, checkpoint_every_steps=None, compute_dtype="float32")
+    rows = []
+    for attention in (OPTION[kernels.package], "eager"):
+        output_dir = tmp_path / attention
+        train_here(world, **options, output_dir=str(output_dir), attention=attention)
+        rows.append([(row["loss"], row["grad_norm"]) for row in read_rows(output_dir)])
+    assert rows[0] == [pytest.approx(row, rel=1e-4) for row in rows[1]]
+    assert kernels.num_calls > 10
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda row: row.cu_seqlens.data.add_(1),
+        lambda row: setattr(row, "cu_seqlens", row.cu_seqlens.long()),
+        lambda row: setattr(row, "max_seqlen", row.max_seqlen - 1),
+        lambda row: setattr(row, "max_seqlen", torch.tensor(row.max_seqlen)),
+    ],
+    ids=["borders", "int64", "too short", "tensor"],
+)
+def test_a_wrong_argument_fails(kernels, spoil):
+    attend, row = attend_varlen if kernels.package == "torch" else attend_flash_attn, make_row()
+    holder = SimpleNamespace(cu_seqlens=row.cu_seqlens.clone(), max_seqlen=row.max_seqlen)
+    attend(*make_tensors(), holder, Rule(scaling=0.3))
+    spoil(holder)
+    with pytest.raises(AssertionError):
+        attend(*make_tensors(), holder, Rule(scaling=0.3))
+
+
+def test_an_argument_that_a_release_does_not_take_fails(kernels, monkeypatch):
+    wrong = {"torch": {"causal": True}, "flash-attn": {"enable_gqa": True}}[kernels.package]
+    function = (
+        varlen.varlen_attn
+        if kernels.package == "torch"
+        else importlib.import_module("flash_attn").flash_attn_varlen_func
+    )
+    row, (query, key, value) = make_row(), (t[0].transpose(0, 1) for t in make_tensors())
+    borders = (row.cu_seqlens, row.cu_seqlens, row.max_seqlen, row.max_seqlen)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        function(query, key, value, *borders, **wrong)
+
+
+def test_selective_checkpointing_knows_the_operators_of_every_release():
+    for operator, package in (
+        ("torch_attn::_varlen_attn", "torch"),
+        ("flash_attn::_flash_attn_varlen_forward", "flash-attn"),
+    ):
+        assert operator in ATTENTION
+        assert all(operator in list_names(package, release) for release in RELEASES[package])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mode", "compiled"),
+    [("llama", "selective", False), ("llama", "full", True), ("mistral_window", "selective", True)],
+)
+def test_torchs_own_operator_is_kept_compiled_and_right(family, mode, compiled, world, tmp_path, monkeypatch):
+    """varlen_attn of the installed torch, down to the operators that only CUDA implements."""
+    monkeypatch.setattr(packed_attention, "find_obstacle", lambda *args, **kwargs: None)
+    if compiled:
+        torch._dynamo.reset()
+        compile_by("aot_eager", monkeypatch)
+    operators, results = FlashOperators(), []
+    path = save_model(FAMILIES[family], tmp_path)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        operators.register(library)
+        for options in (
+            dict(attention="varlen", activation_checkpointing=mode, compile=compiled),
+            dict(attention="eager"),
+        ):
+            model = build(path, world, **options)
+            check(model, world)
+            operators.num_forward = 0
+            loss = model(make_micro_batch(LENGTHS, seed=0))
+            loss.backward()
+            results.append([loss.detach(), *(param.grad.full_tensor() for param in model.parameters())])
+            if options["attention"] == "varlen":
+                assert operators.num_forward == (4 if mode == "full" else 2) and operators.num_backward == 2
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize(("head_size", "expected"), [(64, "varlen"), (20, "sdpa"), (512, "sdpa")])
 def test_heads_that_the_kernel_does_not_know_go_to_sdpa(head_size, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert choose(monkeypatch, head_size=head_size) == expected
+
+
+def choose(monkeypatch, *, head_size: int = 64, requested: str = "auto", capability: tuple[int, int] = (9, 0)) -> str:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {capability}")
     config = SimpleNamespace(head_dim=head_size, num_attention_heads=4)
-    backend = choose_backend(
-        "auto", model=torch.nn.Linear(2, 2), config=config, device=torch.device("cuda"), dtype=torch.bfloat16
+    return choose_backend(
+        requested, model=torch.nn.Linear(2, 2), config=config, device=torch.device("cuda"), dtype=torch.bfloat16
     )
-    assert backend == expected
+
+
+def test_flash_attention_3_is_chosen_by_name_where_it_runs(monkeypatch):
+    installed = {"flash_attn_interface"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    assert choose(monkeypatch) == "varlen"
+    assert choose(monkeypatch, requested="varlen_fa3") == "varlen_fa3"
+    with pytest.raises(ValueError, match=r"FlashAttention 3 needs a Hopper GPU, not GPU \(10, 0\)"):
+        choose(monkeypatch, requested="varlen_fa3", capability=(10, 0))
+    installed.clear()
+    with pytest.raises(ValueError, match="flash_attn_interface"):
+        choose(monkeypatch, requested="varlen_fa3")
+    with pytest.raises(ValueError, match="multiples of 8"):
+        choose(monkeypatch, requested="varlen_fa3", head_size=20)
+
+
+def test_flash_attention_3_is_active_for_the_runs_that_ask_for_it():
+    """torch's own registry, with an implementation in place of FlashAttention 3."""
+    from torch.nn.attention import _registry
+
+    active, own = [], _registry._FLASH_ATTENTION_IMPLS["FA3"]
+    handle = SimpleNamespace(remove=lambda: active.remove("FA3"))
+    _registry.register_flash_attention_impl("FA3", register_fn=lambda: active.append("FA3") or handle)
+    try:
+        for backend, expected in (("varlen", []), ("varlen_fa3", ["FA3"]), ("varlen_fa3", ["FA3"]), ("sdpa", [])):
+            packed_attention.activate_kernels(backend)
+            assert active == expected
+    finally:
+        _registry.register_flash_attention_impl("FA3", register_fn=own)
