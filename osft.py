@@ -484,7 +484,7 @@ def fill_layer(
     """
     weight = None
     if world.rank == 0:
-        weight = readers.pop(f"{name}.weight")().to(layer.base.dtype)
+        weight = readers.pop(f"{name}.weight")()
         weight = orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
     num_columns, num_new, device = layer.num_columns, layer.num_kept - num_earlier, world.device
     shape = (num_columns, num_columns - num_earlier)

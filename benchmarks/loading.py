@@ -7,6 +7,8 @@ the CPU, as train.py does, and once more with the whole model read on rank 0 fir
 """
 
 import argparse
+import contextlib
+import hashlib
 import json
 import os
 import shlex
@@ -14,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--machine", default="unnamed", help="what this machine is, for the report")
     args = parser.parse_args()
     model_dir = args.work_dir / "model"
+    torch.manual_seed(0)
     num_bytes, num_params = write_model(model_dir, num_layers=args.num_layers)
     lines = [
         f"Loading {num_params:,} parameters, {num_bytes:,} bytes in {NUM_FILES} files, on {args.num_ranks} gloo ranks",
@@ -55,8 +60,8 @@ def main() -> None:
         f"{args.machine}; {describe_versions('torch', 'transformers', 'safetensors')}",
         f"fp32 state of a rank once sharded: {4 * num_params / args.num_ranks / 1e9:.2f} GB",
         "",
-        f"{'':26}{'rank':>5}{'at start':>10}{'anon peak':>11}{'RSS peak':>10}{'anon after':>12}{'read':>8}"
-        f"{'CPU s':>8}{'wall s':>8}",
+        f"{'':18}{'tensors':>18}{'rank':>5}{'at start':>10}{'anon peak':>11}{'RSS peak':>10}{'anon after':>12}"
+        f"{'read':>8}{'sent':>8}{'CPU s':>8}{'wall s':>8}",
     ]  # fmt: skip
     for mode in ("tensor by tensor", "whole on rank 0"):
         for name in sorted(model_dir.glob("*.safetensors")):
@@ -69,15 +74,17 @@ def main() -> None:
         for rank in range(args.num_ranks):
             row = json.loads((model_dir / f"rank_{rank}.json").read_text())
             lines.append(
-                f"{mode if rank == 0 else '':26}{rank:>5}{row['start']:>10.2f}{row['anon_peak']:>11.2f}"
-                f"{row['rss_peak']:>10.2f}{row['anon_after']:>12.2f}{row['read']:>8.2f}{row['cpu']:>8.1f}{row['wall']:>8.1f}"
+                f"{mode if rank == 0 else '':18}{row['tensors']:>18}{rank:>5}{row['start']:>10.2f}"
+                f"{row['anon_peak']:>11.2f}{row['rss_peak']:>10.2f}{row['anon_after']:>12.2f}{row['read']:>8.2f}{row['sent']:>8.2f}"
+                f"{row['cpu']:>8.1f}{row['wall']:>8.1f}"
             )
     shutil.rmtree(model_dir)
     lines += [
         "",
         "GB of 10^9 bytes. at start: resident before loading (libraries); anon: RssAnon, memory of the process's own,",
         "its peak sampled every 10 ms; RSS peak: VmHWM, which counts pages of the mapped files too: they are the page",
-        "cache's, and the kernel takes them back when it needs them; read: bytes that came from the disk.",
+        "cache's, and the kernel takes them back when it needs them; read: bytes that came from the disk; sent: bytes",
+        "that rank 0 broadcasts. tensors: SHA-256 of a rank's shards, the same however they were loaded.",
     ]
     report = "\n".join(lines) + "\n"
     print(report)
@@ -126,6 +133,29 @@ def read_from_disk() -> float:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")) / 1e9
 
 
+@contextlib.contextmanager
+def counted_broadcasts() -> Iterator[Counter[str]]:
+    """Counts the bytes that are broadcast inside this block."""
+    counts, broadcast = Counter(), dist.broadcast
+
+    def count(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        counts["bytes"] += tensor.nbytes
+        return broadcast(tensor, *args, **kwargs)
+
+    dist.broadcast = count
+    try:
+        yield counts
+    finally:
+        dist.broadcast = broadcast
+
+
+def hash_shards(model: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(param.to_local().detach().numpy())
+    return digest.hexdigest()[:16]
+
+
 def run_worker(model_dir: str, mode: str) -> None:
     """One rank: loads and shards the model, and writes what it took."""
     world = init_world()
@@ -137,11 +167,12 @@ def run_worker(model_dir: str, mode: str) -> None:
         weights.plan_reading = refuse
     options = make_options(activation_checkpointing="none", compute_dtype="float32")
     start, read, cpu, wall = read_status("VmRSS"), read_from_disk(), time.process_time(), time.monotonic()
-    with watch_memory() as peak:
+    with watch_memory() as peak, counted_broadcasts() as counts:
         model = build(model_dir, options, world)
     row = dict(
         start=start, anon_peak=peak[0], rss_peak=read_status("VmHWM"), anon_after=read_status("RssAnon"),
         read=read_from_disk() - read, cpu=time.process_time() - cpu, wall=time.monotonic() - wall,
+        sent=counts["bytes"] / 1e9, tensors=hash_shards(model),
     )  # fmt: skip
     assert all(param.device.type == "cpu" for param in model.parameters())
     (Path(model_dir) / f"rank_{world.rank}.json").write_text(json.dumps(row))

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from model.method import Method
+from model.reading_ahead import reading_ahead
 from model.weights import Reader
 from objectives.packed_model import PackedModel
 from options import ShardingOptions
@@ -51,21 +52,22 @@ def apply_fsdp(
     tied = packed_model.model.all_tied_weights_keys.keys()
     # Fill and shard unit by unit.
     units = (*blocks, *([] if is_tied else [embedding]), packed_model)
-    for unit in show_progress(units, "loading", unit="block"):
-        for module in unit.modules():
-            name = names.get(module, "")
-            method.fill(module, name, readers, world=world)
-            fill_module(module, name, readers, tied=tied, device=world.device)
-        if unit is packed_model:
-            packed_model.model.tie_weights()
-        fully_shard(
-            unit,
-            mesh=world.mesh,
-            reshard_after_forward=reshard,
-            shard_placement_fn=choose_dim(world.num_shards),
-            mp_policy=root_policy if unit is packed_model else policy,
-            offload_policy=offload,
-        )
+    with reading_ahead(readers, (names.get(module, "") for unit in units for module in unit.modules())):
+        for unit in show_progress(units, "loading", unit="block"):
+            for module in unit.modules():
+                name = names.get(module, "")
+                method.fill(module, name, readers, world=world)
+                fill_module(module, name, readers, tied=tied, device=world.device)
+            if unit is packed_model:
+                packed_model.model.tie_weights()
+            fully_shard(
+                unit,
+                mesh=world.mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=choose_dim(world.num_shards),
+                mp_policy=root_policy if unit is packed_model else policy,
+                offload_policy=offload,
+            )
     assert not readers, f"the model has no place for {', '.join(readers)}"
     # Configure gradient reduction and prefetching.
     for module in packed_model.modules():

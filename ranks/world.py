@@ -26,6 +26,7 @@ Result = TypeVar("Result")
 
 # Collectives time out later than the watchdog of ranks/monitor.py, which knows which ranks are missing.
 SECONDS_AFTER_WATCHDOG = 300.0
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,19 @@ def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
 def broadcast_from_rank0(
     value: Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Rank 0's `value`, as `dtype`, on every rank's `device`; other ranks' values are ignored."""
-    received = torch.empty(shape, dtype=dtype, device=device)
-    if dist.get_rank() == 0:
+    """Rank 0's `value`, as `dtype`, on every rank's `device`; other ranks' values are ignored.
+
+    A half-precision value for a wider `dtype` is sent as it is and cast on arrival, which changes no number.
+    """
+    is_source = dist.get_rank() == 0
+    is_narrow = is_source and value.dtype in HALF_TYPES and dtype.itemsize > value.dtype.itemsize
+    sent = torch.tensor(HALF_TYPES.index(value.dtype) if is_narrow else -1, device="cpu")
+    dist.broadcast(sent, src=0)  # on the CPU: the other ranks do not wait for their devices
+    received = torch.empty(shape, dtype=dtype if sent < 0 else HALF_TYPES[sent], device=device)
+    if is_source:
         received.copy_(value)
     dist.broadcast(received, src=0)
-    return received
+    return received.to(dtype)
 
 
 def gather_on_rank0(world: World, value: Result) -> list[Result] | None:

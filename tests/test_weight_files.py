@@ -1,15 +1,19 @@
 """The weights of every family come from the files one by one, bitwise as transformers loads them."""
 
 import re
+import threading
+import time
 
 import pytest
 import torch
+from op_recording import OpRecorder, list_storages
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, VOCAB_SIZE, build, load_source, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from families.text import TextFamily
+from model import reading_ahead
 from model.weights import read_weights
 
 
@@ -150,3 +154,67 @@ def test_weights_that_the_model_has_no_place_for_are_reported_as_transformers_do
         transformers_logging.disable_propagation()
     assert "surplus" not in tensors
     assert "surplus" in caplog.text and "UNEXPECTED" in caplog.text
+
+
+class SentBytes(OpRecorder):
+    """Bytes that are broadcast."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.name() == "c10d::broadcast_":
+            self.sent += sum(num_bytes for _, num_bytes in list_storages(args))
+        return super().__torch_dispatch__(operation, types, args, kwargs)
+
+
+def test_weights_are_sent_in_the_type_that_they_are_stored_in(world, tmp_path):
+    save_model(FAMILIES["llama"], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    with SentBytes() as counted:
+        built = build(tmp_path, world).model
+    assert_same_weights(built, load_plainly(tmp_path))
+    stored, buffers = sum(p.nbytes for p in model.parameters()), sum(b.nbytes for b in model.buffers())
+    types = 8 * len([*model.parameters(), *model.buffers()])  # one number a tensor says in which type it comes
+    assert counted.sent <= stored + buffers + types + 2000  # what rank 0 has to say of reading
+
+
+def make_readers(sizes: dict[str, int], read: list[str]) -> dict:
+    """Readers of as many bytes; `read` gets their names when they are called."""
+
+    def reader(name: str, size: int):
+        return lambda: read.append(name) or torch.full((size,), len(name), dtype=torch.uint8)
+
+    return {name: reader(name, size) for name, size in sizes.items()}
+
+
+def test_tensors_are_read_ahead_up_to_a_limit_and_taken_in_any_order(monkeypatch):
+    monkeypatch.setattr(reading_ahead, "AHEAD_BYTES", 20)
+    sizes, read = {f"{module}.weight": 10 for module in "abcdef"}, []
+    readers = make_readers(sizes, read)
+    with reading_ahead.reading_ahead(readers, "abcdef"):
+        for module in "eabcd":
+            assert readers.pop(f"{module}.weight")().nbytes == 10
+    assert sorted({*read, "f.weight"}) == list(sizes) and len(set(read)) == len(read)
+    read.clear()
+    ahead = reading_ahead.ReadAhead(make_readers(sizes, read), sizes)
+    ahead.continue_reading()
+    for expected in (["a.weight", "b.weight"], ["a.weight", "b.weight", "c.weight"]):
+        while ahead.is_reading:
+            time.sleep(0.001)
+        assert read == expected
+        ahead.take(expected[-1])
+    ahead.close()
+
+
+def test_what_a_reader_raises_comes_out_where_its_tensor_is_used():
+    def fail():
+        raise ValueError("b.weight has 1 NaN")
+
+    readers = make_readers({"a.weight": 1}, []) | {"b.weight": fail}
+    with pytest.raises(ValueError, match=r"b\.weight has 1 NaN"), reading_ahead.reading_ahead(readers, ["a", "b"]):
+        assert readers["a.weight"]().nbytes == 1
+        readers["b.weight"]()
+    assert "read-ahead" not in {thread.name.partition("_")[0] for thread in threading.enumerate()}
