@@ -10,9 +10,11 @@ Existing results are reused: a killed evaluation resumes, and adding a model com
 
 from command_line import parse_options
 from options import EvaluateOptions
+from ranks.garbage import pause_collector, resume_collector
 
 if __name__ == "__main__":
     options = parse_options(EvaluateOptions)  # before the heavy imports: --help and typos answer at once
+    pause_collector()
 
 import gc
 from pathlib import Path
@@ -116,4 +118,5 @@ def report(
 
 
 if __name__ == "__main__":
+    resume_collector()
     call_with_world(lambda world: evaluate(options, world))

@@ -10,9 +10,11 @@ same command is started again.
 
 from command_line import parse_options
 from options import GenerateOptions
+from ranks.garbage import pause_collector, resume_collector
 
 if __name__ == "__main__":
     options = parse_options(GenerateOptions)  # before the heavy imports: --help and typos answer at once
+    pause_collector()
 
 from pathlib import Path
 
@@ -66,4 +68,5 @@ def open_model(options: GenerateOptions, world: World) -> Engine:
 
 
 if __name__ == "__main__":
+    resume_collector()
     call_with_world(lambda world: generate(options, world))

@@ -20,10 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from command_line import parse_options
+from options import ProcessDataOptions, RowOptions
+
+if __name__ == "__main__":
+    options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
+
 from chat.masking import ChatMasker, load_stop_token_ids
 from chat.pictures import ImageExpander, load_processor
 from chat.templates import change_tokenizer, load_tokenizer
-from command_line import parse_options
 from corpus.columns import describe_unread
 from corpus.feedback import FEEDBACK, FeedbackFields
 from corpus.files import Source, find_sources
@@ -66,7 +71,6 @@ from corpus.survey import describe_repeats, survey_rows
 from corpus.worker_pool import run_in_order
 from corpus.writer import BlockCutter, open_output
 from disk import hash_file, written_aside
-from options import ProcessDataOptions, RowOptions
 from options.choices import check_choices
 from pretrained.files import find_model
 from ranks.ending import ExitCode, exit_with_message
@@ -404,8 +408,7 @@ def check_interrupt() -> None:
         raise KeyboardInterrupt
 
 
-def main() -> None:
-    options = parse_options(ProcessDataOptions)
+def main(options: ProcessDataOptions) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --num-proc sets the number of cores
     signal.signal(signal.SIGINT, raise_interrupt)
     signal.signal(signal.SIGTERM, raise_interrupt)
@@ -421,4 +424,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(options)

@@ -14,6 +14,7 @@ import os
 from command_line import parse_options
 from options import TrainOptions, parse_duration, replace_options
 from ranks.ending import leave
+from ranks.garbage import pause_collector, resume_collector
 from ranks.monitor import RunControl
 
 if __name__ == "__main__":
@@ -26,6 +27,7 @@ if __name__ == "__main__":
         leave(plan_run(options))
     control = RunControl(hang_timeout=options.end.hang_timeout, max_seconds=parse_duration(options.end.max_time))
     control.start()
+    pause_collector()
 
 import time
 
@@ -140,6 +142,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
 
 
 if __name__ == "__main__":
+    resume_collector()
     setup_logging(options.logging_level)
     try:
         world = init_world(hang_timeout=options.end.hang_timeout, start_timeout=options.end.start_timeout)

@@ -17,7 +17,7 @@ from command_line import parse_options
 from options import ContinualOptions
 
 if __name__ == "__main__":
-    options = parse_options(ContinualOptions)  # before the slow imports, so that --help and typos respond at once
+    options = parse_options(ContinualOptions)  # before the slow imports: --help and typos answer at once
 
 from continual.compare import describe_comparison
 from continual.experiment import find_root, run_experiments

@@ -12,13 +12,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
+from command_line import describe_options, parse_options, read_yaml
+from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
+
+if __name__ == "__main__":
+    options = parse_options(ImportConfigOptions)  # before the slow imports: --help and typos answer at once
+
 import dataclasses
 
-from command_line import describe_options, parse_options, read_yaml
 from importers.conversion import TRAINERS, convert, list_differences
 from importers.recognition import OTHER_OBJECTIVES, recognize
 from importers.rules import Conversion
-from options import ImportConfigOptions, ProcessDataOptions, TrainOptions, iterate_fields
 from options.choices import check_choices
 from ranks.ending import exit_with_message
 from ranks.messages import say
@@ -104,7 +108,6 @@ def describe_file(options_class: type, values: dict, head: str) -> str:
 
 
 if __name__ == "__main__":
-    options = parse_options(ImportConfigOptions)
     try:
         import_config(options)
     except (ValueError, OSError) as error:

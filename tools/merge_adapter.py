@@ -10,12 +10,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
+from command_line import parse_options
+from options import MergeAdapterOptions
+from ranks.garbage import pause_collector, resume_collector
+
+if __name__ == "__main__":
+    options = parse_options(MergeAdapterOptions)  # before the heavy imports: --help and typos answer at once
+    pause_collector()
+
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from chat.templates import load_tokenizer
-from command_line import parse_options
 from families.text import TextFamily
 from families.vision import VisionLanguageFamily
 from lifecycle.choosing import choose_adapter_method
@@ -26,7 +33,6 @@ from model.blocks import find_blocks
 from model.config import ModelSource, load_config, load_generation_config
 from model.method import MetaModel
 from model.weights import read_weights
-from options import MergeAdapterOptions
 from options.choices import check_choices
 from pretrained.files import find_model, find_weights
 from pretrained.text_tower import is_multimodal, text_config
@@ -99,10 +105,6 @@ def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
         return any(key.startswith(outside) for key in file.keys())  # noqa: SIM118
 
 
-def main() -> None:
-    options = parse_options(MergeAdapterOptions)
-    call_with_world(lambda world: merge_adapter(options, world), when_interrupted="interrupted; no output is left")
-
-
 if __name__ == "__main__":
-    main()
+    resume_collector()
+    call_with_world(lambda world: merge_adapter(options, world), when_interrupted="interrupted; no output is left")

@@ -14,9 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are r
 
 from command_line import parse_options
 from options import MergeModelsOptions
+from ranks.garbage import pause_collector, resume_collector
 
 if __name__ == "__main__":
-    options = parse_options(MergeModelsOptions)  # before the slow imports, so that --help and typos respond at once
+    options = parse_options(MergeModelsOptions)  # before the slow imports: --help and typos answer at once
+    pause_collector()
 
 from model.merging import merge_into, open_models
 from ranks.ending import ExitCode, exit_with_message
@@ -46,4 +48,5 @@ def main(options: MergeModelsOptions) -> None:
 
 
 if __name__ == "__main__":
+    resume_collector()
     main(options)

@@ -14,8 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are relative to the root
 
 from command_line import parse_options
-from disk import written_aside
 from options import PlotOptions
+
+if __name__ == "__main__":
+    options = parse_options(PlotOptions)  # before the slow imports: --help and typos answer at once
+
+from disk import written_aside
 from plots.figure import write_figure
 from plots.page import choose_smoothing, make_curves_page
 from plots.run_files import Run, iterate_warnings, open_runs
@@ -49,8 +53,7 @@ def write_curves(path: Path, runs: list[Run], *, smoothing: int | None) -> None:
         say(f"curves: {path}")
 
 
-def main() -> None:
-    options = parse_options(PlotOptions)
+def main(options: PlotOptions) -> None:
     try:
         plot_metrics(options)
     except (ValueError, OSError) as error:
@@ -58,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(options)

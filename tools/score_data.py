@@ -16,9 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports are l
 
 from command_line import parse_options
 from options import ScoreDataOptions
+from ranks.garbage import pause_collector, resume_collector
 
 if __name__ == "__main__":
     options = parse_options(ScoreDataOptions)  # before the heavy imports: --help and typos answer at once
+    pause_collector()
 
 import functools
 from collections.abc import Callable, Sequence
@@ -301,4 +303,5 @@ def announce(world: World, message: str) -> None:
 
 
 if __name__ == "__main__":
+    resume_collector()
     call_with_world(lambda world: score(options, world))
