@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from packers.images import assign_with_images
-from packers.texts import assign_bins
-
 
 class SampleLoad(NamedTuple):
     """What samples are in addition to one sequence of tokens each: images, or several sequences."""
@@ -52,10 +49,14 @@ def pack_batch(
         return []
     cap = min(int(max_tokens_per_gpu), int(lengths.sum()))  # keeps capacity products within int64
     if load is not None and not load.is_plain:
+        from packers.images import assign_with_images  # numba's import and the compiled code's loading take time
+
         sizes, caps = _check_sizes(lengths, load, cap)
         costs = cost_samples(lengths, attention_cost, load)
         bins, num_steps = assign_with_images(sizes, costs, caps, int(num_ranks))
     else:
+        from packers.texts import assign_bins
+
         by_length = np.argsort(-lengths, kind="stable")
         descending = lengths[by_length]
         bin_of, num_steps = assign_bins(descending, cost_samples(descending, attention_cost), cap, int(num_ranks))

@@ -74,6 +74,7 @@ from disk import hash_file, written_aside
 from options.choices import check_choices
 from pretrained.files import find_model
 from ranks.ending import ExitCode, exit_with_message
+from ranks.garbage import without_collector
 from ranks.messages import say
 
 BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
@@ -96,7 +97,8 @@ def process_data(options: ProcessDataOptions) -> None:
     model_dir = find_model(
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
     )
-    tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
+    with without_collector():  # imports transformers
+        tokenizer, added_tokens = prepare_tokenizer(options, model_dir)
     stop_token_id, open_turns, notes = None, set(), []
     if options.rows.mock_data is not None:
         preparation = prepare_random(tokenizer, options.rows)

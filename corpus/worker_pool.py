@@ -6,7 +6,6 @@ ProcessPoolExecutor has one queue for all workers; in Python 3.11.2, Debian 12's
 dies while that queue is full.
 """
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from ranks.garbage import without_collector
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -131,8 +132,5 @@ def end_with_parent() -> None:
 
 def run_without_collector(process: Callable[[Item], Result], item: Item) -> Result:
     """process(item) without garbage collection: cycles are rare, and searching millions of objects takes time."""
-    gc.disable()
-    try:
+    with without_collector():
         return process(item)
-    finally:
-        gc.enable()

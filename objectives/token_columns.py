@@ -84,17 +84,18 @@ class TextColumns(Columns):
             for span in tokens.spans:
                 trained = slice(start + span.start, start + span.end)
                 labels[trained], weights[trained] = input_ids[trained], span.weight
-        num_targets = [tokens.num_loss_counted_tokens for tokens in samples]
+        num_targets = np.array([tokens.num_loss_counted_tokens for tokens in samples], np.int32)
         is_weighted = np.array([tokens.is_weighted for tokens in samples], bool)
         weight_bounds = np.cumsum([0, *np.where(is_weighted, lengths, 0)], dtype=np.int32)  # a null takes no room
+        is_null = pa.Array.from_buffers(
+            pa.bool_(), len(samples), [None, pa.py_buffer(np.packbits(~is_weighted, bitorder="little"))]
+        )
         columns = [
-            pa.ListArray.from_arrays(bounds, input_ids),
-            pa.ListArray.from_arrays(bounds, labels),
-            pa.array(lengths),
-            pa.array(num_targets, pa.int32()),
-            pa.ListArray.from_arrays(
-                weight_bounds, weights[np.repeat(is_weighted, lengths)], mask=pa.array(~is_weighted)
-            ),
+            pa.ListArray.from_arrays(wrap(bounds), wrap(input_ids)),
+            pa.ListArray.from_arrays(wrap(bounds), wrap(labels)),
+            wrap(lengths),
+            wrap(num_targets),
+            pa.ListArray.from_arrays(wrap(weight_bounds), wrap(weights[np.repeat(is_weighted, lengths)]), mask=is_null),
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
@@ -147,3 +148,8 @@ class PicturedColumns(TextColumns):
         }
 
     encode = Columns.encode
+
+
+def wrap(values: np.ndarray) -> pa.Array:
+    """Numbers as an Arrow array on the same memory: `pa.array` would import pandas, in every worker process."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])

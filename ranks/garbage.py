@@ -1,10 +1,13 @@
-"""Python's garbage collector while a script imports its libraries.
+"""Python's garbage collector, paused while many objects are made that stay.
 
-Imports make over half a million objects, nearly all of which live as long as the process. The collector would scan them
-all eight times: one CPU second of six until a tiny model's first step (benchmarks/start_up.py).
+Imports of torch and transformers make over half a million objects, which live as long as the process. The collector
+would scan them all eight times: over one CPU second of the six until a tiny model's first step
+(benchmarks/start_up.py).
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def pause_collector() -> None:
@@ -16,3 +19,15 @@ def resume_collector() -> None:
     """Resumes automatic collections, which never scan what exists now."""
     gc.freeze()
     gc.enable()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Stops automatic collections for as long as the block runs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -261,19 +261,13 @@ def test_process_data_options():
     assert find_problems(group_options(ProcessDataOptions, **paths, output_file="o.parquet")) == []
 
 
-@pytest.mark.parametrize("script", ["train.py", "process_data.py"])
-def test_help_names_every_option_and_imports_nothing_heavy(script):
-    code = (
-        f"import runpy, sys; sys.argv = [{script!r}, '--help']\n"
-        f"try: runpy.run_path({script!r}, run_name='__main__')\n"
-        "except SystemExit as end: code = end.code\n"
-        "heavy = {'torch', 'transformers', 'tokenizers', 'datasets', 'numba'} & set(sys.modules)\n"
-        "print('HEAVY', sorted(heavy), 'CODE', code)"
-    )
-    result = run_script("-c", code)
-    assert "HEAVY [] CODE 0" in result.stdout, result.stdout + result.stderr
-    for flag in {"train.py": ["--max-tokens-per-gpu", "--config"], "process_data.py": ["--num-proc"]}[script]:
-        assert flag in result.stdout
+@pytest.mark.parametrize(
+    ("script", "some"), [("train.py", {"--max-tokens-per-gpu", "--config"}), ("process_data.py", {"--num-proc"})]
+)
+def test_help_names_options(script, some):
+    result = run_script(script, "--help")
+    assert result.returncode == 0, result.stderr
+    assert some <= set(re.findall(r"--[\w-]+", result.stdout))
 
 
 # Flags of other programs that our texts name.

@@ -1,0 +1,101 @@
+"""Start-up: programs import what they use, after their options are read, and the collector does not scan imports."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT, flags, run
+from small_runs import make_inputs
+from start_up import PROGRAMS
+
+from ranks.garbage import pause_collector, resume_collector, without_collector
+
+# Libraries that a text model's first step does not need, nor its tokenizer, nor an answer.
+UNUSED = {
+    *("bitsandbytes", "datasets", "liger_kernel", "matplotlib", "mlflow", "pandas", "peft", "tensorboard", "torchao"),
+    *("torch._inductor.compile_fx", "trl", "vllm", "wandb"),
+}
+SLOW = {"datasets", "numba", "numpy", "pandas", "pyarrow", "scipy", "sympy", "tokenizers", "torch", "transformers"}
+OWN = {"continual", "evaluation", "importers", "inference", "lifecycle", "plots"}  # rooms that no other program needs
+MOST_COLLECTIONS = 2  # of all objects; without a pause there are eight in train.py
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, str]:
+    return make_inputs(tmp_path_factory.mktemp("start_up"), "qwen3")
+
+
+def run_and_list(report: Path, *argv: object) -> dict:
+    """Runs a program to its end; what it had imported, and how the collector was."""
+    done = run([sys.executable, "tests/workers/loaded.py", str(report), *map(str, argv)])
+    assert done.returncode == 0, done.stderr
+    return json.loads(report.read_text())
+
+
+def find_loaded(found: dict, names: set[str]) -> set[str]:
+    modules = set(found["modules"])
+    assert {"json", "sys"} <= modules
+    return names & modules
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_imports_nothing_slow(program, tmp_path):
+    found = run_and_list(tmp_path / "report.json", program, "--help")
+    assert not find_loaded(found, SLOW | OWN)
+
+
+def test_every_program_is_among_those_measured():
+    scripts = {path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]}
+    assert {path for path in scripts if "parse_options(" in (ROOT / path).read_text()} == {
+        *PROGRAMS,
+        "__main__.py",
+        "command_line.py",
+    }
+
+
+@pytest.mark.slow
+def test_a_first_step_imports_only_what_it_uses(inputs, tmp_path):
+    words = flags(**inputs, output_dir=tmp_path / "run", batch_size=8, max_tokens_per_gpu=64, learning_rate=1e-3,
+                  max_steps=1)  # fmt: skip
+    found = run_and_list(tmp_path / "report.json", "train.py", *words)
+    assert not find_loaded(
+        found, UNUSED | {"evaluation", "importers", "inference", "packers.images", "plan.planner", "plots"}
+    )
+    assert find_loaded(found, {"packers.texts", "torch", "lifecycle"}) == {"packers.texts", "torch", "lifecycle"}
+    assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
+
+
+@pytest.mark.slow
+def test_a_tokenized_row_and_an_answer_import_only_what_they_use(inputs, tmp_path):
+    chat, report = tmp_path / "chat.jsonl", tmp_path / "report.json"
+    chat.write_text(json.dumps({"messages": [{"role": r, "content": "a b"} for r in ("user", "assistant")]}))
+    model = inputs["model_name_or_path"]
+    words = flags(input_file=chat, output_file=tmp_path / "data.arrow", model_name_or_path=model)
+    found = run_and_list(report, "process_data.py", *words, "--chat-template", "chatml")
+    # transformers' tokenizers import torch, which this program does not.
+    assert not find_loaded(found, UNUSED | OWN | {"model", "numba", "scipy", "sympy", "torch.distributed.tensor"})
+    assert found["collects"]
+    words = flags(model=model, prompts=chat, output=tmp_path / "answers.jsonl", max_new_tokens=1)
+    found = run_and_list(report, "generate.py", *words)
+    assert not find_loaded(found, UNUSED | {"corpus.reader", "evaluation", "lifecycle", "numba", "optim", "scoring"})
+    assert found["full_collections"] <= MOST_COLLECTIONS and found["collects"]
+
+
+def test_a_pause_within_a_pause_ends_with_the_outer_one():
+    assert gc.isenabled()
+    with without_collector():
+        with without_collector():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_was_made_during_a_pause_is_never_scanned():
+    num_frozen = gc.get_freeze_count()
+    pause_collector()
+    made = [[] for _ in range(10_000)]
+    assert not gc.isenabled()
+    resume_collector()
+    assert gc.isenabled() and gc.get_freeze_count() >= num_frozen + len(made)
