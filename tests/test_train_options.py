@@ -290,6 +290,7 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "teacher_temperature",
     "teacher_scores",
     "teacher_model",
+    "teacher_data",  # test_online_teachers.py
     "async_checkpoint",  # these: test_resume.py
     "resume",
     "continue_from",  # these two: test_continue_from.py
