@@ -38,6 +38,7 @@ MACHINES = {  # by the end of a recipe's name: GPUs, their name, GiB of each
     "1x24gb": (1, "RTX 4090", 24),
     "1x80gb": (1, "H100", 80),
     "8x80gb": (8, "H100", 80),
+    "8x141gb": (8, "H200", 141),
 }
 NUM_SAMPLES, NUM_TOKENS, VOCAB_SIZE = 256, 2048, 300
 NOT_HERE = ("no weights", "checkpoints and exports need")  # problems of this machine's disk, and none of the recipe's

@@ -4,8 +4,9 @@
 
 Builds a random Qwen2 of the given shape, runs forward and backward of the same micro-batches with each option in
 turn, and prints the median time and the bytes that a forward pass leaves for its backward; then one update of each
-optimizer and the bytes of weights and moments; then what the losses of several data sets and a validation cost. Time
-on the CPU is the process's own, which other work on the machine moves little.
+optimizer and the bytes of weights and moments; then what bf16 gradients lose when they are summed over micro-batches;
+then what the losses of several data sets and a validation cost. Time on the CPU is the process's own, which other work
+on the machine moves little.
 """
 
 import argparse
@@ -46,6 +47,7 @@ OPTIMIZERS = {
     "adamw8bit, bf16 weights": dict(optimizer="adamw8bit", master_weights="bfloat16"),
 }
 LEARNING_RATE = 1e-4
+NUM_SUMMED = (1, 2, 4, 8, 16, 32)  # micro-batches
 
 Build = Callable[..., TrainState]  # with options by name
 
@@ -77,7 +79,7 @@ def print_blocks(build: Build, batch: Batch, *, repeats: int) -> None:
         median = statistics.median(later)
         kept = "as it compiles"
         if "compiled" not in name:
-            tokens = sum(batch.micro_batches[0].seq_lengths)
+            tokens = sum(batch.micro_batches[0].row.seq_lengths)
             kept = f"{count_kept_bytes(states[name].model, batch.micro_batches[0]) / tokens:,.0f}"
         per_token = 1e6 * median / batch.lengths.sum()
         print(f"| {name} | {first:.1f} s | {per_token:.0f} | {median / plain:.2f} | {kept} |")
@@ -105,6 +107,24 @@ def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
         print(f"| {name} | {1e3 * median:.0f} ms | {median / plain:.1f} | {weights:.2f} | {moments:.2f} |")
 
 
+def print_gradient_sums(build: Build, batch: Batch) -> None:
+    """The error of gradients that a step sums in bf16, as those of bf16 weights are, against sums in fp32.
+
+    Both compute in bf16 from the same numbers. "Shrunk": what the sum's length lacks in the direction of the exact one.
+    """
+    exact, rounded = build().model, build(master_weights="bfloat16").model
+    micro_batches, divisors = batch.micro_batches, batch.divisors
+    print("\n| micro-batches a step | error of bf16 sums | shrunk by |\n| --- | --- | --- |")
+    for k in range(NUM_SUMMED[-1]):
+        for model in (exact, rounded):
+            run_backward(model, micro_batches[k % len(micro_batches)], divisors)
+        if k + 1 in NUM_SUMMED:
+            sums, found = (torch.cat([p.grad.full_tensor().flatten() for p in m.parameters()]) for m in (exact, rounded))
+            length, found = sums.double().norm(), found.double()
+            error, share = (found - sums).norm() / length, found @ sums.double() / length**2
+            print(f"| {k + 1} | {error:.2%} | {1 - share:.2%} |")
+
+
 def print_reports(build: Build, batch: Batch, *, repeats: int) -> None:
     """What a step's losses by data set cost, and a validation; a data set alone computes none of the former."""
     model = build().model
@@ -127,7 +147,7 @@ def print_reports(build: Build, batch: Batch, *, repeats: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(repeats + 1):
         for name, job in jobs.items():
-            seconds[name].append(time_call(job, batch.micro_batches[0].input_ids.device))
+            seconds[name].append(time_call(job, batch.micro_batches[0].row.input_ids.device))
     print("\n| | ms per 1,000 tokens | of the first |\n| --- | --- | --- |")
     medians = {name: statistics.median(later) for name, (_, *later) in seconds.items()}
     for name, median in medians.items():
@@ -156,7 +176,7 @@ def main() -> None:
     ]
     batch = make_batch(rows, world=world)
     with tempfile.TemporaryDirectory() as model_dir:
-        AutoModelForCausalLM.from_config(config).save_pretrained(model_dir)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model_dir)
 
         def build(**options: object) -> TrainState:
             given = dict(activation_checkpointing="none", weight_decay=0.1) | options
@@ -165,6 +185,7 @@ def main() -> None:
         print(f"{sum(p.numel() for p in build().model.parameters()):,} parameters, {world.device.type}\n")
         print_blocks(build, batch, repeats=args.repeats)
         print_optimizers(build, batch, repeats=args.repeats)
+        print_gradient_sums(build, make_batch(rows, world=world))
         print_reports(build, batch, repeats=args.repeats)
     dist.destroy_process_group()
 
