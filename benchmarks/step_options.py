@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 ROOT = Path(__file__).parent.parent
@@ -107,6 +108,10 @@ def print_optimizers(build: Build, batch: Batch, *, repeats: int) -> None:
         print(f"| {name} | {1e3 * median:.0f} ms | {median / plain:.1f} | {weights:.2f} | {moments:.2f} |")
 
 
+def join_gradients(model: PackedModel) -> Tensor:
+    return torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+
+
 def print_gradient_sums(build: Build, batch: Batch) -> None:
     """The error of gradients that a step sums in bf16, as those of bf16 weights are, against sums in fp32.
 
@@ -119,9 +124,8 @@ def print_gradient_sums(build: Build, batch: Batch) -> None:
         for model in (exact, rounded):
             run_backward(model, micro_batches[k % len(micro_batches)], divisors)
         if k + 1 in NUM_SUMMED:
-            sums, found = (torch.cat([p.grad.full_tensor().flatten() for p in m.parameters()]) for m in (exact, rounded))
-            length, found = sums.double().norm(), found.double()
-            error, share = (found - sums).norm() / length, found @ sums.double() / length**2
+            sums, found = (join_gradients(model).double() for model in (exact, rounded))
+            error, share = (found - sums).norm() / sums.norm(), found @ sums / (sums @ sums)
             print(f"| {k + 1} | {error:.2%} | {1 - share:.2%} |")
 
 
