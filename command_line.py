@@ -16,7 +16,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from options import (
     PRESETS,
@@ -336,8 +337,20 @@ def parse_value(name: str, value: Any, options_class: type) -> Any:
         with contextlib.redirect_stderr(io.StringIO()):
             parsed = tyro.cli(dataclasses.make_dataclass("Alone", [(name, field_type)]), args=words)
     except SystemExit:
-        raise ValueError(f"{name} cannot be {value!r}") from None
+        raise ValueError(f"{name} cannot be {value!r}, allowed: {name_type(field_type)}") from None
     return getattr(parsed, name)
+
+
+def name_type(kind: Any) -> str:
+    """What values of the type an option takes, as messages say it."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return ", ".join(map(str, args))
+    if origin in (Union, UnionType):
+        return " or ".join(map(name_type, args))
+    if origin is tuple:
+        return f"a list of {name_type(args[0])}"
+    return "null" if kind is type(None) else kind.__name__
 
 
 def fill_in_environment(name: str, value: Any) -> Any:
