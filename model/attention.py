@@ -4,6 +4,7 @@ T tokens in the row, Hq query heads, Hkv key/value heads, D head size. `register
 transformers; a model then calls the one that its config names, once per layer, with the row's `micro_batch`.
 """
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -63,9 +64,19 @@ def registered_name(backend: str) -> str:
 
 def register_backends() -> None:
     """Registers every backend with transformers as an attention implementation."""
-    functions = (attend_flash_attn, attend_varlen, attend_varlen, attend_sdpa, attend_eager)
-    for name, attend in zip(BACKENDS, functions, strict=True):
+    for name, attend in list_functions().items():
         AttentionInterface.register(registered_name(name), make_interface(name, attend))
+
+
+def list_functions() -> dict[str, Callable[..., Tensor]]:
+    """What computes the attention of each backend."""
+    return {
+        "flash_attn": attend_flash_attn,
+        "varlen": attend_varlen,
+        "varlen_fa3": attend_varlen,
+        "sdpa": attend_sdpa,
+        "eager": attend_eager,
+    }
 
 
 def make_interface(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
@@ -173,7 +184,12 @@ def has_group_option() -> bool:
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return "enable_gqa" in list_parameters(varlen_attn)
+
+
+@functools.cache  # each layer asks in each forward pass
+def list_parameters(function: Callable[..., Tensor]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def activate_kernels(backend: str) -> None:

@@ -25,11 +25,8 @@ from model.attention import (
     BACKENDS,
     Rule,
     activate_kernels,
-    attend_eager,
-    attend_flash_attn,
-    attend_sdpa,
-    attend_varlen,
     find_obstacle,
+    list_functions,
 )
 from ranks.world import World
 
@@ -39,7 +36,6 @@ pytestmark = [
     pytest.mark.skipif(not HAS_GPU and "GPU_TESTS_ON_CPU" not in os.environ, reason="needs a CUDA device"),
 ]
 
-ATTEND = dict(zip(BACKENDS, (attend_flash_attn, attend_varlen, attend_varlen, attend_sdpa, attend_eager), strict=True))
 SEQUENCES = (17, 64, 1, 129, 5)
 HALF_BIT = 2**-9  # of bfloat16
 
@@ -89,7 +85,7 @@ def measure_error(ours: Tensor, exact: Tensor) -> float:
 def attend_both_ways(backend: str, inputs: list[Tensor], micro_batch: MicroBatch, arguments: dict) -> list[Tensor]:
     """The output, and the gradients of queries, keys and values."""
     tensors = [each.detach().requires_grad_() for each in inputs]
-    output = ATTEND[backend](*tensors, micro_batch.row, Rule(**arguments))
+    output = list_functions()[backend](*tensors, micro_batch.row, Rule(**arguments))
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
 

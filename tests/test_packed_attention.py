@@ -22,7 +22,7 @@ from torch.nn.attention import varlen
 from families.micro_batch import Row
 from model import attention as packed_attention
 from model.activation_checkpointing import ATTENTION
-from model.attention import Rule, attend_eager, attend_flash_attn, attend_sdpa, attend_varlen, choose_backend
+from model.attention import Rule, attend_eager, attend_sdpa, choose_backend, list_functions
 
 LENGTHS = (7, 1, 12, 3)
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 8
@@ -59,7 +59,7 @@ def make_tensors() -> list[Tensor]:
 def test_kernels_are_asked_for_what_sdpa_computes(kernels, extras, window):
     if kernels.package == "torch" and "softcap" in extras:
         pytest.skip("varlen has no softcap")
-    attend = attend_varlen if kernels.package == "torch" else attend_flash_attn
+    attend = list_functions()[OPTION[kernels.package]]
     reference = attend_eager if "softcap" in extras else attend_sdpa
     row, tensors, results = make_row(), make_tensors(), []
     for function in (attend, reference):
@@ -98,7 +98,7 @@ def test_a_run_trains_to_the_same_numbers(kernels, family, world, tmp_path):
     ids=["borders", "int64", "too short", "tensor"],
 )
 def test_a_wrong_argument_fails(kernels, spoil):
-    attend, row = attend_varlen if kernels.package == "torch" else attend_flash_attn, make_row()
+    attend, row = list_functions()[OPTION[kernels.package]], make_row()
     holder = SimpleNamespace(cu_seqlens=row.cu_seqlens.clone(), max_seqlen=row.max_seqlen)
     attend(*make_tensors(), holder, Rule(scaling=0.3))
     spoil(holder)
